@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flashgen.doctor import Cache, CodePath, Diagnosis, Machine, Nvrtc, Result
+from flashgen.doctor import Cache, CodePath, Diagnosis, MachineFacts, Nvrtc, ProblemResult
 from flashgen.doctor.diagnosis import PathRun
 from flashgen.doctor.machine import unfit
 from flashgen.doctor.problems import PROBLEMS
@@ -25,7 +25,7 @@ H100 = Gpu(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, "default", (13, 0)
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 
-BARE = Machine(
+BARE = MachineFacts(
     flashgen="0.1.0",
     templates="71502eaa4c9c29aa",
     system="Linux x86_64",
@@ -40,11 +40,13 @@ BARE = Machine(
 )
 
 
-def results(arch: str) -> tuple[Result, ...]:
+def results(arch: str) -> tuple[ProblemResult, ...]:
     """All problems right on a path."""
     rows = zip(PROBLEMS, SHARES, strict=True)
     return tuple(
-        Result(one.name, arch, True, "", share, 1.0, 2 if "documents" in one.name else 0, 1.0)
+        ProblemResult(
+            one.name, arch, True, "", share, 1.0, 2 if "documents" in one.name else 0, 1.0
+        )
         for one, share in rows
     )
 
@@ -77,7 +79,7 @@ def failing_path() -> Diagnosis:
     """A Hopper GPU on which packed sequences hang on the path of its own."""
     machine = replace(BARE, gpus=(H100,))
     right = results("sm_90a")
-    hung = Result(right[3].problem, "sm_90a", False, "no end within 60 s")
+    hung = ProblemResult(right[3].problem, "sm_90a", False, "no end within 60 s")
     run = PathRun("sm_90a", (*right[:3], hung, *right[4:]))
     verdict = run.verdict
     assert verdict is not None, "a problem is wrong"

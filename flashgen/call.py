@@ -2,7 +2,7 @@
 
 ::
 
-    Operands, CallOptions  --check-->  CheckedCall  --bind-->  kernel arguments
+    Operands, CallOptions  --Call.of, check-->  CheckedCall  --bind-->  kernel arguments
 
 The backward pass adds `OutputGradients`. Tests and tools also pass `LaunchOptions`.
 """
@@ -73,13 +73,14 @@ class CallOptions(NamedTuple):
     """The arguments of a call that are not tensors. `flashgen.ops.Attention` describes them.
 
     Attributes:
+        q_offset, k_offset: ints; before `flashgen.runtime.arguments.call.Call.of`, tensors too.
         scalars: values of the run-time scalars, in the order of the signature.
         dropout_p: a number or a CPU tensor of one number.
     """
 
     scale: float | None = None
-    q_offset: int = 0
-    k_offset: int = 0
+    q_offset: Any = 0
+    k_offset: Any = 0
     backend: str | None = None
     arch: str | None = None
     deterministic: bool | None = None

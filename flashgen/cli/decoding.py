@@ -117,7 +117,7 @@ def served_call(
     Raises:
         SpecError: the spec cannot have a paged cache.
     """
-    from flashgen.ops.variants import planned_split
+    from flashgen.runtime.programs import planned_split
 
     q, k, v = call.operands
     served = spec.replace(paged=True) if arguments.page else spec

@@ -186,7 +186,7 @@ def is_set_by_kernel(spec: AttentionSpec, scalar: Scalar) -> bool:
 
 
 def multiplier_field(scalar: Scalar) -> str:
-    """The field by which kernels divide by a scalar; `runtime.fast_division` makes its value."""
+    """The field by which kernels divide by a scalar; `runtime.kernel_arguments` makes its value."""
     return f"d_{scalar.name}"
 
 

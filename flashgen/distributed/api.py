@@ -29,12 +29,12 @@ from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.language.signature import signature_of
 from flashgen.ops import Attention
 from flashgen.ops import attention as operator
+from flashgen.runtime.arguments.options import settled
+from flashgen.runtime.arguments.refusals import untraced
+from flashgen.runtime.arguments.slices import scalars_of
+from flashgen.runtime.arguments.tensors import as_declared
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.captured_tensors import as_declared
-from flashgen.runtime.check_basics import untraced
-from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.programs import SpecProgram, program_of
-from flashgen.runtime.wholes import scalars_of
 from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor

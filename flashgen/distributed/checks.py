@@ -15,8 +15,8 @@ from flashgen.language import SEQ_K, SEQ_Q, python_text
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import Attention
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.argument_names import check_names
-from flashgen.runtime.number_arguments import draw_rng, offset_of
+from flashgen.runtime.arguments.options import check_names, draw_rng
+from flashgen.runtime.arguments.positions import offset_of
 from flashgen.signature import OFFSETS
 
 Tensor = torch.Tensor

@@ -20,9 +20,9 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.ops import Attention
 from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
+from flashgen.runtime.arguments.options import settled
+from flashgen.runtime.arguments.positions import rows_outside
 from flashgen.runtime.memory_layout import empty_rows
-from flashgen.runtime.number_arguments import settled
-from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import BOUNDARIES
 from flashgen.sinks import of_heads
 

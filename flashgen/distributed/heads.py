@@ -15,7 +15,7 @@ import torch
 
 from flashgen.distributed.exchange import Exchange, Transfer
 from flashgen.distributed.sharding import Sharding
-from flashgen.runtime.number_arguments import settled
+from flashgen.runtime.arguments.options import settled
 
 Tensor = torch.Tensor
 

@@ -4,17 +4,17 @@ The problems run in child processes (`flashgen.trust.trial`), so that a fault or
 ends no more than one of them.
 """
 
-from flashgen.doctor.check import Result
+from flashgen.doctor.check import ProblemResult
 from flashgen.doctor.diagnosis import CodePath, Diagnosis, diagnose
-from flashgen.doctor.machine import Cache, Finding, Machine, Nvrtc
+from flashgen.doctor.machine import Cache, Finding, MachineFacts, Nvrtc
 
 __all__ = [
     "Cache",
     "CodePath",
     "Diagnosis",
     "Finding",
-    "Machine",
+    "MachineFacts",
     "Nvrtc",
-    "Result",
+    "ProblemResult",
     "diagnose",
 ]

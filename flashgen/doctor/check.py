@@ -28,7 +28,7 @@ Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class ProblemResult:
     """The outcome of one problem.
 
     Attributes:
@@ -67,7 +67,7 @@ def run(
     *,
     emulate: bool,
     step: Step = lambda name: None,
-) -> Result:
+) -> ProblemResult:
     """Runs a problem and compares it.
 
     Args:
@@ -100,7 +100,7 @@ def run(
             ok = False
             text = f"{', '.join(bits.wrong)}: not the emulator's bits, which are determined"
     share = _share(verdicts[worst])
-    return Result(
+    return ProblemResult(
         problem.name,
         arch,
         ok,

@@ -26,7 +26,7 @@ from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import FlashgenError
 from flashgen.trust.trial import SECONDS
 
-Runner = Callable[[Problem, check.Step], check.Result]
+Runner = Callable[[Problem, check.Step], check.ProblemResult]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(2, 1)
         device = torch.device("cpu") if options.device < 0 else _opened(options.device)
 
-        def runner(problem: Problem, step: check.Step) -> check.Result:
+        def runner(problem: Problem, step: check.Step) -> check.ProblemResult:
             return check.run(problem, options.arch, device, emulate=options.emulate, step=step)
 
         report(problems, options.arch, runner, events)
@@ -86,7 +86,7 @@ def report(problems: Sequence[Problem], arch: str, runner: Runner, events: IO[st
             if "running" not in steps or isinstance(error, torch.OutOfMemoryError):
                 raise
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-            write("result", **asdict(check.Result(problem.name, arch, False, text)))
+            write("result", **asdict(check.ProblemResult(problem.name, arch, False, text)))
             return
         write("result", **asdict(result))
     write("end")

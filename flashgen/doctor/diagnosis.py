@@ -11,14 +11,14 @@ from typing import Any
 
 from flashgen import config
 from flashgen.arch import paths_of
-from flashgen.doctor.check import Result
-from flashgen.doctor.machine import Finding, Machine, inspect, unfit
+from flashgen.doctor.check import ProblemResult
+from flashgen.doctor.machine import Finding, MachineFacts, inspect, unfit
 from flashgen.doctor.problems import PROBLEMS, Problem
 from flashgen.errors import LaunchError
 from flashgen.launch import Gpu
 from flashgen.runtime.backends import DEFAULT_ARCH
 from flashgen.trust import decision, trial, verdicts
-from flashgen.trust.verdicts import Verdict
+from flashgen.trust.verdicts import PathVerdict
 
 SECONDS = 600.0
 """The time limit for the problems of one code path, compilation and emulation included."""
@@ -57,10 +57,10 @@ class Diagnosis:
         findings: what is wrong, with the way out.
     """
 
-    machine: Machine
+    machine: MachineFacts
     gpu: Gpu | None
     paths: tuple[CodePath, ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[ProblemResult, ...] = ()
     findings: tuple[Finding, ...] = field(default=())
 
     @property
@@ -108,7 +108,7 @@ def diagnose(
         ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell)
         path = CodePath(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
         return Diagnosis(machine, None, (path,), ran.results, ran.findings)
-    results: list[Result] = []
+    results: list[ProblemResult] = []
     for arch in paths_of(gpu.arch):
         ran = run_path(arch, device, PROBLEMS, seconds, tell)
         results += ran.results
@@ -128,16 +128,16 @@ class PathRun:
     """
 
     arch: str
-    results: tuple[Result, ...]
+    results: tuple[ProblemResult, ...]
     hindrance: str = ""
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> PathVerdict | None:
         """Failed with the first wrong problem, passed where all are right, else None."""
         wrong = next((each for each in self.results if not each.ok), None)
         if wrong is not None:
-            return Verdict(f"{wrong.problem}: {wrong.text}")
-        return None if self.hindrance else Verdict()
+            return PathVerdict(f"{wrong.problem}: {wrong.text}")
+        return None if self.hindrance else PathVerdict()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -154,7 +154,7 @@ class PathRun:
 def run_path(
     arch: str, device: int, problems: Sequence[Problem], seconds: float, tell: Tell
 ) -> PathRun:
-    """Runs problems in a child process, and those behind a failure in another one.
+    """Runs the problems in a child process; if it crashes, starts another for the remaining ones.
 
     Args:
         device: the number of the CUDA device, or `NO_DEVICE`.
@@ -162,7 +162,7 @@ def run_path(
     """
     deadline = time.monotonic() + seconds
     left = [problem.name for problem in problems]
-    found: list[Result] = []
+    found: list[ProblemResult] = []
 
     def progress(event: trial.Event) -> None:
         tell(f"{arch}: {event['event']} {event.get('problem', '')}")
@@ -176,7 +176,7 @@ def run_path(
         )
         new = [_result(event) for event in ended.results]
         if ended.lost is not None:
-            new.append(Result(ended.lost, arch, False, ended.reason))
+            new.append(ProblemResult(ended.lost, arch, False, ended.reason))
         found += new
         if not new:
             return PathRun(arch, tuple(found), ended.reason or "the child process ran nothing")
@@ -184,8 +184,8 @@ def run_path(
     return PathRun(arch, tuple(found))
 
 
-def _result(event: trial.Event) -> Result:
-    return Result(**{each.name: event[each.name] for each in fields(Result)})
+def _result(event: trial.Event) -> ProblemResult:
+    return ProblemResult(**{each.name: event[each.name] for each in fields(ProblemResult)})
 
 
 def _paths(gpu: Gpu, driver: Any) -> tuple[CodePath, ...]:
@@ -247,7 +247,7 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "cache", "off" if kept.folder is None else where
 
 
-def _nvrtc(machine: Machine) -> str:
+def _nvrtc(machine: MachineFacts) -> str:
     bindings = f"cuda-bindings {machine.bindings or 'missing'}"
     made = machine.nvrtc
     if made is None:
@@ -256,7 +256,7 @@ def _nvrtc(machine: Machine) -> str:
     return f"{made.version}, compiles for {archs}, {bindings}; {made.library}"
 
 
-def _table(results: Sequence[Result]) -> Iterator[str]:
+def _table(results: Sequence[ProblemResult]) -> Iterator[str]:
     titles = ("path", "problem", "result", "error / limit", "equal bits", "bitwise", "seconds")
     rows = [titles, *(_row(each) for each in results)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(titles))]
@@ -268,7 +268,7 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: ProblemResult) -> tuple[str, ...]:
     share = "" if result.share is None else f"{result.share:.2f}"
     equal = "" if result.equal is None else f"{result.equal:.2%}"
     outcome = "pass" if result.ok else "WRONG"

@@ -59,7 +59,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """The versions of everything that a call needs, and the GPUs.
 
     Attributes:
@@ -87,7 +87,7 @@ class Machine:
     broken: tuple[Finding, ...] = ()
 
 
-def inspect(driver: Any = None) -> Machine:
+def inspect(driver: Any = None) -> MachineFacts:
     """The facts of this machine.
 
     Args:
@@ -106,7 +106,7 @@ def inspect(driver: Any = None) -> Machine:
             return otherwise
 
     gpus, no_gpu = _gpus(driver)
-    return Machine(
+    return MachineFacts(
         flashgen=__version__,
         templates=attempt(_templates, "missing"),
         system=f"{platform.system()} {platform.machine()}",
@@ -187,7 +187,7 @@ def _cache() -> Cache:
 # ---- versions that do not fit --------------------------------------------------------------------
 
 
-def unfit(machine: Machine, index: int = 0) -> tuple[Finding, ...]:
+def unfit(machine: MachineFacts, index: int = 0) -> tuple[Finding, ...]:
     """What is missing or does not fit together, with what to install.
 
     Args:
@@ -207,7 +207,7 @@ def unfit(machine: Machine, index: int = 0) -> tuple[Finding, ...]:
     return (*found, *(_unfit_for(machine, gpu) if gpu is not None else ()))
 
 
-def _unfit_for(machine: Machine, gpu: Gpu) -> list[Finding]:
+def _unfit_for(machine: MachineFacts, gpu: Gpu) -> list[Finding]:
     found = []
     try:
         paths: tuple[str, ...] = paths_of(gpu.arch)

@@ -18,7 +18,7 @@ from flashgen.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecor
 from flashgen.launch import gpu_facts
 from flashgen.launch_facts import heads_of_fewest_rows
 from flashgen.runtime.backends import DEFAULT_ARCH, DEFAULTS, Target, choose, index_of, order_of
-from flashgen.runtime.programs import ForwardRequest, Program, Variant
+from flashgen.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.split_choice import choose_split
 
@@ -74,7 +74,7 @@ class ExportedLayout:
 
 
 @dataclass(frozen=True, eq=False)
-class ExportedProgram(Program):
+class ExportedProgram(CallProgram):
     """The kernels of one record of a manifest.
 
     Attributes:
@@ -157,10 +157,10 @@ class ExportedProgram(Program):
             )
         return Target(chosen, wanted, device, index, why, order_seed=order_of(backend))
 
-    def without_dropout(self) -> Program:
+    def without_dropout(self) -> CallProgram:
         return replace(self, drops=False)
 
-    def learning(self, names: frozenset[str]) -> Program:
+    def learning(self, names: frozenset[str]) -> CallProgram:
         every = frozenset(tensor.name for tensor in self.record.signature.learned)
         return replace(self, learns=every if names else frozenset())
 
@@ -170,7 +170,7 @@ class ExportedProgram(Program):
         what, where, numbers, way_out = self.record.no_backward
         raise SpecError(what, where=where, numbers=numbers, way_out=way_out)
 
-    def variant(self, variant: Variant) -> Program:
+    def variant(self, variant: Variant) -> CallProgram:
         dtype, offsets, part, packs = variant
         own = self.record.signature.dtype
         names = [f"{name}:{given}" for name, given in offsets]

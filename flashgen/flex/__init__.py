@@ -23,7 +23,7 @@ from flashgen.flex.recorder import Recorder
 from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec_options import HEAD_DIM_STEP
-from flashgen.runtime.check_basics import refuse_jit_trace, untraced
+from flashgen.runtime.arguments.refusals import refuse_jit_trace, untraced
 
 __all__ = [
     "Notes",

@@ -86,7 +86,12 @@ def fitting_driver(needed: int) -> str:
 
 
 def fitting_versions(needed: int, have: tuple[int, int]) -> str:
-    """`fitting_driver`, or the compiler to install for a driver of CUDA ``have`` instead."""
+    """What to install: a driver new enough for the compiler, or a compiler old enough for it.
+
+    Args:
+        needed: the major CUDA version of the compiler.
+        have: the CUDA version of the driver.
+    """
     older = ', or NVRTC of CUDA 12: pip install "flashgen[cuda12]"' if have[0] == 12 else ""
     return fitting_driver(needed) + older
 

@@ -7,9 +7,9 @@ pass without autograd and report how it ran.
 from flashgen.call import CheckedCall
 from flashgen.ops.api import Attention, attention
 from flashgen.ops.append import append_kv
+from flashgen.runtime.arguments.options import scalar_value
 from flashgen.runtime.block_layouts import Layout
 from flashgen.runtime.calls import check, run_backward, run_forward
-from flashgen.runtime.number_arguments import scalar_value
 from flashgen.runtime.reports import BackwardRun, ForwardRun, Report
 
 __all__ = [

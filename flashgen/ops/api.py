@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,27 +12,17 @@ from torch.autograd import forward_ad
 
 from flashgen.call import CallOptions, Operands
 from flashgen.errors import SpecError
-from flashgen.ops.autograd import Attend, are_plain, attend_plain, is_plain
+from flashgen.ops.autograd import are_plain, attend_plain, is_plain
+from flashgen.ops.dispatched_call import dispatched_call
+from flashgen.ops.operator import Operator
 from flashgen.ops.registration import operator_of
-from flashgen.ops.traced_call import autocast_dtype, cast, traced_call
-from flashgen.ops.variants import (
-    check_positions_of_pages,
-    operator_of_variant,
-    packs_queries,
-    planned_split,
-)
 from flashgen.runtime import backward, forward
-from flashgen.runtime.argument_names import check_names, refuse_positional
-from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.captured_tensors import as_declared, check_learned
-from flashgen.runtime.check_basics import refuse_jit_trace, runs_while_traced
-from flashgen.runtime.checks import check_traced
-from flashgen.runtime.number_arguments import draw_rng, refuse_return_lse
-from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
-from flashgen.runtime.programs import Program, Variant
+from flashgen.runtime.arguments.call import Call
+from flashgen.runtime.arguments.options import draw_rng, refuse_positional, refuse_return_lse
+from flashgen.runtime.arguments.pages import check_positions_of_pages
+from flashgen.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
+from flashgen.runtime.programs import CallProgram, Variant, planned_split, program_of
 from flashgen.runtime.reports import Report
-from flashgen.runtime.wholes import scalars_of_part
-from flashgen.signature import WHOLE
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -83,11 +74,12 @@ class Attention:
         spec: the variant that is computed.
     """
 
-    def __init__(self, spec: AttentionSpec | Program) -> None:
+    def __init__(self, spec: AttentionSpec | CallProgram) -> None:
         self.spec: Any = spec
         self._operator = operator_of(spec)
         self._paged = self._operator.signature.paged
         self._used = self._operator
+        self._variants = SimpleNamespace()
 
     def __repr__(self) -> str:
         return f"flashgen.attention({self.spec!r})"
@@ -230,73 +222,58 @@ class Attention:
             refuse_return_lse(return_lse)
         if more:
             refuse_positional(more[0])
-        packs = False
+        operator = self._operator
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
-            packs = packs_queries(captures)
             if split_size is None and isinstance(q, Tensor) and getattr(k, "ndim", 0) == 4:
                 # The sum is a new constant, whose type a traced graph need not guard.
-                given = str(q.device), k.shape[1], backend, arch, q.dtype
-                split_size = 0 + self._planned_split(*given)
+                split_size = 0 + self._planned_split(
+                    str(q.device), k.shape[1], backend, arch, q.dtype
+                )
         if q_offset is None:
             q_offset = 0
-        if torch.compiler.is_compiling():
-            offsets = given_offsets(q_offset, k_offset)
-            numbers = numbers_of(q_offset, k_offset)
-            options = CallOptions(scale, *numbers, backend, arch, deterministic, (), dropout_p)
-            part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
-            operands = Operands(q, k, v, (), rng)
-            result = traced_call(self, operands, options, captures, offsets, part)
-            return result if return_lse else result[0]
-        offset_dtypes: tuple[tuple[str, str], ...] = ()
-        dtype = None
-        if _C._is_any_autocast_enabled():
-            dtype = autocast_dtype(q)
-            if dtype is not None:
-                q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-                if self._operator.signature.dtype is None:
-                    dtype = None
-        part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
-        captures |= part
-        if (type(q_offset) is not int or type(k_offset) is not int) and (
-            isinstance(q_offset, Tensor) or isinstance(k_offset, Tensor)
-        ):
-            offsets = given_offsets(q_offset, k_offset)
-            offset_dtypes = dtypes_of(offsets)
-            q_offset, k_offset = numbers_of(q_offset, k_offset)
-            captures |= offsets
-        operator = self._operator
-        if dtype is not None or offset_dtypes or part or packs:
-            variant = Variant(dtype, offset_dtypes, tuple(part), packs)
-            operator = operator_of_variant(self.spec, variant)
-        self._used = operator
-        captured: tuple[Any, ...] = ()
-        scalars: tuple[Any, ...] = ()
-        plain = is_plain(q, k, v) and not q.is_meta
-        if captures or operator.captures:
-            signature = operator.signature
-            if operator.takes_layout:
-                captures = {**with_layout(signature, captures)}
-            check_names(signature, captures)
-            scalars = tuple([captures[name] for name in operator.scalars])
-            captured = tuple([captures[name] for name in operator.tensors])
-            plain = plain and are_plain(captured)
-            if captured and torch.is_grad_enabled():
-                check_learned(signature, captured)
-            if operator.reads_floats:
-                captured = as_declared(signature, captured)
+        traced = torch.compiler.is_compiling()
+        autocast = traced or _C._is_any_autocast_enabled()
+        operands = Operands(q, k, v, (), rng)
         options = CallOptions(
-            scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p
+            scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
         )
-        if not plain:
-            refuse_jit_trace()
-            check_traced(operator.signature, Operands(q, k, v, captured), part.get(WHOLE[1]))
-            options = operator.normal(options)
+        if (
+            captures
+            or operator.captures
+            or autocast
+            or whole is not None
+            or split_size is not None
+            or type(h_offset) is not int
+            or h_offset
+            or type(q_offset) is not int
+            or type(k_offset) is not int
+        ):
+            operator, operands, options = Call.of(
+                operator,
+                self._variant,
+                operands,
+                options,
+                captures,
+                h_offset=h_offset,
+                whole=whole,
+                split_size=split_size,
+                autocast=autocast,
+            )
+            q, k, v, captured, _ = operands
+        else:
+            captured = ()
+        if not traced:
+            self._used = operator
+        if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
+            if not traced:
+                refuse_jit_trace()
+            result = dispatched_call(operator, operands, options)
+            return result if return_lse else result[0]
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
-        if not plain:
-            result = Attend.apply(operator, options, q, k, v, rng, *captured)  # type: ignore[no-untyped-call]
-        elif (
+            operands = operands._replace(rng=rng)
+        if (
             torch.is_grad_enabled()
             and (
                 q.requires_grad
@@ -307,12 +284,19 @@ class Attention:
         ) or forward_ad._current_level >= 0:
             result = attend_plain(operator, options, q, k, v, rng, *captured)
         else:
-            result = operator.compute(Operands(q, k, v, captured, rng), options)
+            result = operator.compute(operands, options)
         return result if return_lse else result[0]
 
+    def _variant(self, *fields: Any) -> Operator:
+        operator: Operator = getattr(self._variants, self._name_of_variant(*fields))
+        return operator
+
     @runs_while_traced
-    def _name_of_variant(self, *variant: Any) -> str:
-        return operator_of_variant(self.spec, Variant(*variant)).name
+    def _name_of_variant(self, *fields: Any) -> str:
+        """The name of a variant's operator, which becomes an attribute that Dynamo can guard."""
+        operator = operator_of(program_of(self.spec).variant(Variant(*fields)))
+        setattr(self._variants, operator.name, operator)
+        return operator.name
 
     @runs_while_traced
     def _planned_split(self, *given: Any) -> int:

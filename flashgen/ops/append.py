@@ -9,9 +9,9 @@ import torch
 from flashgen import config
 from flashgen.ops.autograd import are_plain, is_plain
 from flashgen.runtime import backends
-from flashgen.runtime.append_checks import AppendOperands, check_append
 from flashgen.runtime.append_kv import append
-from flashgen.runtime.check_basics import refuse, refuse_jit_trace
+from flashgen.runtime.arguments.pages import AppendOperands, check_append
+from flashgen.runtime.arguments.refusals import refuse, refuse_jit_trace
 
 Tensor = torch.Tensor
 
@@ -76,40 +76,26 @@ def append_kv(
         Page tables as in FlashAttention-3 (page_table, cache_seqlens); slots as in vLLM
         (slot_mapping).
     """
-    if torch.compiler.is_compiling():
-        torch.ops.flashgen.append_kv.default(
-            k,
-            v,
-            k_cache,
-            v_cache,
-            page_table=page_table,
-            cache_seqlens=cache_seqlens,
-            slot_mapping=slot_mapping,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
-            arch=arch,
-        )
-        return
-    given = AppendOperands(
+    operands = AppendOperands(
         k, v, k_cache, v_cache, page_table, cache_seqlens, slot_mapping, cu_seqlens
     )
-    index = tuple(tensor for tensor in given[3:] if tensor is not None)
+    keywords = dict(zip(_TENSORS[4:], operands[4:], strict=True), backend=backend, arch=arch)
+    if torch.compiler.is_compiling():
+        torch.ops.flashgen.append_kv.default(*operands[:4], **keywords)
+        return
+    index = tuple(tensor for tensor in operands[3:] if tensor is not None)
     if is_plain(k, v, k_cache) and are_plain(index):
-        _refuse_gradients(given)
-        append(given, backend, arch)
+        _refuse_gradients(operands)
+        append(operands, backend, arch)
         # What torch does for an operator that changes a tensor, so that autograd notices it.
         torch.autograd.graph.increment_version(
             [cache for cache in (k_cache, v_cache) if not cache.is_inference()]
         )
         return
     refuse_jit_trace()
-    check_append(given)
+    check_append(operands)
     _check_choice(backend, arch)
-    _overload(*given[:4], **dict(zip(_TENSORS[4:], given[4:], strict=True)), **_how(backend, arch))
-
-
-def _how(backend: str | None, arch: str | None) -> dict[str, str | None]:
-    return {"backend": backend, "arch": arch}
+    _overload(*operands[:4], **keywords)
 
 
 def _check_choice(backend: object, arch: object) -> None:
@@ -120,10 +106,10 @@ def _check_choice(backend: object, arch: object) -> None:
         backends.arch_of(arch, "tiled", torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def _refuse_gradients(given: AppendOperands) -> None:
+def _refuse_gradients(operands: AppendOperands) -> None:
     if not torch.is_grad_enabled():
         return
-    named = zip(_TENSORS, given, strict=True)
+    named = zip(_TENSORS, operands, strict=True)
     needing = [name for name, tensor in named if tensor is not None and tensor.requires_grad]
     if needing:
         refuse(
@@ -155,8 +141,8 @@ def _autograd(keyset: Any, *tensors: Any, **named: Any) -> None:
 
 
 def _in_place(keyset: Any, *tensors: Any, **named: Any) -> None:
-    given = _operands(tensors, named)
-    torch.autograd.graph.increment_version([given.k_cache, given.v_cache])
+    operands = _operands(tensors, named)
+    torch.autograd.graph.increment_version([operands.k_cache, operands.v_cache])
     _overload.redispatch(keyset & _C._after_ADInplaceOrView_keyset, *tensors, **named)
 
 

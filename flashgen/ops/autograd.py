@@ -104,7 +104,9 @@ class Attend(torch.autograd.Function):
             floats = zip(saved, operator.floats_of(options), strict=True)
             options = operator.with_floats(options, [x if t is None else t for t, x in floats])
         _, _, need_q, need_k, need_v, _, *needs = ctx.needs_input_grad
-        needed = tuple([needs[place] for place in operator.learned]) if needs else ()
+        needed = tuple([needs[index] for index in operator.learned]) if needs else ()
+        operands = Operands(q, k, v, tuple(captured), rng)
+        results = OutputGradients(out, lse, dout, dlse)
         if (
             not torch.is_grad_enabled()
             and is_plain(q, k, v)
@@ -112,12 +114,10 @@ class Attend(torch.autograd.Function):
             and is_plain(out, lse, dout)
             and are_plain(captured)
         ):
-            operands = Operands(q, k, v, tuple(captured), rng)
-            results = OutputGradients(out, lse, dout, dlse)
             options = operator.numbers_in(options) if saved else options
             gradients = operator.compute_backward(operands, results, options, needed)
         else:
-            tensors = (q, k, v, out, lse, dout, dlse, rng, *captured)
+            tensors = (*operands[:3], *results, rng, *captured)
             gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]
         dq, dk, dv, *rest = gradients
         wanted = (dq if need_q else None, dk if need_k else None, dv if need_v else None)
@@ -135,10 +135,6 @@ class Attend(torch.autograd.Function):
             numbers="q, k, v or a captured tensor carries a tangent",
             way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
         )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        return _map(Attend, info.batch_size, in_dims, arguments, operands=3)
 
 
 class AttendPlain(torch.autograd.Function):
@@ -205,39 +201,23 @@ class Differentiate(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        learns = any(arguments[2])
-        return _map(Differentiate, info.batch_size, in_dims, arguments, operands=7, learns=learns)
+        """The tensors are mapped, with floats that may be tensors."""
+        operator, options, needed, *tensors = arguments
+        dims = list(in_dims[3:])
+        operands = 7
+        start = operands + 1  # the floats are after rng
+        floats = operator.floats_of(options)
+        stop = start + len(floats)
 
+        def call(*sample: Any) -> Any:
+            of_sample = operator.with_floats(options, sample[start:stop])
+            rest = (*sample[:start], *sample[stop:])
+            return Differentiate.apply(operator, of_sample, needed, *rest)  # type: ignore[no-untyped-call]
 
-def _map(
-    function: type[torch.autograd.Function],
-    size: int,
-    in_dims: tuple[Any, ...],
-    arguments: tuple[Any, ...],
-    operands: int,
-    learns: bool = False,
-) -> Any:
-    """torch.vmap of a function: its tensors are mapped, with floats that may be tensors.
-
-    Args:
-        arguments: the operator, the options and further values, then the tensors.
-        operands, learns: as in `map_call`.
-    """
-    operator, options = arguments[:2]
-    first = 3 if function is Differentiate else 2
-    start = operands + 1  # the floats are after rng
-    floats = operator.floats_of(options)
-    stop = start + len(floats)
-
-    def call(*tensors: Any) -> Any:
-        of_sample = operator.with_floats(options, tensors[start:stop])
-        rest = (*tensors[:start], *tensors[stop:])
-        return function.apply(operator, of_sample, *arguments[2:first], *rest)  # type: ignore[no-untyped-call]
-
-    tensors, dims = list(arguments[first:]), list(in_dims[first:])
-    tensors[start:start] = floats
-    dims[start:start] = operator.floats_of(in_dims[1])
-    return map_call(operator.signature, call, size, dims, tensors, operands, learns)
+        tensors[start:start] = floats
+        dims[start:start] = operator.floats_of(in_dims[1])
+        size, learns = info.batch_size, any(needed)
+        return map_call(operator.signature, call, size, dims, tensors, operands, learns)
 
 
 # Function.apply first looks for transforms of torch.func, which takes several times as long as the

@@ -16,17 +16,14 @@ from flashgen.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradient
 from flashgen.compile import override
 from flashgen.dtypes import FLOAT_DTYPES
 from flashgen.runtime import backends, backward, forward
-from flashgen.runtime.check_basics import runs_while_traced
-from flashgen.runtime.number_arguments import (
+from flashgen.runtime.arguments.options import (
     check_rng,
     number_in,
-    offset_of,
     probability_of,
-    scalar_value,
-    scale_of,
     settled,
 )
-from flashgen.runtime.programs import Program, program_of
+from flashgen.runtime.arguments.refusals import runs_while_traced
+from flashgen.runtime.programs import CallProgram, program_of
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -70,7 +67,7 @@ class Operator:
     overload: Any
     overload_backward: Any
 
-    def __init__(self, spec: AttentionSpec | Program, name: str) -> None:
+    def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
         signature = program_of(spec).signature
         self.spec = spec
         self.signature = signature
@@ -85,40 +82,19 @@ class Operator:
         self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
-        self.done: forward.ForwardRecord | None = None
-        self.done_backward: backward.BackwardRecord | None = None
+        self.done: forward.ForwardOutcome | None = None
+        self.done_backward: backward.BackwardOutcome | None = None
         self._forwards: dict[Any, forward.PreparedForward] = {}
         self._backwards: dict[Any, backward.PreparedBackward] = {}
 
     # Values of torch's schema.
 
-    def normal(self, options: CallOptions) -> CallOptions:
-        """``options`` in the types of torch's schema: symbols stay, NumPy numbers are converted.
-
-        Raises:
-            InputError: an option is wrong; torch's own error message would not explain it.
-        """
-        scale, q_offset, k_offset, backend, arch, deterministic, scalars, dropout_p = options
-        if scale is not None and not isinstance(scale, _SYMBOLS):
-            scale = scale_of(self.signature, scale)
-        check_choices(backend, arch, deterministic)
-        values = tuple(
-            value if isinstance(value, _SYMBOLS) else scalar_value(scalar, value)
-            for scalar, value in zip(self.signature.scalars, scalars, strict=True)
-        )
-        if not isinstance(q_offset, _SYMBOLS):
-            q_offset = offset_of("q_offset", q_offset, 0)
-        if not isinstance(k_offset, _SYMBOLS):
-            k_offset = offset_of("k_offset", k_offset, 0)
-        numbers = (scale, q_offset, k_offset, backend, arch, deterministic)
-        return CallOptions(*numbers, values, dropout_p)
-
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
         names = (*NUMBERS, *self.arguments)
-        given = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
-        floats = [self.arguments[place] for place in self.floats]
-        return {n: given[n] for n in (*self.numbers, *self.arguments) if n not in floats}
+        values = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
+        floats = [self.arguments[index] for index in self.floats]
+        return {n: values[n] for n in (*self.numbers, *self.arguments) if n not in floats}
 
     def options(self, keywords: dict[str, Any], floats: Sequence[Any]) -> CallOptions:
         """The options from the arguments of the registered operator.
@@ -133,15 +109,15 @@ class Operator:
 
     def floats_of(self, options: CallOptions) -> tuple[Any, ...]:
         """The values of `FLOATS` and of the scalars that are floats."""
-        values = [options.scalars[place] for place in self.floats]
+        values = [options.scalars[index] for index in self.floats]
         return (options.dropout_p, options.scale, *values)
 
     def with_floats(self, options: CallOptions, floats: Sequence[Any]) -> CallOptions:
         """``options`` with other values for what `floats_of` returns."""
         p, scale, *values = floats
         scalars = list(options.scalars)
-        for place, value in zip(self.floats, values, strict=True):
-            scalars[place] = value
+        for index, value in zip(self.floats, values, strict=True):
+            scalars[index] = value
         return options._replace(dropout_p=p, scale=scale, scalars=tuple(scalars))
 
     def numbers_in(self, options: CallOptions) -> CallOptions:
@@ -150,9 +126,9 @@ class Operator:
         Raises:
             InputError: a tensor is not one number on the CPU.
         """
-        names = (*FLOATS, *(self.scalars[place] for place in self.floats))
-        given = zip(names, self.floats_of(options), strict=True)
-        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in given]
+        names = (*FLOATS, *(self.scalars[index] for index in self.floats))
+        pairs = zip(names, self.floats_of(options), strict=True)
+        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in pairs]
         return self.with_floats(options, floats)
 
     def float_tensors(self, options: CallOptions) -> tuple[Tensor | None, ...]:
@@ -193,10 +169,8 @@ class Operator:
 
     def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
         """Computes out and lse of ordinary tensors; each combination of options is checked once."""
-        p = options.dropout_p
-        if type(p) is not float:
-            p = 0.0 if p is None else probability_of(p)
-            options = options._replace(dropout_p=p)
+        if type(options.dropout_p) is not float:
+            options = _with_probability(options)
         key = _key(operands, options)
         call = self._forwards.get(key)
         if call is None:
@@ -222,10 +196,7 @@ class Operator:
             needed: for each learned tensor, whether its gradient is needed. A gradient that is not
                 needed is returned as a tensor without elements.
         """
-        p = options.dropout_p
-        if type(p) is not float:
-            p = 0.0 if p is None else probability_of(p)
-            options = options._replace(dropout_p=p)
+        options = _with_probability(options)
         deterministic = settled(options.deterministic)
         key = (deterministic, _key(operands, options), _key_of_gradients(gradients), needed)
         call = self._backwards.get(key)
@@ -236,17 +207,22 @@ class Operator:
                 _cache(self._backwards, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
-        found, self.done_backward = call.run(operands, gradients)
+        results, self.done_backward = call.run(operands, gradients)
         if all(needed):
-            return found
-        computed = dict(zip((x.name for x in call.signature.learned), found[3:], strict=True))
+            return results
+        computed = dict(zip((x.name for x in call.signature.learned), results[3:], strict=True))
         captured = operands.captured
         learned = zip(self.learned, needed, strict=True)
         rest = (
             computed[self.tensors[i]] if wanted else captured[i].new_empty(0)
             for i, wanted in learned
         )
-        return (*found[:3], *rest)
+        return (*results[:3], *rest)
+
+
+def _with_probability(options: CallOptions) -> CallOptions:
+    p = options.dropout_p
+    return options._replace(dropout_p=0.0 if p is None else probability_of(p))
 
 
 @runs_while_traced
@@ -321,22 +297,9 @@ def _numbers_key(options: CallOptions) -> str | None:
 
 
 def _key_of_gradients(gradients: OutputGradients) -> Any:
-    out, lse, dout, dlse = gradients
     try:
-        return (
-            out.shape,
-            out.stride(),
-            out.dtype,
-            out.device,
-            lse.shape,
-            lse.stride(),
-            lse.dtype,
-            lse.device,
-            dout.shape,
-            dout.stride(),
-            dout.dtype,
-            dout.device,
-            None if dlse is None else (dlse.shape, dlse.stride(), dlse.dtype, dlse.device),
+        return tuple(
+            [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in gradients]
         )
     except RuntimeError:
         return None

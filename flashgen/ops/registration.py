@@ -29,13 +29,13 @@ from flashgen.ops.autograd import attend, differentiate
 from flashgen.ops.flops import register_flops
 from flashgen.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.ops.vmap import map_call
-from flashgen.runtime.captured_tensors import check_learned
-from flashgen.runtime.check_basics import refuse
-from flashgen.runtime.checks import check_traced
+from flashgen.runtime.arguments.call import check_traced
+from flashgen.runtime.arguments.options import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.runtime.arguments.refusals import refuse
+from flashgen.runtime.arguments.tensors import check_learned
 from flashgen.runtime.memory_layout import empty_rows
-from flashgen.runtime.number_arguments import check_rng, refuse_dropout, refuse_no_rng
-from flashgen.runtime.programs import Program, program_of
-from flashgen.signature import WHOLE, CallSignature
+from flashgen.runtime.programs import CallProgram, program_of
+from flashgen.signature import CallSignature
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -54,21 +54,21 @@ _OTHERS = ("append_kv",)
 """The operators of torch.ops.flashgen that are made from no spec."""
 
 _names: set[str] = {*_OTHERS}
-_operators: dict[AttentionSpec | Program, Operator] = {}
+_operators: dict[AttentionSpec | CallProgram, Operator] = {}
 _lock = threading.RLock()
 
 
-def operator_of(spec: AttentionSpec | Program) -> Operator:
+def operator_of(spec: AttentionSpec | CallProgram) -> Operator:
     """The operator of a spec, registered at the first call; equal specs share one."""
     with _lock:
-        found = _operators.get(spec)
-        if found is None:
-            found = _operators[spec] = Operator(spec, free_name(spec))
-            found.overload, found.overload_backward = register(found)
-        return found
+        operator = _operators.get(spec)
+        if operator is None:
+            operator = _operators[spec] = Operator(spec, free_name(spec))
+            operator.overload, operator.overload_backward = register(operator)
+        return operator
 
 
-def register_hashed_name(spec: AttentionSpec | Program) -> None:
+def register_hashed_name(spec: AttentionSpec | CallProgram) -> None:
     """Registers the operator of a spec under its name with a hash too.
 
     A process in which another spec has the name calls it so, and its exported programs with it.
@@ -82,7 +82,7 @@ def register_hashed_name(spec: AttentionSpec | Program) -> None:
             again.overload, again.overload_backward = register(again)
 
 
-def free_name(spec: AttentionSpec | Program) -> str:
+def free_name(spec: AttentionSpec | CallProgram) -> str:
     """The spec's name, followed by a hash of the spec where another spec has that name.
 
     The hash is the same in every process, so that exported programs find their operator.
@@ -115,17 +115,17 @@ def register(operator: Operator) -> tuple[Any, Any]:
     _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
-        operands, floats = _forward_values(operator, tensors)
+        operands, _, floats = _values(operator, tensors)
         options = operator.numbers_in(operator.options(by_name, floats))
         return operator.compute(operands, options)
 
     def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, gradients, floats = _backward_values(operator, tensors)
+        operands, gradients, floats = _values(operator, tensors, 4)
         options = operator.numbers_in(operator.options(by_name, floats))
         return operator.compute_backward(operands, gradients, options, _needed(operator, by_name))
 
     def autograd(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), floats = _forward_values(operator, tensors)
+        (q, k, v, captured, rng), _, floats = _values(operator, tensors)
         if captured and torch.is_grad_enabled():
             check_learned(signature, captured)
         if rng is not None:
@@ -134,23 +134,23 @@ def register(operator: Operator) -> tuple[Any, Any]:
             return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
 
     def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
-        (q, k, v, captured, rng), gradients, floats = _backward_values(operator, tensors)
+        (q, k, v, captured, rng), gradients, floats = _values(operator, tensors, 4)
         options, needed = operator.options(by_name, floats), _needed(operator, by_name)
         with _one_level():
             return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
 
     def fake(*tensors: Any, **by_name: Any) -> Any:
-        operands, floats = _forward_values(operator, tensors)
+        operands, _, floats = _values(operator, tensors)
         q = operands.q
         _check_traced_dropout(signature, operands.rng, floats[0], q.device)
-        check_traced(signature, operands, by_name.get(WHOLE[1]))
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
         return empty_rows(q, signature.head_dim_v, dtype), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, _, _ = _backward_values(operator, tensors)
-        check_traced(signature, operands, by_name.get(WHOLE[1]))
+        operands, _, floats = _values(operator, tensors, 4)
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
         captured = operands.captured
         learned = zip(operator.learned, _needed(operator, by_name), strict=True)
         return (
@@ -200,7 +200,7 @@ MOST_ARGUMENTS = 64
 def _define(operator: Operator) -> None:
     """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
     name, signature = operator.name, operator.signature
-    floats = [operator.arguments[place] for place in operator.floats]
+    floats = [operator.arguments[index] for index in operator.floats]
     tensors = ("q", "k", "v", *operator.tensors, *floats)
     operands = ", ".join(f"Tensor {each}" for each in tensors)
     learned = [f"d_{tensor.name}" for tensor in signature.learned]
@@ -232,43 +232,44 @@ def _define(operator: Operator) -> None:
     _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
 
 
-def _forward_values(
-    operator: Operator, tensors: tuple[Any, ...]
-) -> tuple[Operands, tuple[Tensor | None, ...]]:
-    """The operands and the floats from the positional arguments of the forward operator."""
-    q, k, v, rng, *rest = _sorted(operator, tensors, 0)
-    count = len(FLOATS) + len(operator.floats)
-    return Operands(q, k, v, tuple(rest[count:]), rng), tuple(rest[:count])
-
-
-def _backward_values(
-    operator: Operator, tensors: tuple[Any, ...]
+def _values(
+    operator: Operator, tensors: tuple[Any, ...], results: int = 0
 ) -> tuple[Operands, OutputGradients, tuple[Tensor | None, ...]]:
-    """The values from the positional arguments of the backward operator."""
-    q, k, v, out, lse, dout, dlse, rng, *rest = _sorted(operator, tensors, 4)
+    """The operands, the results with their gradients and the floats from positional arguments.
+
+    Args:
+        results: 4 in the backward operator; with 0, the second value has nothing.
+    """
+    q, k, v, *rest = _sorted(operator, tensors, results)
+    gradients, (rng, *rest) = rest[:results], rest[results:]
     count = len(FLOATS) + len(operator.floats)
     operands = Operands(q, k, v, tuple(rest[count:]), rng)
-    return operands, OutputGradients(out, lse, dout, dlse), tuple(rest[:count])
+    return operands, OutputGradients._make(gradients or (None,) * 4), tuple(rest[:count])
 
 
-def _sorted(operator: Operator, given: tuple[Any, ...], results: int) -> tuple[Any, ...]:
+def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:
     """Positional arguments in another order: rng, the floats and the captured tensors at the end.
 
     torch omits arguments that have their default value, which is None for tensors.
 
     Args:
-        given: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors, and
-            at most rng, dropout_p and scale.
+        arguments: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors,
+            and at most rng, dropout_p and scale.
     """
     captured = 3 + len(operator.tensors)
     floats = captured + len(operator.floats)
-    given += (None,) * (floats + results + 3 - len(given))
-    return (*given[:3], *given[floats:], *given[captured:floats], *given[3:captured])
+    arguments += (None,) * (floats + results + 3 - len(arguments))
+    return (
+        *arguments[:3],
+        *arguments[floats:],
+        *arguments[captured:floats],
+        *arguments[3:captured],
+    )
 
 
 def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
-    given = by_name.get(NEEDED)
-    return (True,) * len(operator.learned) if given is None else tuple(given)
+    needed = by_name.get(NEEDED)
+    return (True,) * len(operator.learned) if needed is None else tuple(needed)
 
 
 def _one_level() -> AbstractContextManager[None]:

@@ -23,17 +23,17 @@ def map_call(
     call: Call,
     size: int,
     dims: Sequence[int | None],
-    given: Sequence[Any],
+    arguments: Sequence[Any],
     operands: int,
     learns: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Computes a mapped call of the forward or of the backward operator.
 
     Args:
-        call: the operator at the next lower level of mapping, with arguments like ``given``.
+        call: the operator at the next lower level of mapping, with arguments like ``arguments``.
         size: length of the mapped dimension.
-        dims: the mapped dimension of each of ``given``; None where all samples share it.
-        given: the operands, rng, dropout_p, then other floats and the captured tensors.
+        dims: the mapped dimension of each of ``arguments``; None where all samples share it.
+        arguments: the operands, rng, dropout_p, then other floats and the captured tensors.
         operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse.
         learns: whether gradients of captured tensors are needed.
 
@@ -42,10 +42,10 @@ def map_call(
     """
     first = [
         value.movedim(dim, 0) if dim is not None else value
-        for value, dim in zip(given, dims, strict=True)
+        for value, dim in zip(arguments, dims, strict=True)
     ]
     is_mapped = [dim is not None for dim in dims]
-    dropout_p, others = given[operands + 1], given[operands + 2 :]
+    dropout_p, others = arguments[operands + 1], arguments[operands + 2 :]
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
     own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in signature.tensors)
     sparse = signature.block_sparse
@@ -71,7 +71,7 @@ def map_call(
     batch = int(first[0].shape[1 if is_mapped[0] else 0])  # batch entries of one sample
     parts = call(*folded, None, None, *others)
     results = tuple(
-        part.reshape(size, batch, *part.shape[1:]) if place < 3 else part.expand(size, *part.shape)
-        for place, part in enumerate(parts)
+        part.reshape(size, batch, *part.shape[1:]) if index < 3 else part.expand(size, *part.shape)
+        for index, part in enumerate(parts)
     )
     return results, (0,) * len(results)

@@ -24,9 +24,9 @@ from flashgen.ops import check
 from flashgen.pictures.mask_call import KernelTile, MaskCall
 from flashgen.pipeline import analysed
 from flashgen.planner import plan, plan_backward
+from flashgen.runtime.arguments.call import check_contents
+from flashgen.runtime.arguments.positions import dtypes_of, offset_tensors
 from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.checks import check_contents
-from flashgen.runtime.offset_tensors import dtypes_of, given_offsets
 from flashgen.signature import BOUNDARIES, PAGE_NAMES
 
 Sizes = tuple[int, int, int, int, int]
@@ -103,7 +103,7 @@ def _checked(
     q_offset, k_offset = _on_cpu(q_offset), _on_cpu(k_offset)
     options = {"scalars": scalars, "q_offset": q_offset, "k_offset": k_offset}
     problem = check(spec, q, k, v, tensors=tensors, **options)
-    of_offsets = given_offsets(q_offset, k_offset)
+    of_offsets = offset_tensors(q_offset, k_offset)
     spec = at_offsets(spec, dtypes_of(of_offsets))
     tensors |= of_offsets
     check_contents(signature_of(spec), tensors, problem, k)

@@ -20,8 +20,8 @@ from flashgen.pipeline import analysed
 from flashgen.planner import Plan, plan, plan_splits
 from flashgen.planner.traffic import LaunchSizes
 from flashgen.profile.split_calls import SplitPrediction, predict_splits
+from flashgen.runtime.arguments.slices import split_scalar
 from flashgen.runtime.bind_arguments import heads_of_call
-from flashgen.runtime.split_size import scalar_of
 from flashgen.signature import PAGE_NAMES, WHOLE
 from flashgen.split_choice import SplitPlan
 
@@ -136,7 +136,7 @@ def plan_decoding(
     if size:
         served = split(served)
         whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
-        scalars = {**scalars, **whole, **scalar_of(size)}
+        scalars = {**scalars, **whole, **split_scalar(size)}
     call = CheckedCall(
         *(*sizes[:4], capacity),
         head_dim=spec.head_dim,

@@ -29,7 +29,9 @@ from flashgen.profile.prediction import (
 )
 from flashgen.profile.roofline import clocks, roofline
 from flashgen.profile.split_calls import predict_splits
-from flashgen.runtime.calls import variant_of
+from flashgen.runtime.arguments.slices import split_scalar
+from flashgen.runtime.programs import Variant, program_of
+from flashgen.signature import BOUNDARIES
 
 Tensor = torch.Tensor
 
@@ -56,8 +58,9 @@ def profile_forward(
     with emulator.profiling() as launches:
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
     problem = problem_of_call(spec, (q, k, v), options, run.rng)
-    given = {name: options.get(name) for name in ("scalars", "tensors")}
-    spec, _ = variant_of(spec, q, k, options.get("split_size"), **given)
+    packs = spec.paged and BOUNDARIES[0] in (options.get("tensors") or {})
+    part = tuple(split_scalar(options.get("split_size")))
+    spec = program_of(spec).variant(Variant(part=part, packs=packs))
     merge = () if run.report.merge is None else (run.report.merge,)
     return run, _profiles(spec, launches, (run.report, *merge), problem, options, dlse=False)
 

@@ -17,8 +17,7 @@ from flashgen.planner.duration import Duration, duration_of
 from flashgen.planner.split_traffic import SplitTraffic, SplitWalk, split_traffic
 from flashgen.planner.traffic import LaunchSizes, walks_of_head
 from flashgen.profile.visited_tiles import Array, heads_of, joined
-from flashgen.runtime.bind_arguments import blocks_of_call
-from flashgen.runtime.paged_caches import box_rows_of
+from flashgen.runtime.bind_arguments import blocks_of_call, box_rows_of
 from flashgen.signature import PAGE_NAMES, SPLIT, WHOLE
 
 

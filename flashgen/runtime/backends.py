@@ -8,7 +8,7 @@ import torch
 
 from flashgen import arch as archs
 from flashgen import config
-from flashgen.runtime.check_basics import refuse
+from flashgen.runtime.arguments.refusals import refuse
 from flashgen.trust import Decision, decide
 
 DEFAULT_ARCH = "sm_80"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ from flashgen.call import (
     OutputGradients,
 )
 from flashgen.runtime import learned_gradients, memory_layout
+from flashgen.runtime.arguments.call import check
+from flashgen.runtime.arguments.options import settled
+from flashgen.runtime.arguments.tensors import check_gradients
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bind_arguments import bind, elements_of_sums, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.runtime.captured_tensors import pointers_of
-from flashgen.runtime.checks import check, check_gradients
+from flashgen.runtime.kernel_arguments import pointers_of
 from flashgen.runtime.learned_gradients import (
     SINK_SUMS,
     ExactSums,
@@ -31,9 +34,8 @@ from flashgen.runtime.learned_gradients import (
 )
 from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.runtime.number_arguments import settled
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
-from flashgen.runtime.programs import Program, program_of
+from flashgen.runtime.programs import CallProgram, program_of
 from flashgen.runtime.reports import Report
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ Inputs = dict[str, Tensor]
 _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
 
 
-class BackwardRecord(NamedTuple):
+class BackwardOutcome(NamedTuple):
     """The facts of one `PreparedBackward.run`, from which `reports` makes Reports on demand."""
 
     call: PreparedBackward
@@ -62,7 +64,7 @@ class PreparedBackward(PreparedCall):
 
     def __init__(
         self,
-        spec: AttentionSpec | Program,
+        spec: AttentionSpec | CallProgram,
         call: CheckedCall,
         target: Target,
         inputs: Inputs,
@@ -94,7 +96,7 @@ class PreparedBackward(PreparedCall):
 
     def run(
         self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[tuple[Tensor, ...], BackwardRecord]:
+    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
         """Returns dq, dk, dv and the needed gradients of learned tensors, and a record."""
         q, k, v, captured, rng = operands
         read = _inputs(operands, gradients)
@@ -117,7 +119,7 @@ class PreparedBackward(PreparedCall):
         if self.call.is_empty:
             learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
             zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
-            return zeros, BackwardRecord(self, EMPTY)
+            return zeros, BackwardOutcome(self, EMPTY)
         copies = self._copy_unaligned(read)
         tensors: dict[str, Tensor | None] = {
             **read,
@@ -145,7 +147,7 @@ class PreparedBackward(PreparedCall):
         if sink_sums is not None:
             learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums, self.call)
         built, self._built = self._built, 0.0
-        record = BackwardRecord(self, self._reason, tuple(launches), tuple(copies.values()), built)
+        record = BackwardOutcome(self, self._reason, tuple(launches), tuple(copies.values()), built)
         return (dq, dk, dv, *sums.gradients()), record
 
     def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
@@ -198,7 +200,7 @@ class PreparedBackward(PreparedCall):
 
     def _on_cpu(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
-    ) -> tuple[tuple[Tensor, ...], BackwardRecord]:
+    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
         from flashgen import cpu
 
         start = time.perf_counter()
@@ -211,7 +213,7 @@ class PreparedBackward(PreparedCall):
                 *(gradient.contiguous() for gradient in found[3:]),
             )
         run = KernelRun(None, None, time.perf_counter() - start)
-        return results, BackwardRecord(self, CPU_REASON, (run,))
+        return results, BackwardOutcome(self, CPU_REASON, (run,))
 
 
 def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
@@ -220,32 +222,30 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
     return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
 
 
-def reports(record: BackwardRecord) -> tuple[Report, ...]:
+def reports(record: BackwardOutcome) -> tuple[Report, ...]:
     """The Reports of a backward call, one per launch."""
-    target, reason, call = record.call.target, record.reason, record.call
+    call, reason = record.call, record.reason
+    target, launches = call.target, record.launches
+    ran = Report(
+        target.backend if launches else "none",
+        target.arch,
+        16 if launches and reason is not CPU_REASON else 0,
+        reason,
+        build_seconds=record.build_seconds,
+        arch_reason=target.arch_reason,
+    )
     ranges = ranges_of(call.call, call.signature)
-    if not record.launches:
-        return (Report("none", target.arch, 0, reason, arch_reason=target.arch_reason),)
     return tuple(
-        Report(
-            target.backend,
-            target.arch,
-            0 if reason is CPU_REASON else 16,
-            reason,
-            run.build,
-            run.counters,
-            record.build_seconds,
-            run.seconds,
-            arch_reason=target.arch_reason,
-            table=run.table,
+        replace(
+            ran.of_run(*run),
             integers="" if run.build is None else run.build.integers(ranges),
         )
-        for run in record.launches
-    )
+        for run in launches
+    ) or (ran,)
 
 
 def prepare(
-    spec: AttentionSpec | Program,
+    spec: AttentionSpec | CallProgram,
     operands: Operands,
     gradients: OutputGradients,
     options: CallOptions,

@@ -13,9 +13,8 @@ from flashgen.call import CallRanges, CheckedCall
 from flashgen.errors import PlanError
 from flashgen.launch_facts import HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.runtime.bound_kernel import BoundKernel, Grid, Tensors
-from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.paged_caches import box_rows_of
-from flashgen.signature import LAYOUT, CallSignature
+from flashgen.runtime.kernel_arguments import KernelArguments, multiplier_of, numbers_of
+from flashgen.signature import LAYOUT, SPLIT, CallSignature
 from flashgen.tensormap import TensorMapSpec
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ MOST_ALONG_Y_AND_Z = 65_535
 
 NO_NUMBERS: Mapping[str, int | float] = MappingProxyType({})
 NO_BOXES: Mapping[str, int] = MappingProxyType({})
+
+LEAST_BOX_ROWS = 8
+"""Rows that repeat a swizzle in shared memory: TMA copies at least that many rows of a page."""
 
 
 def bind(
@@ -94,6 +96,29 @@ def bind(
         rest = BoundKernel(build, arguments, part, chosen, rest)
     assert rest is not None, "a grid has blocks"
     return rest
+
+
+def numbers_of_pages(k: torch.Tensor) -> dict[str, int]:
+    """The fields of a kernel that describe the pages of the caches."""
+    page_size = k.shape[2]
+    return {
+        "pages": k.shape[0],
+        "page_size": page_size,
+        "page_divisor": multiplier_of(page_size),
+    }
+
+
+def box_rows_of(block_k: int, call: CheckedCall, page_size: int = 0) -> int:
+    """The keys that TMA copies at once; 0 where that would be so few that lanes copy every key.
+
+    It is the largest number that divides a tile of keys, a split and a page. Tiles begin at the
+    borders of splits: boxes of these rows lie in one split and one page each.
+
+    Args:
+        page_size: keys of a page; 0 for contiguous keys.
+    """
+    rows = math.gcd(page_size, block_k, int(call.scalars.get(SPLIT, 0)))
+    return rows if rows >= LEAST_BOX_ROWS else 0
 
 
 def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:

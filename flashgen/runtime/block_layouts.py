@@ -10,7 +10,7 @@ import torch
 
 from flashgen.call import CheckedCall
 from flashgen.dtypes import POSITION_LIMIT
-from flashgen.runtime.check_basics import check_dense, refuse
+from flashgen.runtime.arguments.refusals import check_dense, refuse
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES, BlockLayoutFacts, CallSignature
 
 Tensor = torch.Tensor

@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
-from flashgen.runtime import backward, checks, forward
-from flashgen.runtime.argument_names import check_names
-from flashgen.runtime.block_layouts import with_layout
-from flashgen.runtime.number_arguments import draw_rng
-from flashgen.runtime.offset_tensors import dtypes_of, given_offsets, numbers_of
-from flashgen.runtime.programs import program_of
+from flashgen.runtime import backward, forward
+from flashgen.runtime.arguments.call import Call
+from flashgen.runtime.arguments.call import check as check_call
+from flashgen.runtime.arguments.options import draw_rng
+from flashgen.runtime.arguments.refusals import refuse, shown
+from flashgen.runtime.programs import CallProgram, Variant, program_of
 from flashgen.runtime.reports import BackwardRun, ForwardRun
-from flashgen.runtime.wholes import scalars_of_part
-from flashgen.signature import BOUNDARIES
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -69,13 +67,12 @@ def run_forward(
     """
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
-    spec, scalars = variant_of(spec, q, k, split_size, scalars=scalars, tensors=tensors)
-    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
-    captured, values = _captures(spec, tensors, scalars)
-    operands = Operands(q, k, v, captured, rng)
-    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, values, dropout_p)
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
+    )
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
-    call = forward.prepare(spec, operands, options, launch)
+    call = forward.prepare(program, operands, options, launch)
     out, lse, record = call.run(operands)
     return ForwardRun(out, lse, forward.report(record), rng if call.drops else None)
 
@@ -121,15 +118,13 @@ def run_backward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
-    captured, values = _captures(spec, tensors, scalars)
-    operands = Operands(q, k, v, captured, rng)
-    gradients = OutputGradients(out, lse, dout, dlse)
-    options = CallOptions(
-        scale, q_offset, k_offset, backend, arch, deterministic, values, dropout_p
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors
     )
+    gradients = OutputGradients(out, lse, dout, dlse)
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
-    call = backward.prepare(spec, operands, gradients, options, launch)
+    call = backward.prepare(program, operands, gradients, options, launch)
     (dq, dk, dv, *learned), record = call.run(operands, gradients)
     reports = backward.reports(record)
     return BackwardRun(dq, dk, dv, reports, record.copies, call.deterministic, tuple(learned))
@@ -155,69 +150,38 @@ def check(
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    spec, scalars = variant_of(spec, q, k, split_size, scalars=scalars, tensors=tensors)
-    spec, q_offset, k_offset, tensors = _at_offsets(spec, q_offset, k_offset, tensors)
-    captured, values = _captures(spec, tensors, scalars)
-    options = CallOptions(scale, q_offset, k_offset, None, None, None, values, dropout_p)
-    return checks.check(
-        program_of(spec).of_dtype(getattr(q, "dtype", None)).signature,
-        Operands(q, k, v, captured, rng),
-        options,
+    options = CallOptions(scale, q_offset, k_offset, None, None, None, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
     )
+    return check_call(program.of_dtype(getattr(q, "dtype", None)).signature, operands, options)
 
 
-def variant_of(
+def _call_of(
     spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    split_size: int | None,
-    *,
+    operands: Operands,
+    options: CallOptions,
     scalars: Mapping[str, object] | None,
     tensors: Mapping[str, Tensor] | None,
-) -> tuple[AttentionSpec, Mapping[str, object]]:
-    """The variant of ``spec`` for split keys or packed queries in pages, and its scalars.
+    split_size: int | None = None,
+) -> Call:
+    program = program_of(spec)
 
-    Arguments as in `run_forward`, with its own result where a call has neither.
+    def variant(*fields: Any) -> CallProgram:
+        return program_of(program.variant(Variant(*fields)))
 
-    Raises:
-        InputError: split_size is not a number of keys that kernels can split.
-        SpecError: the spec has packed sequences, whose keys cannot be split.
-    """
-    from flashgen.language.signature import packed_queries, split
-
-    if spec.paged and BOUNDARIES[0] in (tensors or {}):
-        spec = packed_queries(spec)
-    part = scalars_of_part(0, None, split_size, q, k, tensors or {})
-    return split(spec) if part else spec, {**(scalars or {}), **part}
-
-
-def _at_offsets(
-    spec: AttentionSpec,
-    q_offset: int | Tensor,
-    k_offset: int | Tensor,
-    tensors: Mapping[str, Tensor] | None,
-) -> tuple[AttentionSpec, int, int, Mapping[str, Tensor]]:
-    """The spec, the numeric offsets and the tensors, with offsets that are tensors among these."""
-    from flashgen.language.signature import at_offsets
-
-    tensors, given = tensors or {}, given_offsets(q_offset, k_offset)
-    numbers = numbers_of(q_offset, k_offset)
-    return at_offsets(spec, dtypes_of(given)), *numbers, {**tensors, **given}
-
-
-def _captures(
-    spec: AttentionSpec,
-    tensors: Mapping[str, Tensor] | None,
-    scalars: Mapping[str, object] | None,
-) -> tuple[tuple[Tensor, ...], tuple[object, ...]]:
-    """The captured tensors and the values of the scalars, in the order of the signature."""
-    from flashgen.language.signature import signature_of
-
-    signature = signature_of(spec)
-    given, numbers = with_layout(signature, tensors or {}), scalars or {}
-    check_names(signature, given, signature.tensors)
-    check_names(signature, numbers, signature.scalars)
-    return (
-        tuple(given[tensor.name] for tensor in signature.tensors),
-        tuple(numbers[scalar.name] for scalar in signature.scalars),
-    )
+    signature, tensors, scalars = program.signature, tensors or {}, scalars or {}
+    for kind, mapping, others in (
+        ("tensor", tensors, signature.scalars),
+        ("scalar", scalars, signature.tensors),
+    ):
+        for other in others:
+            if other.name in mapping:
+                refuse(
+                    f"{other.name!r} is not a {kind} of the spec",
+                    f"argument {kind}s",
+                    f"given {shown(mapping[other.name])}",
+                    "numbers in scalars={...}, and captured tensors in tensors={...}",
+                )
+    captures = {**tensors, **scalars}
+    return Call.of(program, variant, operands, options, captures, split_size=split_size)

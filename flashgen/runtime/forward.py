@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,19 +14,18 @@ from flashgen.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOption
 from flashgen.errors import InputError
 from flashgen.paged import contiguous_call
 from flashgen.runtime import memory_layout
+from flashgen.runtime.arguments.call import check
 from flashgen.runtime.backends import Target
-from flashgen.runtime.bind_arguments import bind, ranges_of
+from flashgen.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
 from flashgen.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.runtime.captured_tensors import named, pointers_of
-from flashgen.runtime.checks import check
+from flashgen.runtime.kernel_arguments import named, pointers_of
 from flashgen.runtime.learned_gradients import lse_without_keys
 from flashgen.runtime.memory_layout import empty_rows
+from flashgen.runtime.merge import Splits
 from flashgen.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.runtime.paged_caches import numbers_of_pages
 from flashgen.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
-from flashgen.runtime.programs import ForwardRequest, Program, program_of
+from flashgen.runtime.programs import CallProgram, ForwardRequest, program_of
 from flashgen.runtime.reports import Report
-from flashgen.runtime.splits import Splits
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -52,7 +51,7 @@ class ForwardKernel:
     integers: str = ""
 
 
-class ForwardRecord(NamedTuple):
+class ForwardOutcome(NamedTuple):
     """The facts of one `PreparedForward.run`, from which `report` makes a Report on demand."""
 
     call: PreparedForward
@@ -71,7 +70,7 @@ class PreparedForward(PreparedCall):
 
     def __init__(
         self,
-        spec: AttentionSpec | Program,
+        spec: AttentionSpec | CallProgram,
         call: CheckedCall,
         target: Target,
         operands: Operands,
@@ -97,7 +96,7 @@ class PreparedForward(PreparedCall):
         if self.signature.split and not call.is_empty:
             self._splits = Splits(self.program, call, target)
 
-    def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardRecord]:
+    def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardOutcome]:
         """Returns out, lse, and a record for `report`."""
         q, k, v, captured, rng = operands
         if q.is_neg() or k.is_neg() or v.is_neg():
@@ -129,8 +128,7 @@ class PreparedForward(PreparedCall):
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
         kernel = self._kernels.get(width)
         if kernel is None:
-            known = {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v}
-            kernel = self._kernel(width, {**known, "o": to_out, "lse": to_lse}, by_name)
+            kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse), by_name)
         bound = kernel.bound
         built, self._built = self._built, 0.0
         start = perf_counter()
@@ -145,17 +143,7 @@ class PreparedForward(PreparedCall):
                 more = (*more, 0 if tile_counter is None else tile_counter.data_ptr())
             bound.launch((*at, *more), self.target.index)
         else:
-            tensors = {
-                "q": q,
-                "k": k,
-                "v": v,
-                "k_cache": k,
-                "v_cache": v,
-                "o": to_out,
-                "lse": to_lse,
-                "rng": rng,
-                "tile_counter": tile_counter,
-            }
+            tensors = _tensors(q, k, v, to_out, to_lse) | {"rng": rng, "tile_counter": tile_counter}
             if kernel.tables is not None:
                 tensors |= pointers_of(by_name)
                 made, tables = kernel.tables.run(self.target, by_name, self.launch)
@@ -169,7 +157,7 @@ class PreparedForward(PreparedCall):
         return (
             out,
             lse,
-            ForwardRecord(self, width, reason, kernel, counters, built, seconds, tables, merge),
+            ForwardOutcome(self, width, reason, kernel, counters, built, seconds, tables, merge),
         )
 
     def _kernel(
@@ -219,18 +207,18 @@ class PreparedForward(PreparedCall):
 
     def _without_scores(
         self, q: Tensor, captured: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, ForwardRecord]:
+    ) -> tuple[Tensor, Tensor, ForwardOutcome]:
         out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
         if self.signature.sink is None:
             lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
         else:
             by_name = named(self.signature, captured)
             lse = lse_without_keys(self.signature, by_name, q, self.call)
-        return out, lse, ForwardRecord(self, 0, EMPTY)
+        return out, lse, ForwardOutcome(self, 0, EMPTY)
 
     def _on_cpu(
         self, operands: Operands, captured: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, ForwardRecord]:
+    ) -> tuple[Tensor, Tensor, ForwardOutcome]:
         from flashgen import cpu
 
         start = perf_counter()
@@ -243,7 +231,7 @@ class PreparedForward(PreparedCall):
                 out, lse = cpu.forward(self.spec, q, k, v, *tiles)
             out = memory_layout.in_memory_order_of(q, out)
         seconds = perf_counter() - start
-        return out, lse, ForwardRecord(self, 0, CPU_REASON, run_seconds=seconds)
+        return out, lse, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
 
     def _of_contiguous(
         self, operands: Operands, captured: Mapping[str, Tensor]
@@ -259,52 +247,40 @@ class PreparedForward(PreparedCall):
         return copied.of_queries(out, operands.q), copied.of_queries(lse, operands.q)
 
 
-def report(record: ForwardRecord) -> Report:
+def _tensors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor | None]:
+    """Operands and results by their names in kernels; paged ones call k and v caches."""
+    return {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v, "o": o, "lse": lse}
+
+
+def report(record: ForwardOutcome) -> Report:
     """The Report of a forward call."""
-    call, kernel, width, reason = record.call, record.kernel, record.width, record.reason
-    backend = "none" if reason is EMPTY else call.target.backend
-    arch, why = call.target.arch, call.target.arch_reason
+    kernel, target, merge = record.kernel, record.call.target, record.merge
+    ran = Report(
+        "none" if record.reason is EMPTY else target.backend,
+        target.arch,
+        record.width,
+        record.reason,
+        run_seconds=record.run_seconds,
+        arch_reason=target.arch_reason,
+    )
     if kernel is None:
-        seconds = record.run_seconds
-        return Report(backend, arch, width, reason, run_seconds=seconds, arch_reason=why)
-    merge = None
-    if record.merge is not None:
-        build, counters, seconds, _ = record.merge
-        aligned = (backend, arch, 16, memory_layout.ALIGNED)
-        merge = Report(*aligned, build, counters, run_seconds=seconds, arch_reason=why)
-    return Report(
-        backend,
-        arch,
-        width,
-        reason,
+        return ran
+    aligned = replace(ran, access_bytes=16, access_reason=memory_layout.ALIGNED)
+    return replace(
+        ran,
         kernel=kernel.bound.build,
         counters=record.counters,
         build_seconds=record.build_seconds,
-        run_seconds=record.run_seconds,
-        tables=tuple(
-            Report(
-                backend,
-                arch,
-                width,
-                reason,
-                made.build,
-                made.counters,
-                run_seconds=made.seconds,
-                arch_reason=why,
-                table=made.table,
-            )
-            for made in record.tables
-        ),
+        tables=tuple(ran.of_run(*run) for run in record.tables),
         heads_reason=kernel.heads_reason,
         blocks=kernel.bound.blocks,
-        arch_reason=why,
         integers=kernel.integers,
-        merge=merge,
+        merge=None if merge is None else aligned.of_run(*merge),
     )
 
 
 def prepare(
-    spec: AttentionSpec | Program,
+    spec: AttentionSpec | CallProgram,
     operands: Operands,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,

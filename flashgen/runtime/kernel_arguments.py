@@ -17,8 +17,7 @@ from flashgen.call import CheckedCall
 from flashgen.dropout import keep_scale, kept_levels
 from flashgen.errors import LaunchError
 from flashgen.launch.params import ParamField, encode, field_bytes, pack
-from flashgen.runtime.captured_tensors import numbers_of_captured
-from flashgen.runtime.fast_division import multiplier_of
+from flashgen.signature import CallSignature, field_stem
 from flashgen.tensormap import MAP_ALIGN, TensorMapSpec
 
 Tensor = torch.Tensor
@@ -57,6 +56,53 @@ def numbers_of(
         if isinstance(value, int):
             numbers[f"d_{name}"] = multiplier_of(value)
     return numbers | numbers_of_captured(captured or {})
+
+
+def numbers_of_captured(captured: Mapping[str, Tensor]) -> dict[str, int]:
+    """Strides and sizes of captured tensors, and strides of their gradients, by field name.
+
+    A gradient is accumulated in a contiguous buffer of the tensor's shape.
+    """
+    numbers = {}
+    for name, tensor in captured.items():
+        step, stem = 1, field_stem(name)
+        for axis in reversed(range(tensor.dim())):
+            size = tensor.shape[axis]
+            numbers[f"c_{stem}_size_{axis}"] = size
+            numbers[f"c_{stem}_stride_{axis}"] = tensor.stride(axis) if size > 1 else 0
+            numbers[f"dc_{stem}_stride_{axis}"] = step if size > 1 else 0
+            step *= size
+    return numbers
+
+
+def multiplier_of(divisor: int) -> int:
+    """Magic-number division: the multiplier m and the shift s that a kernel uses instead of
+    dividing by a scalar, as one number m + s 2^32.
+
+    For D = |divisor| and 0 <= n <= 2^31, floor(n / D) = floor(n m / 2^(31 + s)): s is the smallest
+    number with 2^s >= D, and m = ceil(2^(31 + s) / D) < 2^32. The number is 0 for a divisor of 0.
+
+    Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994;
+    CUTLASS's FastDivmod uses it in the same way.
+    """
+    size = abs(divisor)
+    if size == 0:
+        return 0
+    shift = (size - 1).bit_length()
+    return -(-(1 << (31 + shift)) // size) + (shift << 32)
+
+
+def named(signature: CallSignature, captured: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The captured tensors by name, with negative bits resolved."""
+    return {
+        tensor.name: value.resolve_neg() if value.is_neg() else value
+        for tensor, value in zip(signature.tensors, captured, strict=True)
+    }
+
+
+def pointers_of(captured: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Captured tensors by the names of the kernels' pointers."""
+    return {f"c_{field_stem(name)}": tensor for name, tensor in captured.items()}
 
 
 class KernelArguments:

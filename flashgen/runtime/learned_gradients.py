@@ -15,8 +15,8 @@ import torch
 from flashgen import sinks
 from flashgen.call import CheckedCall
 from flashgen.dtypes import bytes_of_sums
+from flashgen.runtime.arguments.positions import rows_outside
 from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.runtime.packed_sequences import rows_outside
 from flashgen.signature import CallSignature, GradientTerm, TensorArgument, field_stem
 
 if TYPE_CHECKING:

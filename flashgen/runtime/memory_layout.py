@@ -11,7 +11,7 @@ import torch
 
 from flashgen.arch import facts
 from flashgen.dtypes import INT32_MAX
-from flashgen.runtime.check_basics import known
+from flashgen.runtime.arguments.refusals import known
 
 Tensor = torch.Tensor
 

@@ -1,23 +1,31 @@
 """Merging of partial results: outputs and LSE of rows over several disjoint sets of keys.
 
 With O_s and LSE_s of part s: LSE = ln(sum of exp(LSE_s)) and O = sum of exp(LSE_s - LSE) O_s, in
-float32. Parts are results of `flashgen.language.signature.partial`.
+float32. Parts are results of `flashgen.language.signature.partial`, or those over the keys of each
+split of one call. Splits begin at the global key positions 0, S, 2S, and so on, so that the keys of
+a split do not depend on the number of queries or on the other batch entries. A call with split_size
+is a call of a variant of its spec, which has S as a scalar (`flashgen.language.signature.split`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from flashgen.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
+from flashgen.dtypes import dtype_name
+from flashgen.runtime.arguments.refusals import check_is_tensor, refuse
 from flashgen.runtime.backends import Target, target_of
 from flashgen.runtime.bind_arguments import bind
 from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.runtime.check_basics import check_dense, refuse
-from flashgen.runtime.memory_layout import empty_rows
-from flashgen.runtime.programs import LaunchableKernel
+from flashgen.runtime.memory_layout import empty_rows, rows_before_heads
+from flashgen.runtime.minmax_tables import KernelRun
+from flashgen.runtime.programs import CallProgram, LaunchableKernel
+from flashgen.sinks import of_heads
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
@@ -94,7 +102,7 @@ def run_merge(
     from flashgen.pipeline import build_merge
 
     given, out = (parts, results, merged, sink), results[0]
-    kernel = build_merge(out.shape[3], str(out.dtype).removeprefix("torch."), target.arch)
+    kernel = build_merge(out.shape[3], dtype_name(out.dtype), target.arch)
     return bind_merge(kernel, *given).run(target, tensors_of_merge(*given), launch)
 
 
@@ -136,6 +144,50 @@ def bind_merge(
     )
 
 
+class Splits:
+    """The results over the keys of each split, in calls of the same sizes."""
+
+    def __init__(self, program: CallProgram, call: CheckedCall, target: Target) -> None:
+        self._program, self._call, self._target = program, call, target
+        self._signature = program.signature
+        self._merge: BoundKernel | None = None
+
+    def parts(self, out: Tensor, lse: Tensor) -> Results:
+        """Uninitialised results over the keys of each split, for results over all keys."""
+        batch, heads, rows, dim = out.shape
+        if rows_before_heads(out):
+            order = out.new_empty(self._call.splits, batch, rows, heads, dim, dtype=torch.float32)
+            parts_out = order.transpose(2, 3)
+        else:
+            parts_out = out.new_empty(
+                self._call.splits, batch, heads, rows, dim, dtype=torch.float32
+            )
+        return parts_out, lse.new_empty(self._call.splits, *lse.shape)
+
+    def merge(
+        self,
+        parts: Results,
+        results: Results,
+        captured: Mapping[str, Tensor],
+        launch: LaunchOptions,
+    ) -> KernelRun:
+        """Writes the results over all keys and the sink."""
+        start = perf_counter()
+        given = parts, results, None, self._sink(captured)
+        if self._merge is None:
+            self._merge = bind_merge(self._program.merge(self._target.arch), *given)
+        counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
+        return KernelRun(self._merge.build, counters, perf_counter() - start)
+
+    def _sink(self, captured: Mapping[str, Tensor]) -> Tensor | None:
+        """The logits of the call's heads, float32 [heads]."""
+        if self._signature.sink is None:
+            return None
+        first, heads = self._call.first_head, self._call.heads_q
+        sink = captured[self._signature.sink.name].float().reshape(-1)
+        return of_heads(sink, first, heads).expand(heads)
+
+
 def _on_cpu(
     parts: Results, merged: Results | None, sink: Tensor | None, out_dtype: torch.dtype
 ) -> Results:
@@ -163,14 +215,8 @@ def _check(
     if merged is not None:
         given |= {"merged[0]": merged[0], "merged[1]": merged[1]}
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            refuse(
-                f"{name} is not a torch tensor",
-                f"argument {name} of merge",
-                f"given a {type(tensor).__name__}",
-                "results of a call whose spec is a partial one",
-            )
-        check_dense(name, tensor)
+        way_out = "results of a call whose spec is a partial one"
+        check_is_tensor(name, tensor, way_out, f"argument {name} of merge")
     shape = tuple(parts_out.shape)
     wanted = {"parts_lse": shape[:-1], "merged[0]": shape[1:], "merged[1]": shape[1:-1]}
     for name, tensor in given.items():

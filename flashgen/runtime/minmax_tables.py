@@ -15,11 +15,10 @@ from flashgen.call import LaunchOptions
 from flashgen.launch_facts import SPAN
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.runtime.captured_tensors import numbers_of_captured, pointers_of
-from flashgen.runtime.kernel_arguments import KernelArguments
+from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of_captured, pointers_of
 
 if TYPE_CHECKING:
-    from flashgen.runtime.programs import LaunchableKernel, Program
+    from flashgen.runtime.programs import CallProgram, LaunchableKernel
 
 Tensor = torch.Tensor
 
@@ -47,7 +46,7 @@ class MinMaxTables:
 
     def __init__(
         self,
-        program: Program,
+        program: CallProgram,
         arch: str,
         captured: Mapping[str, Tensor],
         readers: Iterable[BoundKernel],

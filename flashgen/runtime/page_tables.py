@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.runtime.arguments.refusals import check_ascending, check_is_tensor, known, refuse
 
 Tensor = torch.Tensor
 
@@ -80,14 +79,8 @@ def _is_traced(tensor: Tensor) -> bool:
 def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pages: Any) -> None:
     given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            refuse(
-                f"{name} is not a torch tensor",
-                _WHERE.format(name),
-                f"given a {type(tensor).__name__}",
-                f"torch.tensor({name}, dtype=torch.int32)",
-            )
-        check_dense(name, tensor)
+        way_out = f"torch.tensor({name}, dtype=torch.int32)"
+        check_is_tensor(name, tensor, way_out, _WHERE.format(name))
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or tensor.device != indptr.device:
             refuse(
                 f"{name} is not an int32 tensor of one dimension on the device of indptr",
@@ -117,15 +110,8 @@ def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pa
 def _check_contents(
     ends: list[int], indices: Tensor, last: list[int], page_size: int, max_pages: int | None
 ) -> None:
-    counts = [after - before for before, after in itertools.pairwise(ends)]
-    if ends[0] != 0 or ends[-1] > len(indices) or min(counts, default=0) < 0:
-        refuse(
-            "indptr does not ascend from 0 to the number of pages",
-            _WHERE.format("indptr"),
-            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {min(counts, default=0):,}; "
-            f"{len(indices):,} indices",
-            "torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))",
-        )
+    what = "the number of pages", f"{len(indices):,} indices"
+    counts = check_ascending("indptr", ends, len(indices), what, "pages", _WHERE.format("indptr"))
     for b, (count, length) in enumerate(zip(counts, last, strict=True)):
         least, most = (1, page_size) if count else (0, 0)
         if not least <= length <= most:

@@ -12,11 +12,11 @@ import torch
 from flashgen import config
 from flashgen.call import CheckedCall, LaunchOptions
 from flashgen.paged import contiguous_call
+from flashgen.runtime.arguments.call import check_contents
 from flashgen.runtime.backends import DEFAULT_ARCH, Target
 from flashgen.runtime.block_layouts import static_layout
-from flashgen.runtime.captured_tensors import named
-from flashgen.runtime.checks import check_contents
-from flashgen.runtime.programs import Program, SpecProgram, program_of
+from flashgen.runtime.kernel_arguments import named
+from flashgen.runtime.programs import CallProgram, SpecProgram, program_of
 
 if TYPE_CHECKING:
     from flashgen.cpu import TileArguments
@@ -41,7 +41,7 @@ class PreparedCall:
 
     def __init__(
         self,
-        spec: AttentionSpec | Program,
+        spec: AttentionSpec | CallProgram,
         call: CheckedCall,
         target: Target,
         launch: LaunchOptions,

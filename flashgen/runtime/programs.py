@@ -1,6 +1,6 @@
 """What runs the calls of one spec: its signature, its target, and its compiled kernels.
 
-The runtime asks a `Program` for all of it. The program of an AttentionSpec plans and compiles
+The runtime asks a `CallProgram` for all of it. The program of an AttentionSpec plans and compiles
 kernels when they are first needed; that of an export has them in files.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from flashgen.call import CallRanges, CheckedCall, LaunchOptions
-from flashgen.dtypes import OPERAND_DTYPES
-from flashgen.runtime.backends import Target, target_of
+from flashgen.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.runtime.backends import TAKES, Target, target_of
 from flashgen.runtime.bind_arguments import heads_of_call
 from flashgen.runtime.tuned_tiles import remembered
 from flashgen.signature import SPLIT, CallSignature
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
 
     Attributes:
         dtype: the dtype of autocast; None outside of it, and where the spec has no dtype.
-        offsets: the result of `flashgen.runtime.offset_tensors.dtypes_of`.
+        offsets: the result of `flashgen.runtime.arguments.positions.dtypes_of`.
         part: the names of the scalars of a call on a part of a whole, or with split keys.
         packs: whether a call with a paged cache has packed queries.
     """
@@ -81,7 +81,7 @@ class Variant(NamedTuple):
     packs: bool = False
 
 
-class Program(abc.ABC):
+class CallProgram(abc.ABC):
     """What runs the calls of one spec or of one of its variants."""
 
     @property
@@ -98,16 +98,16 @@ class Program(abc.ABC):
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         """The backend, architecture and device of a call, as `target_of`."""
 
-    def of_dtype(self, dtype: object) -> Program:
+    def of_dtype(self, dtype: object) -> CallProgram:
         """The program for calls whose q has this dtype, where the spec has none of its own."""
         return self
 
     @abc.abstractmethod
-    def without_dropout(self) -> Program:
+    def without_dropout(self) -> CallProgram:
         """The program with kernels that drop nothing."""
 
     @abc.abstractmethod
-    def learning(self, names: frozenset[str]) -> Program:
+    def learning(self, names: frozenset[str]) -> CallProgram:
         """A program whose kernels compute the gradients of these learned tensors, if not of more.
 
         Its signature tells which.
@@ -119,7 +119,7 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def variant(self, variant: Variant) -> Any:
-        """The variant that computes a call: an AttentionSpec or a Program."""
+        """The variant that computes a call: an AttentionSpec or a CallProgram."""
 
     @abc.abstractmethod
     def planned_split(self, target: Target, heads_kv: int) -> int:
@@ -148,7 +148,7 @@ class Program(abc.ABC):
         """The kernel that merges the results over split keys."""
 
 
-class SpecProgram(Program):
+class SpecProgram(CallProgram):
     """The program of an AttentionSpec, which plans and compiles kernels at their first use."""
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -169,20 +169,20 @@ class SpecProgram(Program):
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         return target_of(backend, arch, device)
 
-    def of_dtype(self, dtype: object) -> Program:
+    def of_dtype(self, dtype: object) -> CallProgram:
         from flashgen.language.signature import with_dtype
 
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         if self.spec.dtype is not None or name not in OPERAND_DTYPES:
             return self
         return program_of(with_dtype(self.spec, name))
 
-    def without_dropout(self) -> Program:
+    def without_dropout(self) -> CallProgram:
         from flashgen.language.signature import without_dropout
 
         return program_of(without_dropout(self.spec))
 
-    def learning(self, names: frozenset[str]) -> Program:
+    def learning(self, names: frozenset[str]) -> CallProgram:
         from flashgen.language.signature import learning
 
         return program_of(learning(self.spec, names))
@@ -201,7 +201,7 @@ class SpecProgram(Program):
         if part:
             spec = of.split(spec) if SPLIT in part else of.in_whole(spec)
         if dtype is not None:
-            spec = of.with_dtype(spec, str(dtype).removeprefix("torch."))
+            spec = of.with_dtype(spec, dtype_name(dtype))
         return of.at_offsets(spec, offsets)
 
     def planned_split(self, target: Target, heads_kv: int) -> int:
@@ -254,11 +254,31 @@ class SpecProgram(Program):
         return build_merge(signature.head_dim_v, signature.out_dtype, arch, splits=True)
 
 
-def program_of(spec: AttentionSpec | Program) -> Program:
+def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:
     """The program of a spec; a program is its own."""
-    return spec if isinstance(spec, Program) else _program_of(spec)
+    return spec if isinstance(spec, CallProgram) else _program_of(spec)
 
 
 @functools.lru_cache(maxsize=1024)
-def _program_of(spec: AttentionSpec) -> Program:
+def _program_of(spec: AttentionSpec) -> CallProgram:
     return SpecProgram(spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def planned_split(
+    spec: AttentionSpec | CallProgram,
+    device: str,
+    heads_kv: int,
+    backend: str | None,
+    arch: str | None,
+    dtype: torch.dtype,
+) -> int:
+    """The split_size of a call with a paged cache that gives none.
+
+    It depends on the spec, the dtype, the architecture, its number of SMs and the number of key
+    heads alone, so that the bits of a row depend on nothing else of the call.
+    """
+    program = program_of(spec).of_dtype(dtype)
+    if torch.device(device).type not in TAKES.values() or program.signature.dtype is None:
+        return 0  # a meta tensor; or the checks of operands name the mistake
+    return program.planned_split(program.target(backend, arch, torch.device(device)), heads_kv)

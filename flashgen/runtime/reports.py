@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +56,12 @@ class Report:
     table: Tensor | None = None
     integers: str = ""
     merge: Report | None = None
+
+    def of_run(
+        self, kernel: Any, counters: Any, seconds: float, table: Tensor | None = None
+    ) -> Report:
+        """The report of another kernel of the call: the fields of a `KernelRun` in their places."""
+        return replace(self, kernel=kernel, counters=counters, run_seconds=seconds, table=table)
 
     def html(self) -> str:
         """The kernels of the call as one HTML page: texts linked line by line, plans, resources.

@@ -53,7 +53,7 @@ class Winner:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTiles:
     """A `Winner` in its file, before the planner is imported."""
 
     tiles: dict[str, dict[str, int]]
@@ -116,7 +116,7 @@ def read(path: Path) -> Winner | None:
     from flashgen.planner import Tile
 
     try:
-        values = from_plain(_Stored, parsed(contents(path)))
+        values = from_plain(_StoredTiles, parsed(contents(path)))
         tiles = from_plain(dict[str, Tile], values.tiles)
     except FileNotFoundError:
         return None

@@ -11,6 +11,6 @@ templates.
 """
 
 from flashgen.trust.decision import Decision, TrustWarning, decide, forget, standing
-from flashgen.trust.verdicts import Subject, Verdict
+from flashgen.trust.verdicts import PathVerdict, Subject
 
-__all__ = ["Decision", "Subject", "TrustWarning", "Verdict", "decide", "forget", "standing"]
+__all__ = ["Decision", "PathVerdict", "Subject", "TrustWarning", "decide", "forget", "standing"]

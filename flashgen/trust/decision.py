@@ -17,7 +17,7 @@ from flashgen.compile import cache
 from flashgen.errors import LaunchError
 from flashgen.launch import Gpu, gpu_facts, loads
 from flashgen.trust import trial, verdicts
-from flashgen.trust.verdicts import Subject, Verdict, subject_of
+from flashgen.trust.verdicts import PathVerdict, Subject, subject_of
 
 DOCTOR = "run `flashgen doctor` while no other process uses the GPU, which tries it"
 
@@ -107,7 +107,7 @@ def standing(gpu: Gpu, arch: str) -> Standing:
     return _of_verdict(subject, found)
 
 
-def _of_verdict(subject: Subject, verdict: Verdict) -> Standing:
+def _of_verdict(subject: Subject, verdict: PathVerdict) -> Standing:
     if verdict.passed:
         return Standing(True, f"{subject.arch} passed on this GPU, driver and compiler")
     return Standing(False, f"{subject.arch} failed on this GPU: {verdict.failure}")
@@ -206,7 +206,7 @@ def _tried(gpu: Gpu, subject: Subject) -> Standing:
     return _of_verdict(subject, verdict)
 
 
-def verdict_of(ended: trial.Ended) -> Verdict | None:
+def verdict_of(ended: trial.Ended) -> PathVerdict | None:
     """The verdict of a child process; None where it proves neither.
 
     A process that is lost while a problem is on the device has failed. One that cannot use the
@@ -214,10 +214,10 @@ def verdict_of(ended: trial.Ended) -> Verdict | None:
     """
     for result in ended.results:
         if not result["ok"]:
-            return Verdict(f"{result['problem']}: {result['text']}")
+            return PathVerdict(f"{result['problem']}: {result['text']}")
     if ended.lost is not None:
-        return Verdict(f"{ended.lost}: {ended.reason}")
-    return None if ended.reason or not ended.results else Verdict()
+        return PathVerdict(f"{ended.lost}: {ended.reason}")
+    return None if ended.reason or not ended.results else PathVerdict()
 
 
 def _every_path_failed(gpu: Gpu, why: str) -> LaunchError:

@@ -51,13 +51,13 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredVerdict:
     subject: Subject
     failure: str
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PathVerdict:
     """The outcome of a trial, or of the problems of `flashgen doctor`.
 
     Attributes:
@@ -94,19 +94,19 @@ def _proven(file: Path) -> frozenset[tuple[str, str, str]]:
     return frozenset((each["gpu"], each["arch"], each["templates"]) for each in entries)
 
 
-_in_memory: dict[str, Verdict] = {}
+_in_memory: dict[str, PathVerdict] = {}
 """Verdicts that cannot be kept on disk, by key."""
 
 
-def read(subject: Subject) -> Verdict | None:
+def read(subject: Subject) -> PathVerdict | None:
     """The remembered verdict; None where there is none or, with a CacheWarning, a damaged one."""
     path = _place(subject)
     if path is None or not path.exists():
         return _in_memory.get(subject.key)
     try:
-        record = from_plain(_Stored, parsed(contents(path)))
+        record = from_plain(_StoredVerdict, parsed(contents(path)))
         if record.subject == subject:
-            return Verdict(record.failure)
+            return PathVerdict(record.failure)
         damage = "it is of another subject"
     except (OSError, ValueError) as error:
         damage = str(error)
@@ -114,11 +114,11 @@ def read(subject: Subject) -> Verdict | None:
     return None
 
 
-def write(subject: Subject, verdict: Verdict) -> None:
+def write(subject: Subject, verdict: PathVerdict) -> None:
     """Keeps a verdict on disk, or where that is impossible in this process."""
     path, hindrance = _place(subject), None
     if path is not None:
-        record = to_plain(_Stored(subject, verdict.failure))
+        record = to_plain(_StoredVerdict(subject, verdict.failure))
         hindrance = replace_text(path, json.dumps(record, indent=1) + "\n")
     if path is None or hindrance is not None:
         _in_memory[subject.key] = verdict

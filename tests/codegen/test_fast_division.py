@@ -10,7 +10,7 @@ import flashgen as fg
 from flashgen import emulator
 from flashgen.codegen.environment import environment
 from flashgen.dtypes import INT32_MAX
-from flashgen.runtime.fast_division import multiplier_of
+from flashgen.runtime.kernel_arguments import multiplier_of
 from tests.support.judged import Call, normal
 from tests.support.nvrtc_helper import compile_ptx
 

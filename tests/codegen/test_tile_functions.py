@@ -17,7 +17,7 @@ from flashgen.codegen.environment import environment
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.text import COLUMNS, wrap_code
 from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv, K, Q
-from flashgen.runtime.fast_division import multiplier_of
+from flashgen.runtime.kernel_arguments import multiplier_of
 from tests.support.nvrtc_helper import compile_ptx
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())

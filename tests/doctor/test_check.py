@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.doctor import Result, check, child
+from flashgen.doctor import ProblemResult, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
 from flashgen.pipeline import build, build_backward
@@ -140,10 +140,10 @@ def events_of(runner: child.Runner, count: int = 2) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def right(problem: Problem, step: check.Step) -> Result:
+def right(problem: Problem, step: check.Step) -> ProblemResult:
     step("building")
     step("running")
-    return Result(problem.name, "sm_80", True, "out pass", 0.5)
+    return ProblemResult(problem.name, "sm_80", True, "out pass", 0.5)
 
 
 def test_each_step_is_an_event() -> None:
@@ -152,7 +152,7 @@ def test_each_step_is_an_event() -> None:
 
 
 def test_an_error_on_the_device_is_a_result_and_the_last_one() -> None:
-    def failing(problem: Problem, step: check.Step) -> Result:
+    def failing(problem: Problem, step: check.Step) -> ProblemResult:
         right(problem, step)
         raise LaunchError("a kernel failed", where="here", numbers="code 719", way_out="none")
 
@@ -170,7 +170,7 @@ def test_an_error_on_the_device_is_a_result_and_the_last_one() -> None:
     ],
 )
 def test_what_says_nothing_about_the_kernels_is_no_result(when: str, error: Exception) -> None:
-    def failing(problem: Problem, step: check.Step) -> Result:
+    def failing(problem: Problem, step: check.Step) -> ProblemResult:
         step(when)
         raise error
 

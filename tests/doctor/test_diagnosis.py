@@ -11,7 +11,7 @@ import pytest
 
 from flashgen import trust
 from flashgen.cli import app
-from flashgen.doctor import Cache, Diagnosis, Machine, Nvrtc, diagnose, diagnosis, machine
+from flashgen.doctor import Cache, Diagnosis, MachineFacts, Nvrtc, diagnose, diagnosis, machine
 from flashgen.doctor.machine import unfit
 from flashgen.doctor.problems import PROBLEMS
 from flashgen.errors import CompileError
@@ -23,7 +23,7 @@ from tests.support.tiers import slow
 from tests.trust.test_decision import hopper
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-FITTING = Machine(
+FITTING = MachineFacts(
     flashgen="0.1.0",
     templates="0" * 16,
     system="Linux x86_64",
@@ -38,7 +38,7 @@ FITTING = Machine(
 )
 
 
-def with_gpu(machine: Machine = FITTING, **driver: Any) -> Machine:
+def with_gpu(machine: MachineFacts = FITTING, **driver: Any) -> MachineFacts:
     return replace(machine, gpus=(gpu_facts(driver=FakeDriver(**driver)),))
 
 
@@ -85,7 +85,7 @@ def with_gpu(machine: Machine = FITTING, **driver: Any) -> Machine:
     ],
 )
 def test_versions_that_do_not_fit_are_named_with_what_to_install(
-    found: Machine, what: str | None, way_out: str | None
+    found: MachineFacts, what: str | None, way_out: str | None
 ) -> None:
     findings = unfit(found)
     if what is None:

@@ -12,8 +12,8 @@ import flashgen as fg
 from flashgen.append_pipeline import build_append_kv
 from flashgen.call import LaunchOptions
 from flashgen.runtime import append_kv
-from flashgen.runtime.append_checks import AppendOperands
 from flashgen.runtime.append_kv import access_bytes, prepare
+from flashgen.runtime.arguments.pages import AppendOperands
 from tests.support.judged import check_gates
 from tests.support.paged_caches import LAYOUTS, Appended, Cache, append_in_a_loop, cache_of, rows_of
 from tests.support.planted import caught, planted

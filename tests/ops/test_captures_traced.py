@@ -210,7 +210,7 @@ def test_a_module_learns_its_captures_when_compiled():
 
 
 WRONG = {
-    "dtype": {"bias": lambda t: t.half()},
+    "dtype": {"ids": lambda t: t.long()},
     "dimensions": {"bias": lambda t: t[0]},
     "heads": {"bias": lambda t: t[:3]},
     "keys": {"bias": lambda t: t[:, :5]},

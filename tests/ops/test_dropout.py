@@ -103,7 +103,7 @@ def test_states_come_from_the_generator_of_torch():
 
 
 def test_states_fill_their_range():
-    from flashgen.runtime.number_arguments import draw_rng
+    from flashgen.runtime.arguments.options import draw_rng
 
     torch.manual_seed(0)
     drawn = torch.stack([draw_rng(0.5, torch.device("cpu")) for _ in range(200)])

@@ -130,6 +130,15 @@ def test_some_heads_of_a_whole_are_those_of_the_whole() -> None:
     assert torch.equal(some, OP(q, k, v, **tables())[:, 2:])
 
 
+def test_some_heads_of_a_whole_read_their_own_slopes() -> None:
+    slopes = fg.Tensor("slopes", ("heads",), "float32")
+    spec = SPEC.replace(score_mod=lambda s, b, h, q, k: s + slopes[h] * k, name="slopes_paged")
+    op, (q, k, v) = fg.attention(spec), operands()
+    given = {**tables(), "slopes": torch.arange(4.0)}
+    some = op(q[:, 2:], k[:, 1:], v[:, 1:], **given, h_offset=2, whole={"heads": 4})
+    assert torch.equal(some, op(q, k, v, **given)[:, 2:])
+
+
 def test_torch_compile_and_export_trace_one_node() -> None:
     q, k, v = operands()
     expected = OP(q, k, v, **tables())

@@ -12,7 +12,7 @@ import flashgen as fg
 from flashgen import InputError, SpecError
 from flashgen.language.signature import split
 from flashgen.ops.registration import operator_of
-from flashgen.runtime.wholes import scalars_of
+from flashgen.runtime.arguments.slices import scalars_of
 from tests.support.examples import spec_path
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case

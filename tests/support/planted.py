@@ -15,7 +15,7 @@ import flashgen as fg
 from flashgen import emulator
 from flashgen.pipeline import Build
 from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.runtime.splits import Splits
+from flashgen.runtime.merge import Splits
 from tests.support.nvrtc_helper import compile_ptx
 
 STEP_LIMIT = 2_000

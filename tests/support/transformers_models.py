@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flashgen.dropout import keep_mask, keep_scale
 from flashgen.integrations import transformers as integration
 from flashgen.ops import api
-from flashgen.runtime.number_arguments import draw_rng
+from flashgen.runtime.arguments.options import draw_rng
 from tests.support import kept_attention
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from benchmarks.suite.context import Context
 from flashgen.codegen.environment import template_digest
-from flashgen.doctor import Result, diagnose
+from flashgen.doctor import ProblemResult, diagnose
 from flashgen.doctor.diagnosis import NO_DEVICE, run_path
 from flashgen.doctor.problems import PROBLEMS
 
@@ -42,7 +42,7 @@ def run(context: Context) -> None:
         context.writer.measure(arch, "path passed", int(passed), "", setting, note)
 
 
-def record(context: Context, result: Result) -> None:
+def record(context: Context, result: ProblemResult) -> None:
     """The rows of one problem."""
     setting = f"path={result.arch}"
 

@@ -27,7 +27,7 @@ from flashgen.integrations.transformers.sequences import (
     check_positions,
     sequences_of,
 )
-from flashgen.runtime.check_basics import refuse_jit_trace
+from flashgen.runtime.arguments.refusals import refuse_jit_trace
 
 Tensor = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""What the checks of a call share: refusals, dense tensors, and facts about sizes.
+"""What the checks of a call share: refusals, numbers, dense tensors, and facts about sizes.
 
 Sizes are symbols where torch.compile and torch.export trace a call.
 """
@@ -6,6 +6,7 @@ Sizes are symbols where torch.compile and torch.export trace a call.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
@@ -27,9 +28,9 @@ def runs_while_traced(function: Call) -> Call:
     """
 
     @functools.wraps(function)
-    def run(*given: Any, **by_name: Any) -> Any:
+    def run(*arguments: Any, **by_name: Any) -> Any:
         try:
-            return function(*given, **by_name)
+            return function(*arguments, **by_name)
         except FlashgenError as error:
             if TracingContext.try_get() is None or isinstance(error, RuntimeError):
                 raise
@@ -68,6 +69,16 @@ def shown(value: object) -> str:
     return f"{value!r:.200}"
 
 
+def whole_number(value: object) -> int | None:
+    """The int that a value stands for; None for bools, tensors and values that are no integers."""
+    if isinstance(value, bool | torch.Tensor):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def untraced(reason: str) -> Callable[[Call], Call]:
     """A decorator: torch.compile compiles neither the function nor those that it calls.
 
@@ -100,6 +111,54 @@ def refuse_jit_trace() -> None:
         )
 
 
+def check_is_tensor(
+    name: str, value: Any, way_out: str, where: str = "", more: str = "", dense: bool = True
+) -> None:
+    """Raises InputError for what is no tensor, and for one that `check_dense` refuses.
+
+    Args:
+        where: the place of the argument in words; "argument <name>" if "".
+        more: what else the numbers of the error say.
+        dense: whether the tensor must be dense.
+    """
+    if not isinstance(value, torch.Tensor):
+        refuse(
+            f"{name} is not a torch tensor",
+            where or f"argument {name}",
+            f"given a {type(value).__name__}{more}",
+            way_out,
+        )
+    if dense:
+        check_dense(name, value)
+
+
+def check_ascending(
+    name: str, ends: list[int], total: int, what: tuple[str, str], made: str, where: str = ""
+) -> list[int]:
+    """Checks that lists of rows or pages follow one another from 0 on.
+
+    Args:
+        ends: where each list begins, and the end of the last one.
+        total: the largest end.
+        what: the total in words, in the sentence and in the numbers of the error.
+        made: the lengths of the lists in the expression that computes ``ends``.
+        where: the place of the argument in words; "argument <name>" if "".
+
+    Returns:
+        The lengths of the lists.
+    """
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    least = min(steps, default=0)
+    if ends[0] != 0 or ends[-1] > total or least < 0:
+        refuse(
+            f"{name} does not ascend from 0 to {what[0]}",
+            where or f"argument {name}",
+            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {least:,}; {what[1]}",
+            f"torch.nn.functional.pad({made}.cumsum(0, dtype=torch.int32), (1, 0))",
+        )
+    return steps
+
+
 def check_dense(name: str, value: torch.Tensor) -> None:
     """Raises InputError for a nested, sparse, quantized or distributed tensor."""
     if type(value).__name__ == "DTensor":  # without its import, which is slow
@@ -130,6 +189,8 @@ def known(fact: bool | torch.SymBool) -> bool:
 
 def is_constant(fact: bool | torch.SymBool) -> bool:
     """True when the fact holds for all values of its symbols; this adds no guard."""
+    if isinstance(fact, bool) and not torch.compiler.is_compiling():
+        return fact
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(fact)

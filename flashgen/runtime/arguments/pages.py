@@ -1,25 +1,160 @@
-"""Checks of a call of `flashgen.append_kv`: all of them before anything is written."""
+"""Paged caches: the checks of calls that read them, and of calls of `flashgen.append_kv`.
+
+Paging changes addresses only: masks and scores see positions in the sequence.
+"""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.dtypes import INT32_MAX, OPERAND_DTYPES
-from flashgen.runtime.check_basics import check_dense, known, refuse
+from flashgen.call import CheckedCall
+from flashgen.dtypes import INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
+from flashgen.runtime.arguments.positions import tensors_named
+from flashgen.runtime.arguments.refusals import (
+    check_ascending,
+    check_is_tensor,
+    known,
+    refuse,
+    shape_of,
+)
+from flashgen.signature import PAGE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
 DIM_STEP = 8
-"""A head dim is a multiple of this number, so that every row consists of 16-byte vectors."""
+"""A head dim of `flashgen.append_kv` is a multiple of this number, so that every row consists of
+16-byte vectors."""
 
 MOST_ROWS = 2**30
-"""The largest number of tokens times heads of a call: kernels count rows in 32 bits."""
+"""The largest number of tokens times heads of a call of `flashgen.append_kv`: its kernel counts
+rows in 32 bits."""
 
-BY_SLOT = "slot_mapping"
-BY_TABLE = "page_table and cache_seqlens"
+# ---- calls that read a cache ---------------------------------------------------------------------
+
+
+def check_positions_of_pages(q_offset: object, k_offset: object) -> None:
+    """Checks the offsets of a call with a paged cache.
+
+    Raises:
+        InputError: q_offset is a number, or k_offset is given.
+    """
+    if q_offset is not None and not isinstance(q_offset, Tensor):
+        refuse(
+            "the queries of a call with a paged cache have no common position",
+            "argument q_offset",
+            f"given {q_offset!r:.200}; queries without it are the last positions of their sequence",
+            "no q_offset, or an int32 tensor with the first position of each sequence",
+        )
+    if isinstance(k_offset, Tensor) or k_offset != 0:
+        refuse(
+            "the keys of a paged cache are counted from 0 in each sequence",
+            "argument k_offset",
+            f"given {k_offset!r:.200}",
+            "no k_offset",
+        )
+
+
+def check_caches(k: Tensor, v: Tensor) -> None:
+    """Checks the sizes of caches, which may be symbols.
+
+    Raises:
+        InputError: k and v have different numbers of pages, or pages hold no keys.
+    """
+    if known(k.shape[0] != v.shape[0]):
+        refuse(
+            "k and v have different numbers of pages",
+            "argument v",
+            f"k {shape_of(k)}, v {shape_of(v)}",
+            "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
+        )
+    if known(k.shape[2] == 0):
+        refuse(
+            "a page holds no keys",
+            "argument k",
+            f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
+            "pages of at least one slot",
+        )
+
+
+def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
+    """Checks the sizes of page table and lengths, which may be symbols.
+
+    Raises:
+        InputError: they and the queries are of different numbers of sequences.
+    """
+    table, lengths = tensors_named(signature, captured, PAGE_NAMES)
+    sequences = q.shape[0]
+    if signature.packed:
+        sequences = tensors_named(signature, captured, signature.boundaries)[0].shape[0] - 1
+    for name, tensor in zip(PAGE_NAMES, (table, lengths), strict=True):
+        if known(tensor.shape[0] != sequences):
+            refuse(
+                f"{name} is not for the sequences of q",
+                f"argument {name}",
+                f"shape {shape_of(tensor)}; {sequences} sequences",
+                "a row of the page table and a length for each batch entry of q, or for each "
+                "sequence of cu_seqlens_q",
+            )
+
+
+def capacity_of(signature: CallSignature, k: Tensor, captured: Sequence[Any]) -> int:
+    """The positions for which the page table has entries, a multiple of the page size.
+
+    Raises:
+        InputError: kernels cannot count as many.
+    """
+    table = tensors_named(signature, captured, PAGE_NAMES[:1])[0]
+    capacity = int(table.shape[1] * k.shape[2])
+    if capacity > POSITION_LIMIT:
+        refuse(
+            "the page table has more positions than kernels support",
+            "argument page_table",
+            f"{table.shape[1]:,} pages of {k.shape[2]:,} keys; at most {POSITION_LIMIT:,} keys",
+            "a narrower page table",
+        )
+    return capacity
+
+
+def check_pages(captured: Mapping[str, Tensor], call: CheckedCall, k: Tensor) -> None:
+    """Checks the values of lengths and page tables on the CPU, where that waits for nothing.
+
+    On a GPU, lengths are clamped, and an unknown page makes the results of its sequence NaN.
+
+    Raises:
+        InputError: a length that the page table cannot hold, or a page outside the caches.
+    """
+    table, lengths = (captured[name] for name in PAGE_NAMES)
+    page_size, pages = k.shape[2], k.shape[0]
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= call.seq_k:
+            refuse(
+                "a sequence is longer than its row of the page table, or shorter than 0",
+                f"argument cache_seqlens, sequence {b}",
+                f"cache_seqlens[{b}] is {length:,}; {table.shape[1]:,} pages of {page_size:,}",
+                f"from 0 to {call.seq_k:,}, or a wider page table",
+            )
+        used = table[b, : -(-length // page_size)]
+        unknown = ((used < 0) | (used >= pages)).nonzero().flatten()
+        if len(unknown):
+            at = int(unknown[0])
+            refuse(
+                "a page of a sequence lies outside of the caches",
+                f"argument page_table, sequence {b}",
+                f"page_table[{b}, {at}] is {int(used[at]):,}, for position {at * page_size:,}; "
+                f"{pages:,} pages of {page_size:,}",
+                "a page of the caches for every position up to cache_seqlens",
+            )
+
+
+def longest_of(captured: Mapping[str, Tensor]) -> int:
+    """The number of keys of the longest sequence."""
+    return max(captured[PAGE_NAMES[1]].tolist(), default=0)
+
+
+# ---- calls of append_kv --------------------------------------------------------------------------
 
 
 class AppendOperands(NamedTuple):
@@ -50,45 +185,39 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
-def check_append(given: AppendOperands) -> None:
+def check_append(operands: AppendOperands) -> None:
     """Checks everything but the contents of tensors, whose sizes may be symbols.
 
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    _check_ways(given)
-    for name, tensor in zip(given._fields, given, strict=True):
+    _check_ways(operands)
+    for name, tensor in zip(operands._fields, operands, strict=True):
         if tensor is not None:
-            _check_kind(name, tensor, given.k)
-    _check_shapes(given)
-    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
+            _check_kind(name, tensor, operands.k)
+    _check_shapes(operands)
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
         _check_memory(name, tensor)
 
 
-def _check_ways(given: AppendOperands) -> None:
+def _check_ways(operands: AppendOperands) -> None:
     """The places of tokens are given in one way."""
     names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
-    there = [name for name in names if getattr(given, name) is not None]
+    there = [name for name in names if getattr(operands, name) is not None]
     table = {"page_table", "cache_seqlens"}
     if there != ["slot_mapping"] and not (table <= set(there) <= table | {"cu_seqlens"}):
         refuse(
             "the places of the new rows are given in no way or in more than one way",
             "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
             f"given: {', '.join(there) or 'none of them'}",
-            f"{BY_TABLE}, with cu_seqlens where sequences are packed; or {BY_SLOT} alone",
+            "page_table and cache_seqlens, with cu_seqlens where sequences are packed; or "
+            "slot_mapping alone",
         )
 
 
 def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
     where = f"argument {name} of append_kv"
-    if not isinstance(tensor, Tensor):
-        refuse(
-            f"{name} is not a torch tensor",
-            where,
-            f"given a {type(tensor).__name__}",
-            f"torch.as_tensor({name}), on the device of the caches",
-        )
-    check_dense(name, tensor)
+    check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
     dtypes = {
         "k": tuple(getattr(torch, each) for each in OPERAND_DTYPES),
         **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
@@ -112,18 +241,18 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
         )
 
 
-def _check_shapes(given: AppendOperands) -> None:
-    k, v, k_cache, v_cache = given[:4]
-    for name, tensor in zip(given._fields[:4], given[:4], strict=True):
+def _check_shapes(operands: AppendOperands) -> None:
+    k, v, k_cache, v_cache = operands[:4]
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
         if tensor.dim() != 4:
-            _refuse_shapes(given, name)
+            _refuse_shapes(operands, name)
     for name, tensor, axes in (
         ("v", v, ((0, k, 0), (1, k, 1), (2, k, 2))),
         ("k_cache", k_cache, ((1, k, 1), (3, k, 3))),
         ("v_cache", v_cache, ((0, k_cache, 0), (1, k, 1), (2, k_cache, 2), (3, v, 3))),
     ):
         if any(known(tensor.shape[axis] != of.shape[other]) for axis, of, other in axes):
-            _refuse_shapes(given, name)
+            _refuse_shapes(operands, name)
     for name, tensor in (("k", k), ("v", v)):
         dim = tensor.shape[3]
         if known(dim % DIM_STEP != 0) or known(dim == 0):
@@ -134,7 +263,7 @@ def _check_shapes(given: AppendOperands) -> None:
                 "rows padded with zeros, as torch.nn.functional.pad makes them",
             )
     sequences = k.shape[0]
-    if given.cu_seqlens is not None:
+    if operands.cu_seqlens is not None:
         if known(k.shape[0] != 1):
             refuse(
                 "packed sequences are stored one after another in one batch entry",
@@ -142,20 +271,20 @@ def _check_shapes(given: AppendOperands) -> None:
                 f"k {tuple(k.shape)}, and cu_seqlens is given",
                 "k.transpose(0, 1)[None] of k [tokens, heads, head_dim], and v likewise",
             )
-        _check_index(given, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
-        sequences = given.cu_seqlens.shape[0] - 1
-    if given.slot_mapping is None:
-        _check_index(given, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
-        _check_index(given, "page_table", 2, sequences, "[sequences, pages of the longest]")
+        _check_index(operands, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
+        sequences = operands.cu_seqlens.shape[0] - 1
+    if operands.slot_mapping is None:
+        _check_index(operands, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
+        _check_index(operands, "page_table", 2, sequences, "[sequences, pages of the longest]")
     else:
         tokens = k.shape[0] * k.shape[2]
-        _check_index(given, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
+        _check_index(operands, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
 
 
 def _check_index(
-    given: AppendOperands, name: str, dims: int, length: int | None, wanted: str
+    operands: AppendOperands, name: str, dims: int, length: int | None, wanted: str
 ) -> None:
-    tensor = getattr(given, name)
+    tensor = getattr(operands, name)
     right = tensor.dim() == dims
     if right and length is None:
         right = not known(tensor.shape[0] == 0)
@@ -166,13 +295,13 @@ def _check_index(
         refuse(
             f"{name} does not fit the new rows",
             f"argument {name} of append_kv",
-            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(given.k.shape)}",
+            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(operands.k.shape)}",
             f"{name} {wanted}",
         )
 
 
-def _refuse_shapes(given: AppendOperands, name: str) -> None:
-    shapes = zip(given._fields[:4], given[:4], strict=True)
+def _refuse_shapes(operands: AppendOperands, name: str) -> None:
+    shapes = zip(operands._fields[:4], operands[:4], strict=True)
     refuse(
         "the shapes of new rows and caches do not fit together",
         f"argument {name} of append_kv",
@@ -203,22 +332,22 @@ def _check_memory(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_limits(given: AppendOperands) -> None:
+def check_limits(operands: AppendOperands) -> None:
     """Checks that the numbers of a call, which are no symbols, fit the kernel's integers.
 
     Raises:
         InputError: there are too many rows, or too many slots.
     """
-    pages, heads, page, _ = given.k_cache.shape
+    pages, heads, page, _ = operands.k_cache.shape
     if page == 0:
         refuse(
             "the pages of the caches have no slots",
             "argument k_cache of append_kv",
-            f"k_cache {tuple(given.k_cache.shape)}",
+            f"k_cache {tuple(operands.k_cache.shape)}",
             "a page size of 1 or more",
         )
     for what, name, count, most in (
-        ("new rows", "k", given.tokens * heads, MOST_ROWS),
+        ("new rows", "k", operands.tokens * heads, MOST_ROWS),
         ("slots of the caches", "k_cache", pages * page, INT32_MAX),
     ):
         if count > most:
@@ -230,7 +359,7 @@ def check_limits(given: AppendOperands) -> None:
             )
 
 
-def slots_of(given: AppendOperands) -> Tensor:
+def slots_of(operands: AppendOperands) -> Tensor:
     """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
 
     It reads the contents of tensors, which are on the CPU.
@@ -238,9 +367,9 @@ def slots_of(given: AppendOperands) -> Tensor:
     Raises:
         InputError: a length, a position, a page or a slot is impossible.
     """
-    pages, _, page, _ = given.k_cache.shape
-    if given.slot_mapping is not None:
-        slots = given.slot_mapping
+    pages, _, page, _ = operands.k_cache.shape
+    if operands.slot_mapping is not None:
+        slots = operands.slot_mapping
         wrong = _first((slots < -1) | (slots >= pages * page))
         if wrong is not None:
             refuse(
@@ -250,16 +379,18 @@ def slots_of(given: AppendOperands) -> Tensor:
                 f"from 0 to {pages * page - 1:,}; -1 skips a token",
             )
         return slots
-    table, lengths = given.page_table, given.cache_seqlens
+    table, lengths = operands.page_table, operands.cache_seqlens
     assert table is not None, "slots or a page table are given"
     assert lengths is not None, "a page table has lengths"
-    token = torch.arange(given.tokens)
-    if given.cu_seqlens is None:
-        rows = given.k.shape[2]
-        ends = torch.arange(given.sequences + 1) * rows
+    token = torch.arange(operands.tokens)
+    if operands.cu_seqlens is None:
+        rows = operands.k.shape[2]
+        ends = torch.arange(operands.sequences + 1) * rows
     else:
-        ends = given.cu_seqlens.long()
-        _check_ends(ends.tolist(), given.tokens)
+        ends = operands.cu_seqlens.long()
+        what = "the number of new rows", f"{operands.tokens:,} new rows"
+        where = "argument cu_seqlens of append_kv"
+        check_ascending("cu_seqlens", ends.tolist(), operands.tokens, what, "lengths", where)
     new, lengths = ends.diff(), lengths.long()
     b = _first(lengths < new)
     if b is not None:
@@ -293,7 +424,7 @@ def slots_of(given: AppendOperands) -> Tensor:
             f"{int(position[wrong]):,}; {pages:,} pages of {page:,}",
             "a page of the caches for every position up to cache_seqlens",
         )
-    slots = torch.full((given.tokens,), -1, dtype=torch.int64)
+    slots = torch.full((operands.tokens,), -1, dtype=torch.int64)
     slots[inside] = number * page + position % page
     return slots
 
@@ -301,14 +432,3 @@ def slots_of(given: AppendOperands) -> Tensor:
 def _first(bad: Tensor) -> int | None:
     """The index of the first true element; None without one."""
     return int(bad.int().argmax()) if bool(bad.any()) else None
-
-
-def _check_ends(ends: list[int], tokens: int) -> None:
-    smallest = min((after - before for before, after in itertools.pairwise(ends)), default=0)
-    if ends[0] != 0 or ends[-1] > tokens or smallest < 0:
-        refuse(
-            "cu_seqlens does not ascend from 0 to the number of new rows",
-            "argument cu_seqlens of append_kv",
-            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {smallest:,}; {tokens:,} new rows",
-            "torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))",
-        )

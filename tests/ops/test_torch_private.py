@@ -1,0 +1,282 @@
+"""Private names of torch that flashgen uses: each one is there and does what flashgen expects.
+
+A new release of torch fails here first. The sentence says what a name is for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tests.support.torch_private import private_names
+
+C = torch._C
+ONE = torch.ones(2)
+
+
+class Use(NamedTuple):
+    """What flashgen does with a name, and a call with the name's value that is true."""
+
+    purpose: str
+    holds: Callable[[Any], Any]
+
+
+def fake() -> Any:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+def inside(transform: Callable[..., Any], question: Callable[[Any], Any]) -> Any:
+    """The answer to a question about the tensor that a transform of torch.func passes."""
+    answers = []
+    transform(lambda x: (answers.append(question(x)), x.sum())[1])(ONE)
+    return answers[0]
+
+
+def traced(question: Callable[[], Any]) -> Any:
+    """The answer to a question while make_fx traces."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    answers: list[Any] = []
+    make_fx(lambda x: (answers.append(question()), x + 1)[1])(ONE)
+    return answers[0]
+
+
+def slot_of(get: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+    nodes: list[Any] = []
+
+    def function(x: Any) -> Any:
+        nodes.append(get(x, get_proxy_mode().tracer, None).proxy.node)
+        return x + 1
+
+    make_fx(function)(ONE)
+    return nodes[0].op == "placeholder" and nodes[0].meta is not None
+
+
+def functional(unwrap: Any) -> bool:
+    wrapped = torch._to_functional_tensor(ONE)
+    return torch.equal(unwrap(wrapped), ONE)
+
+
+def skipped(set_strategy: Any) -> bool:
+    frames = C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+
+    def function() -> None: ...
+
+    return set_strategy(function.__code__, frames._FrameExecStrategy(skip, skip)) is None
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def popped(pop: Any) -> bool:
+    with Mode(), pop():
+        return C._len_torch_function_stack() == 0
+
+
+def cleared(clear: Any) -> Any:
+    def question(_: Any) -> bool:
+        with clear():
+            return not C._are_functorch_transforms_active()
+
+    return inside(torch.func.grad, question)
+
+
+def without(context: Any, active: Callable[[], int]) -> bool:
+    from torch._subclasses import FakeTensorMode
+
+    with Mode(), FakeTensorMode(), context():
+        return active() == 0
+
+
+def counted_modes(modes: Any) -> bool:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        found = [getattr(mode, "counter", None) for mode in modes()]
+    return counter in found and isinstance(counter.flop_registry, dict)
+
+
+def level_of_dual(_: Any) -> bool:
+    before = forward_ad._current_level
+    with forward_ad.dual_level():
+        return before < 0 <= forward_ad._current_level
+
+
+ASK_THE_DISPATCHER = "asks whether a call may bypass torch's dispatcher"
+KNOW_FAKES = "knows tensors without contents"
+SYMBOLS = "compares symbolic sizes"
+PROXIES = "marks the random state so that both passes of a compiled graph drop alike"
+SUBCLASSES = "records mods by tensors of its own class"
+UNWRAP = "reads the blocks of a BlockMask inside of transforms"
+ALONE = "runs an operation of a mod without the modes and transforms around it"
+UNTRACED = "keeps Dynamo out of a function without the import of torch._dynamo"
+REDISPATCH = "continues behind the keys of autograd"
+TREES = "flattens the arguments of recorded operations"
+
+USES = {
+    "torch.Tensor._make_wrapper_subclass": Use(
+        SUBCLASSES, lambda make: make(Wrapper, (2,), dtype=torch.int32).dtype == torch.int32
+    ),
+    "torch._C.DisableTorchFunction": Use(SUBCLASSES, lambda disable: disable().__enter__),
+    "torch._C._AutoDispatchBelowAutograd": Use(REDISPATCH, lambda below: below().__enter__),
+    "torch._C._after_ADInplaceOrView_keyset": Use(
+        REDISPATCH, lambda keys: keys.has(C.DispatchKey.CPU)
+    ),
+    "torch._C._after_autograd_keyset": Use(REDISPATCH, lambda keys: keys.has(C.DispatchKey.CPU)),
+    "torch._C._are_functorch_transforms_active": Use(
+        ASK_THE_DISPATCHER, lambda ask: not ask() and inside(torch.func.grad, lambda x: ask())
+    ),
+    "torch._C._cuda_getCurrentRawStream": Use(
+        "launches on torch's current stream without making a Stream object", callable
+    ),
+    "torch._C._disabled_torch_function_impl": Use(SUBCLASSES, callable),
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP": Use(UNTRACED, lambda skip: skip is not None),
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": Use(UNTRACED, callable),
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": Use(UNTRACED, skipped),
+    "torch._C._functorch.get_unwrapped": Use(
+        UNWRAP, lambda unwrap: inside(torch.func.grad, lambda x: torch.equal(unwrap(x), ONE))
+    ),
+    "torch._C._functorch.is_batchedtensor": Use(
+        UNWRAP, lambda ask: not ask(ONE) and inside(torch.vmap, ask)
+    ),
+    "torch._C._functorch.is_functorch_wrapped_tensor": Use(
+        ASK_THE_DISPATCHER, lambda ask: not ask(ONE) and inside(torch.func.grad, ask)
+    ),
+    "torch._C._functorch.is_gradtrackingtensor": Use(
+        UNWRAP, lambda ask: not ask(ONE) and inside(torch.func.grad, ask)
+    ),
+    "torch._C._functorch.peek_interpreter_stack": Use(
+        ALONE, lambda peek: peek() is None and inside(torch.func.grad, lambda x: peek().level())
+    ),
+    "torch._C._get_tracing_state": Use(
+        "refuses torch.jit.trace, which records sizes as constants", lambda ask: ask() is None
+    ),
+    "torch._C._is_any_autocast_enabled": Use(
+        "asks whether operands are cast", lambda ask: not ask() and in_autocast(ask)
+    ),
+    "torch._C._len_torch_dispatch_stack": Use(ASK_THE_DISPATCHER, lambda ask: ask() == 0),
+    "torch._C._len_torch_function_stack": Use(ASK_THE_DISPATCHER, lambda ask: ask() == 0),
+    "torch._C._set_grad_enabled": Use(
+        "knows the operation by which a mod switches gradients off", callable
+    ),
+    "torch._assert_async": Use(
+        "checks packed sequences on a GPU without waiting for it",
+        lambda check: check(torch.tensor(True), "true") is None,
+    ),
+    "torch._decomp.decomposition_table": Use(
+        "computes operations of mods from simpler ones",
+        lambda table: callable(table[torch.ops.aten.rsub.Scalar]),
+    ),
+    "torch._dynamo.exc.Unsupported": Use(
+        "raises its own errors through Dynamo", lambda error: issubclass(error, RuntimeError)
+    ),
+    "torch._from_functional_tensor": Use(PROXIES, functional),
+    "torch._functorch.config.activation_memory_budget": Use(
+        PROXIES, lambda budget: 0 <= budget <= 1
+    ),
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": Use(ALONE, cleared),
+    "torch._functorch.utils.enable_single_level_autograd_function": Use(
+        "calls its autograd functions once for each level of torch.func",
+        lambda enable: enable().__enter__,
+    ),
+    "torch._guards.TracingContext.try_get": Use(
+        "asks whether Dynamo traces", lambda get: get() is None
+    ),
+    "torch._subclasses.FakeTensor": Use(KNOW_FAKES, lambda kind: isinstance(fake(), kind)),
+    "torch._subclasses.fake_tensor.is_fake": Use(
+        KNOW_FAKES, lambda ask: ask(fake()) and not ask(ONE)
+    ),
+    "torch._subclasses.functional_tensor.FunctionalTensor": Use(
+        PROXIES, lambda kind: issubclass(kind, torch.Tensor)
+    ),
+    "torch.autograd.forward_ad._current_level": Use(
+        "asks whether forward-mode derivatives are taken", level_of_dual
+    ),
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode": Use(
+        PROXIES, lambda get: get() is None and traced(get).tracer is not None
+    ),
+    "torch.fx.experimental.proxy_tensor.get_proxy_slot": Use(PROXIES, slot_of),
+    "torch.fx.experimental.symbolic_shapes.guard_or_false": Use(SYMBOLS, lambda ask: ask(True)),
+    "torch.fx.experimental.symbolic_shapes.statically_known_true": Use(
+        SYMBOLS, lambda ask: ask(True)
+    ),
+    "torch.ops.aten._to_copy": Use("reads conversions in graphs of ATen", lambda op: op.default),
+    "torch.overrides._pop_mode_temporarily": Use(ALONE, popped),
+    "torch.utils._python_dispatch._disable_current_modes": Use(
+        ALONE, lambda disable: without(disable, C._len_torch_dispatch_stack)
+    ),
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": Use(
+        "gives its formulas to a FlopCounterMode that is active", counted_modes
+    ),
+    "torch.utils._pytree.tree_flatten": Use(TREES, lambda f: f([1, (2, 3)])[0] == [1, 2, 3]),
+    "torch.utils._pytree.tree_leaves": Use(TREES, lambda f: f([1, (2, 3)]) == [1, 2, 3]),
+    "torch.utils._pytree.tree_map_only": Use(
+        TREES, lambda f: f(int, lambda x: x + 1, [1, "a"]) == [2, "a"]
+    ),
+    "torch.utils._pytree.tree_unflatten": Use(TREES, callable),
+}
+
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func
+
+
+def in_autocast(ask: Callable[[], bool]) -> bool:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return ask()
+
+
+def resolved(name: str) -> Any:
+    """The value of a dotted name, of which the longest part that is a module is imported."""
+    value: Any = torch
+    path = "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if not hasattr(value, part):
+            importlib.import_module(path)
+        value = getattr(value, part)
+    return value
+
+
+OF_CUDA = ("torch._C._cuda_getCurrentRawStream",)
+"""The names that builds of torch without CUDA do not have."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in USES if torch.version.cuda or name not in OF_CUDA]
+)
+def test_torch_has_the_private_name_and_it_does_what_it_is_used_for(name: str) -> None:
+    sentence = f"flashgen {USES[name].purpose} with {name}, which torch {torch.__version__}"
+    try:
+        value = resolved(name)
+    except (ImportError, AttributeError):
+        pytest.fail(f"{sentence} does not have")
+    assert USES[name].holds(value), f"{sentence} has changed"
+
+
+def test_the_table_has_the_private_names_that_modules_use() -> None:
+    assert sorted(USES) == sorted(private_names())
+
+
+def test_functions_are_marked_for_dynamo_as_torch_marks_them() -> None:
+    def function() -> None: ...
+
+    assert torch.compiler.assume_constant_result(function)._dynamo_marked_constant
+    disabled = torch.compiler.disable(function, reason="a reason")
+    assert disabled._torchdynamo_disable
+    assert disabled._torchdynamo_disable_msg == "a reason"
