@@ -74,7 +74,7 @@ def launch(
         profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
             so too.
         sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
-            ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
+            ``.target``, bit for bit (`isa.tensor_core_sums`). "rounded": in float64,
             rounded to float32 once for a chain of instructions, which is faster.
         strict: also report findings by the letter: what PTX forbids and hardware forgives, the keys
             of `flashgen.emulator.FORGIVEN`. Other findings are errors and are always reported.

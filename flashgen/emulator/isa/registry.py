@@ -1,48 +1,29 @@
-"""The tables of emitters and of run-time functions, and helpers of emitters."""
+"""Registers opcodes with the emitters that write their code; helpers of emitters."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.isa.semantics import (
-    atomics,
-    cluster,
-    control,
-    convert,
-    floats,
-    halves,
-    integers,
-    memory,
-    mma,
-    small_floats,
-    warp,
-    warp_matrices,
-)
+from flashgen.emulator.ptx.instructions import OPCODES, Opcode
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction, Operand, Pair, Sink, Vec
 
 Emitter = Callable[[Any, Instruction], None]
 """Writes the code of an instruction: (generator, instruction)."""
-EMITTERS: dict[str, Emitter] = {}
-# What generated code finds by name: numpy, dtypes, and the functions of `semantics`.
+# What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
 RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
     RUNTIME[_code] = np.dtype(_code)
-for _module in (
-    *(atomics, cluster, control, convert, floats, halves, integers, memory, mma, small_floats),
-    *(warp, warp_matrices),
-):
-    RUNTIME.update(inspect.getmembers(_module, inspect.isfunction))
 
 
-def emits(*opcodes: str) -> Callable[[Emitter], Emitter]:
-    """Registers the emitter of some opcodes."""
+def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], Emitter]:
+    """Registers the emitter of some opcodes, and their facts: see `Opcode`."""
 
     def register(emitter: Emitter) -> Emitter:
-        EMITTERS.update(dict.fromkeys(opcodes, emitter))
+        opcode = Opcode(emitter, unit, **facts)
+        OPCODES.update(dict.fromkeys(opcodes, opcode))
         return emitter
 
     return register
@@ -83,3 +64,11 @@ def split_pair(operand: Operand) -> tuple[Operand, Operand]:
     if isinstance(operand, Pair):
         return operand.first, operand.second
     return operand, Sink()
+
+
+def fragment_items(g: Any, operand: Operand, count: int) -> tuple[Operand, ...]:
+    """The registers of a fragment of a matrix, which has ``count`` of them."""
+    items = items_of(operand)
+    if len(items) != count:
+        raise g.unknown("a fragment of this size")
+    return items

@@ -23,8 +23,8 @@ from flashgen.emulator.checks.copy_sources import CopySource
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.errors import LaunchArguments, MbarrierMisuse, RaceError
-from flashgen.emulator.isa.semantics.atomics import combine
-from flashgen.emulator.isa.semantics.cluster import remote, resolved
+from flashgen.emulator.isa.atomics import combine
+from flashgen.emulator.isa.cluster import remote, resolved
 from flashgen.emulator.machine import transfers
 from flashgen.emulator.machine.tma import (
     CHUNK_BYTES,

@@ -17,8 +17,8 @@ from flashgen.emulator.checks.shared_races import SharedRaces
 from flashgen.emulator.counters.recorder import Recorder
 from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.isa.segments import Segments
-from flashgen.emulator.isa.semantics.sum_models import SumModels
 from flashgen.emulator.isa.special_registers import special_values
+from flashgen.emulator.isa.sum_models import SumModels
 from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.barriers import Barriers
 from flashgen.emulator.machine.bulk import BulkCopies

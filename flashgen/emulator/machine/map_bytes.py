@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBounds
-from flashgen.emulator.isa.semantics import memory
+from flashgen.emulator.isa import memory
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.map_fields import FIELDS

@@ -11,7 +11,7 @@ from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.late_waits import LateWaits
 from flashgen.emulator.checks.shadow import MBARRIER
 from flashgen.emulator.errors import FenceError, MbarrierMisuse, RaceError
-from flashgen.emulator.isa.semantics.cluster import remote, resolved
+from flashgen.emulator.isa.cluster import remote, resolved
 from flashgen.emulator.state.cohort import Cohort, active, spread
 from flashgen.emulator.state.forgiven import way_out
 from flashgen.emulator.state.wave import Site, Wave

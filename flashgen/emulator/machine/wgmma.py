@@ -17,9 +17,9 @@ import numpy.typing as npt
 from flashgen.emulator.checks.register_order import RegisterOrder
 from flashgen.emulator.checks.shadow import SharedAccess
 from flashgen.emulator.errors import OutOfBounds
-from flashgen.emulator.isa.semantics import descriptors
-from flashgen.emulator.isa.semantics.descriptors import CHUNK_BYTES
-from flashgen.emulator.isa.semantics.wgmma import KEPT_GROUPS, ROWS, SharedOperand, WgmmaForm, reach
+from flashgen.emulator.isa import descriptors
+from flashgen.emulator.isa.descriptors import CHUNK_BYTES
+from flashgen.emulator.isa.wgmma import KEPT_GROUPS, ROWS, SharedOperand, WgmmaForm, reach
 from flashgen.emulator.machine.wgmma_chains import IssuedWgmma, WgmmaChain
 from flashgen.emulator.state.cohort import Cohort
 from flashgen.emulator.state.wave import Site, Wave
@@ -197,7 +197,7 @@ class Warpgroups:
         one = np.array([word], np.uint64)
         start, layout = int(descriptors.starts(one)[0]), descriptors.layouts(one)[0]
         what = f"the emulator does not support this descriptor of {name}"
-        way_out = "see flashgen/emulator/isa/semantics/descriptors.py for the meaning of the fields"
+        way_out = "see flashgen/emulator/isa/descriptors.py for the meaning of the fields"
         if kind is OutOfBounds:
             what = f"operand {name} of wgmma extends beyond shared memory"
             way_out = "check the start and the offsets, or pass a larger shared_bytes"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics.mma import add_single, join_halves, split_halves
-from flashgen.emulator.isa.semantics.sum_models import SumModels
-from flashgen.emulator.isa.semantics.wgmma import SharedOperand, WgmmaForm, warpgroup_product
+from flashgen.emulator.isa.mma import add_single, join_halves, split_halves
+from flashgen.emulator.isa.sum_models import SumModels
+from flashgen.emulator.isa.wgmma import SharedOperand, WgmmaForm, warpgroup_product
 
 Array = npt.NDArray[Any]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashgen.emulator.ptx.instructions import as_immediate, may_access_between_threads
-from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
-
-_ORDERED = frozenset(("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"))
+from flashgen.emulator.ptx.instructions import fact, may_access_between_threads, opcode_of
+from flashgen.emulator.ptx.syntax import Instruction
 
 
 class Accesses(NamedTuple):
@@ -41,40 +39,17 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     fences = False
     for pc, ins in enumerate(code):
         fences |= ins.op in ("membar", "fence")
-        if ins.op == "wmma" and "mma" not in ins.mods:
-            element = TYPE_BYTES[ins.mods[-1]]
-            shared, device = min(shared, element), min(device, element)
-        if ins.op == "tensormap":
-            shared, device = min(shared, 4), min(device, 4)
-        if ins.op == "mbarrier":
-            shared = min(shared, 8)
-        if ins.op not in ("ld", "ldu", "st", "atom", "red", "cp"):
-            continue
-        kinds = [m for m in ins.mods if m in TYPE_BYTES]
-        if "bulk" in ins.mods:
-            continue  # in chunks of 16 bytes
-        if ins.op == "cp":
-            size = as_immediate(ins.operands[2]) if len(ins.operands) > 2 else 16
-            shared, device = min(shared, size or 16), min(device, size or 16)
-            if len(ins.operands) > 3 and "commit_group" not in ins.mods:
-                device = min(device, _smallest_source(ins))
-            continue
-        if not kinds or "param" in ins.mods or "local" in ins.mods:
-            continue
-        size = TYPE_BYTES[kinds[-1]]
-        vector = next((int(m[1]) for m in ins.mods if m in ("v2", "v4", "v8")), 1)
-        size = size if ins.op in ("atom", "red") else size * vector
-        if not any(m.startswith("global") for m in ins.mods):
-            shared = min(shared, size)
-        if not any(m.startswith("shared") for m in ins.mods):
-            device = min(device, size)
-        if _ORDERED.intersection(ins.mods) or ins.op in ("atom", "red"):
+        narrowest = opcode_of(ins).accesses
+        if narrowest is not None:
+            of_shared, of_device = narrowest(ins)
+            shared, device = min(shared, of_shared), min(device, of_device)
+        if fact("strong", ins):
             strong.add(pc)
-        if "volatile" in ins.mods:
-            volatile.add(pc)
-        if {"release", "acq_rel"} & set(ins.mods):
-            releases.add(pc)
-            fences = True
+            if "volatile" in ins.mods:
+                volatile.add(pc)
+            if {"release", "acq_rel"} & set(ins.mods):
+                releases.add(pc)
+                fences = True
         if "nc" in ins.mods or ins.op == "ldu":
             read_only.add(pc)
     return Accesses(
@@ -87,13 +62,3 @@ def find_accesses(code: list[Instruction]) -> Accesses:
         any(may_access_between_threads(ins) for ins in code),
         fences and bool(strong),
     )
-
-
-def _smallest_source(ins: Instruction) -> int:
-    """Bytes of the smallest global read of a cp.async with a source size."""
-    size = as_immediate(ins.operands[2])
-    given = as_immediate(ins.operands[3])
-    if given is None or size is None:
-        # A run-time size is 0 or the whole size in practice; others are copied byte by byte.
-        return size or 16
-    return size if given in (0, size) else 1

@@ -12,16 +12,14 @@ from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.ptx.accesses import find_accesses
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.instructions import (
-    ENDS,
-    WARPGROUP_WIDE,
+    Width,
     accumulates,
     as_immediate,
+    fact,
     gates,
-    has_result,
-    is_asynchronous,
     is_barrier,
     is_warp_wide,
-    may_block,
+    opcode_of,
     registers_in,
 )
 from flashgen.emulator.ptx.register_types import register_dtypes
@@ -99,7 +97,7 @@ class PtxProgram:
         self._place_variables()
         self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
         self.accesses = find_accesses(self.code)
-        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
+        self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
         self._flow()
         self._liveness()
         self.repeats = find_repeats(self)
@@ -156,7 +154,7 @@ class PtxProgram:
     def successors(self, pc: int) -> list[int]:
         """Instructions that may follow instruction ``pc``."""
         ins = self.code[pc]
-        if ins.op not in ENDS:
+        if not opcode_of(ins).branches:
             return [pc + 1]
         after = [pc + 1] if ins.guard is not None else []
         if ins.op == "bra":
@@ -172,15 +170,13 @@ class PtxProgram:
     def _flow(self) -> None:
         leaders = {0}
         for pc, ins in enumerate(self.code):
-            if ins.op in ENDS:
+            opcode = opcode_of(ins)
+            if opcode.branches:
                 leaders.update(self.successors(pc))
+            if opcode.branches or opcode.ends_segment or is_barrier(ins):
                 leaders.add(pc + 1)
-            elif is_barrier(ins) or ins.op in ("nanosleep",):
-                leaders.add(pc + 1)
-            elif may_block(ins):
+            if fact("starts_segment", ins):
                 leaders.add(pc)
-                if ins.op == "setmaxnreg":
-                    leaders.add(pc + 1)
         self.gates = gates(self.code, leaders)
         self.leaders = leaders | self.gates
 
@@ -201,7 +197,7 @@ class PtxProgram:
         writes: list[int] = []
         reads: list[int] = []
         for place, operand in enumerate(ins.operands):
-            if place == 0 and has_result(ins):
+            if place == 0 and fact("result", ins):
                 writes = registers_in(operand)
             else:
                 reads += registers_in(operand)
@@ -267,7 +263,7 @@ class PtxProgram:
         while changed:
             changed = False
             for pc, ins in enumerate(self.code):
-                if self.reads[pc] & tracked and has_result(ins):
+                if self.reads[pc] & tracked and fact("result", ins):
                     new = self.writes[pc] & ~tracked
                     if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
                         tracked |= new
@@ -295,8 +291,10 @@ class PtxProgram:
         warp_wide = False
         for pc in range(start, end):
             ins = self.code[pc]
-            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
-            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
+            opcode, width = opcode_of(ins), fact("width", ins)
+            if opcode.branches or opcode.ends_segment or fact("starts_segment", ins):
+                return None
+            if width in (Width.BLOCK, Width.WARPGROUP) or ins.op == "call":
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]

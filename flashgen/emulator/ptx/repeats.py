@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.emulator.ptx.instructions import ENDS, has_result, is_wait, mask_of, registers_in
+from flashgen.emulator.ptx.instructions import fact, mask_of, opcode_of, registers_in
 from flashgen.emulator.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ def find_repeats(program: PtxProgram) -> Repeats:
     """The polls of a kernel, by data-flow analysis."""
     code = program.code
     loads = [pc for pc in program.accesses.volatile if code[pc].op == "ld"]
-    waits = [pc for pc, ins in enumerate(code) if is_wait(ins)]
+    waits = [
+        pc
+        for pc, ins in enumerate(code)
+        if ins.op == "mbarrier" and {"try_wait", "test_wait"}.intersection(ins.mods)
+    ]
     if not loads and not waits:
         return Repeats(*(frozenset[int]() for _ in Repeats._fields))
     decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
@@ -110,7 +114,7 @@ def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
     return {
         pc
         for pc in loop
-        if program.code[pc].op in ENDS and not loop.issuperset(program.successors(pc))
+        if opcode_of(program.code[pc]).branches and not loop.issuperset(program.successors(pc))
     }
 
 
@@ -151,7 +155,7 @@ def _uses(program: PtxProgram, pc: int) -> _Uses:
         ins = code[at]
         if not program.reads[at] & held:
             held &= ~program.writes[at]
-        elif ins.op in _USES or not has_result(ins):
+        elif ins.op in _USES or not fact("result", ins):
             used = True
             branches |= {at} if ins.op in _BRANCHES else set()
         else:

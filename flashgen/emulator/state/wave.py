@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashgen.emulator.checks.shared_races import SharedRaces
     from flashgen.emulator.counters.recorder import Recorder
     from flashgen.emulator.counters.totals import Counters
-    from flashgen.emulator.isa.semantics.sum_models import SumModels
+    from flashgen.emulator.isa.sum_models import SumModels
     from flashgen.emulator.machine.barriers import Barriers
     from flashgen.emulator.machine.bulk import BulkCopies
     from flashgen.emulator.machine.cluster_barrier import ClusterBarrier

@@ -1,29 +1,28 @@
-"""Sums of products as tensor cores make them, bit for bit.
-
-An instruction adds its products in blocks of L, in ascending k, and C is one more term of a block::
-
-    e_i = e(a_i) + e(b_i)               # products are not normalised; subnormal: the smallest e
-    E   = max(e_i, e(c), floor)         # a term that is zero has no exponent
-    t_i = trunc(x_i / 2^(E - F))        # x_i is an exact product, or c; truncated toward zero
-    D   = round(sum(t_i) 2^(E - F))     # the sum of integers is exact; D is C of the next block
-
-`sum_models` holds L, F, the floor and the rounding of D. An infinite or NaN term makes D infinite
-or, as Inf - Inf and 0 Inf do, the NaN 0x7FFFFFFF. Products beyond float32 are not infinite; D is
-from 2^128 on. A sum of zeros is +0.
-
-`_block` computes all sums of a block whose terms are normal float32 numbers if they are scaled by
-2^(F - E); `_exact_block` computes the others, which are few, one by one.
-"""
+"""Buffers by role that are reused by all calls of a thread, because mapping new pages is slow."""
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics.scratch import scratch
-from flashgen.emulator.isa.semantics.sum_models import SumModel
+from flashgen.emulator.isa.sum_models import SumModel
+
+_SCRATCH = threading.local()
+
+
+def scratch(role: str, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    """An uninitialised array that is valid until the next call with the same role."""
+    size = math.prod(shape) * dtype.itemsize
+    buffers = vars(_SCRATCH)
+    if role not in buffers or len(buffers[role]) < size:
+        buffers[role] = np.empty(size, np.uint8)
+    found: npt.NDArray[Any] = buffers[role][:size].view(dtype).reshape(shape)
+    return found
+
 
 Array = npt.NDArray[Any]
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.isa.semantics.convert import bf16_to_f32, to_bf16
-from flashgen.emulator.isa.semantics.floats import (
+from flashgen.emulator.isa.convert import bf16_to_f32, to_bf16
+from flashgen.emulator.isa.floats import (
     maximum,
     minimum,
     odd_sum,

@@ -13,6 +13,10 @@ import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.registry import instruction
+from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.ptx.syntax import Instruction
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
 from flashgen.emulator.state.memory import SHARED_WINDOW
 from flashgen.emulator.state.wave import Site, Wave
@@ -92,3 +96,23 @@ def rank_of(machine: Wave, cohort: Cohort, address: Any) -> Any:
     rank = ((address.astype(np.int64) - base) >> RANK_SHIFT) - 1
     own = machine.row_block[cohort.rows][:, None] % machine.cluster_size
     return np.where(rank < 0, own, rank).astype(np.uint32)
+
+
+@instruction("mapa", unit="move")
+def emit_map_address(g: Generator, ins: Instruction) -> None:
+    """mapa: the address in another block of the cluster."""
+    shared = bool(g.mods.take("shared::cluster"))
+    dtype = DTYPE[g.mods.type()]
+    to, source, rank = ins.operands
+    value, number = g.read(source, dtype), g.read(rank, "u4")
+    g.require_defined()
+    if shared != (dtype == "u4"):
+        raise g.unknown("this width of an address")
+    g.write(to, f"map_rank(E, C, {value}, {number}, {g.lanes()}, {g.pc})", dtype)
+
+
+@instruction("getctarank", unit="move")
+def emit_rank_of_address(g: Generator, ins: Instruction) -> None:
+    g.mods.take("shared::cluster")
+    dtype = DTYPE[g.mods.type()]
+    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")
