@@ -23,8 +23,8 @@ above it in this list, never those below:
 ``entry``     `launch`, `load`, `profiling` and `watching`.
 
 To add an instruction, register it in the module of its family in ``isa``. To add a checker, write
-its class in ``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it where
-``isa`` or ``machine`` accesses memory.
+its class in ``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it
+where ``isa`` or ``machine`` accesses memory.
 """
 
 from flashgen.emulator.counters.totals import Counters, Totals

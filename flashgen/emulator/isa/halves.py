@@ -75,11 +75,11 @@ def half_op(op: str, kind: str, flags: str, *operands: Any) -> Any:
 
 def half_op2(op: str, kind: str, flags: str, *operands: Any) -> Any:
     """An arithmetic instruction on pairs: uint32 values with two halves each."""
-    return on_halves(np.dtype("u2"), lambda *v: half_op(op, kind, flags, *v), *operands)
+    return on_parts(np.dtype("u2"), lambda *v: half_op(op, kind, flags, *v), *operands)
 
 
-def on_halves(element: Any, function: Callable[..., Any], *operands: Any) -> Any:
-    """Applies ``function`` to the 16-bit halves of uint32 values."""
+def on_parts(element: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """Applies ``function`` to the parts of uint32 values, which have the dtype ``element``."""
     shape = np.broadcast_shapes(*(o.shape for o in operands))
     if not shape:
         wide = [np.asarray(o).reshape(1) for o in operands]

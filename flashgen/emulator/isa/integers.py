@@ -296,7 +296,7 @@ def neutral(g: Generator, ins: Instruction, kind: str) -> str:
 
 def _packed_binary(g: Generator, ins: Instruction, kind: str, expression: str) -> None:
     a, b = (g.read(o, "u4") for o in ins.operands[1:3])
-    value = f"on_halves({_PACKED[kind]}, lambda a, b: {expression}, {a}, {b})"
+    value = f"on_parts({_PACKED[kind]}, lambda a, b: {expression}, {a}, {b})"
     g.write(ins.operands[0], value, "u4")
 
 
@@ -441,6 +441,16 @@ def emit_dot_bytes(g: Generator, ins: Instruction) -> None:
     a, b = (g.read(o, "u4") for o in ins.operands[1:3])
     c = g.read(ins.operands[3], "i4" if "i1" in (first, second) else "u4")
     g.write(ins.operands[0], f"dot4({a}, {b}, {c}, {first}, {second})", "u4")
+
+
+@instruction("vabsdiff4", unit="integer")
+def emit_byte_differences(g: Generator, ins: Instruction) -> None:
+    """vabsdiff4 of unsigned bytes; with .add their sum, added to the last operand."""
+    a, b, c = (g.read(o, DTYPE[g.mods.take("u32")]) for o in ins.operands[1:])
+    value = f"on_parts(u1, lambda x, y: np.maximum(x, y) - np.minimum(x, y), {a}, {b})"
+    if g.mods.take("add"):
+        value = f"dot4({value}, {g.literal(0x01010101, 'u4')}, {c}, u1, u1)"
+    g.write(ins.operands[0], value, "u4")
 
 
 @instruction("dp2a", unit="integer")
