@@ -30,8 +30,8 @@ WORDS = np.arange(64, dtype=np.uint32)
         ("add.sideways.u32 %d, %a, %a;", "add.sideways.u32"),
         ("cvt.rn.e4m3x2.f32 %d, %a, %a;", "e4m3x2"),
         ("vadd4.u32.u32.u32 %d, %a, %a, %a;", "vadd4"),
-        ("vabsdiff4.s32.s32.s32 %d, %a, %a, %a;", "vabsdiff4.*with these operands"),
-        ("vabsdiff4.u32.u32.u32.sat %d, %a, %a, %a;", "vabsdiff4.*the modifier .sat"),
+        ("vabsdiff4.s32.s32.s32 %d, %a, %a, %a;", "vabsdiff4.s32.s32.s32: with these operands"),
+        ("vabsdiff4.u32.u32.u32.sat %d, %a, %a, %a;", "sat: the modifier .sat"),
         ("vset.u32.u32.ne %d, %a, %a;", "vset"),
         ("multimem.red.global.add.u32 [%at_a], %a;", "multimem"),
         (
