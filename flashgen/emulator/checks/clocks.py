@@ -136,6 +136,15 @@ class Clocks:
         np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
 
+    def forgo(self, row: int, before: Array, after: Array) -> None:
+        """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
+        block, warp = divmod(row, self.warps)
+        known = self.seen[block, warp]
+        others = np.arange(len(after)) != warp
+        if (known[: len(after)] == after)[others].all() and not known[len(after) :].any():
+            known[: len(before)][others] = before[others]
+            self._refresh(np.array([block]))
+
     def order_after(self, rows: Array, column: int, time: Array | int) -> None:
         """Orders distinct warps (n,) after a time, or times (n,), of an asynchronous agent."""
         blocks, warps = np.divmod(rows, self.warps)

@@ -360,6 +360,10 @@ class Generator:
         if opcode.emit is None:
             raise self.unknown()
         self.guard = ""
+        failed = self.program.failed_waits
+        if self.check and (self.pc in failed.begins or self.pc in failed.ends):
+            begins, ends = failed.begins.get(self.pc, ()), failed.ends.get(self.pc, ())
+            self.emit(f"E.mbarriers.order_by(C, {begins}, {ends})")
         if ins.guard is not None and ins.op not in ("bra", "exit", "ret", "brx"):
             value = self.read(ins.guard, "b1")
             self.guard = self.let(f"~{value}") if ins.guard_negated else value

@@ -260,7 +260,7 @@ class BulkCopies:
         t.barriers, _ = m.mbarriers.at(t.issued, every, barrier, t.pc, t.blocks)
         m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, t.blocks)
         if m.proxy is not None:
-            columns = np.array(m.mbarriers.columns)[t.barriers, t.blocks % m.cluster_size]
+            columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
             t.writes = m.proxy.write(
                 SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
             )

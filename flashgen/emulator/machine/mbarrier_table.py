@@ -40,10 +40,15 @@ class MbarrierTable:
         self.fenced = none.copy()
         self.late = LateWaits(machine)
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
-        self._slots: list[int] = []
+        self._slots = np.zeros(0, np.int64)
         self.all_fenced = True
         self._failed: dict[int, int] = {}  # by wait: how often it failed
-        self.columns: list[list[int]] = []
+        # By warp and wait of `FailedWaits.loose`: the slot of its last success, and the clocks
+        # before and after it ordered the warp.
+        self._succeeded: dict[tuple[int, int], int] = {}
+        self._ordered: dict[tuple[int, int], tuple[Array, Array]] = {}
+        # The columns of the clocks for each mbarrier of each rank: how many phases are complete.
+        self.columns = np.zeros((0, machine.cluster_size), np.int64)
 
     # ---- init and inval
 
@@ -169,11 +174,12 @@ class MbarrierTable:
             self.late.add()
             races = self.machine.shared_races
             if races is not None and races.proxy is not None:
-                self._slots.append(races.clocks.new_slots(2 * self.machine.cluster_size))
+                slot = races.clocks.new_slots(2 * self.machine.cluster_size)
+                self._slots = np.append(self._slots, slot)
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
                 ranks = range(self.machine.cluster_size)
                 of_ranks = [races.proxy.agent("mbarrier", (address, r), name) for r in ranks]
-                self.columns.append(of_ranks)
+                self.columns = np.append(self.columns, [of_ranks], axis=0)
         found: Array = self._number[addresses // BYTES]
         return found
 
@@ -251,7 +257,8 @@ class MbarrierTable:
 
     def slots(self, k: Array, b: Array) -> Array:
         """Slots of the clocks published at mbarriers ``k`` of blocks ``b``; plus 1: see _slots."""
-        return np.array(self._slots)[k] + 2 * (b % self.machine.cluster_size)  # type: ignore[no-any-return]
+        slots: Array = self._slots[k] + 2 * (b % self.machine.cluster_size)
+        return slots
 
     # ---- messages
 
@@ -274,9 +281,8 @@ class MbarrierTable:
         for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
             rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
             warps = ", ".join(map(str, m.row_warp[rows]))
-            again = self.late.found(number, block, rows)
             lines.append(
                 f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
-                f"at {self.state(number, block)}{again}; {m.program.describe(waits.pc)}"
+                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
             )
         return lines

@@ -63,6 +63,8 @@ class Mbarriers(MbarrierTable):
         counts = spread(count, cohort.n)[place, lane].astype(np.int64)
         rows = cohort.rows[place]
         tx = None if expects is None else spread(expects, cohort.n)[place, lane]
+        if m.shared_races:
+            self.late.arrives[numbers, rows] = True
         if m.shared_races and release:
             m.shared_races.release_lanes(cohort, lanes)
         states = np.empty(len(place), np.int64)
@@ -192,7 +194,7 @@ class Mbarriers(MbarrierTable):
             published, slots = m.shared_races.clocks.published, self.slots(k, b)
             group, rank = np.divmod(b, m.cluster_size)
             self.late.check(k, b, published[group, slots])
-            columns = np.array(self.columns)[k, rank]
+            columns = self.columns[k, rank]
             # Clocks of earlier phases remain: a completed phase implies the earlier ones.
             published[group, slots + 1] = published[group, slots]
             # Copies of this phase are complete: the time of their agent is the number of phases.
@@ -236,6 +238,26 @@ class Mbarriers(MbarrierTable):
             "repeat it in a loop until it returns true",
         )
 
+    def order_by(self, cohort: Cohort, begins: tuple[int, ...], ends: tuple[int, ...]) -> None:
+        """The order by some waits that have succeeded begins or ends here, see `FailedWaits`.
+
+        It does not end if the warp has synchronised by other means since it began.
+        """
+        races = self.machine.shared_races
+        assert races is not None
+        for row in cohort.rows.tolist():
+            for wait in ends:
+                before, after = self._ordered.pop((row, wait), (None, None))
+                if before is not None and after is not None:
+                    races.clocks.forgo(row, before, after)
+            for wait in begins:
+                slot = self._succeeded.pop((row, wait), None)
+                if slot is not None:
+                    rows = np.array([row])
+                    before = races.clocks.of(rows)[0]
+                    races.clocks.acquire(rows, np.array([slot]))
+                    self._ordered[row, wait] = before, races.clocks.of(rows)[0]
+
     def wait(
         self,
         cohort: Cohort,
@@ -268,9 +290,14 @@ class Mbarriers(MbarrierTable):
         numbers[place, lane] = self.at(cohort, place, here, pc)[0]
         now = self.phase[numbers, m.row_block[cohort.rows][:, None]]
         wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
+        if m.shared_races and parity:
+            here = numbers[place, lane]
+            self.late.require_in_time(cohort.rows[place], here, wanted[place, lane], pc)
         done: Array = (
             np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
         )
+        for row in cohort.rows.tolist() if pc in m.program.failed_waits.loose else ():
+            self._succeeded.pop((row, pc), None)
         # A warp continues if the phase of any of its lanes has completed; the others get false.
         stuck: Array = np.asarray(waiting_lanes.any(axis=1) & ~done.any(axis=1))
         # On a GPU a try_wait may time out; with an order_seed some do.
@@ -284,7 +311,11 @@ class Mbarriers(MbarrierTable):
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
-            m.shared_races.clocks.acquire(pairs >> 20, slots)
+            if pc in m.program.failed_waits.loose:
+                at = zip((pairs >> 20).tolist(), slots.tolist(), strict=True)
+                self._succeeded.update({(row, pc): slot for row, slot in at})
+            else:
+                m.shared_races.clocks.acquire(pairs >> 20, slots)
             self.late.note(pairs & MOST, pairs >> 20, pc)
         return done
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.ptx.accesses import find_accesses
+from flashgen.emulator.ptx.failed_waits import find_failed_waits
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.instructions import (
     Width,
@@ -23,7 +24,7 @@ from flashgen.emulator.ptx.instructions import (
     registers_in,
 )
 from flashgen.emulator.ptx.register_types import register_dtypes
-from flashgen.emulator.ptx.repeats import find_repeats
+from flashgen.emulator.ptx.repeats import find_repeats, find_waits
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Instruction,
@@ -101,6 +102,7 @@ class PtxProgram:
         self._flow()
         self._liveness()
         self.repeats = find_repeats(self)
+        self.failed_waits = find_failed_waits(self, find_waits(self.code))
         self.racing = self.accesses.volatile - self.repeats.polls
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
         self._track_undefined(ragged)

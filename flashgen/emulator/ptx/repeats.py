@@ -38,15 +38,19 @@ class Repeats(NamedTuple):
     ignored: frozenset[int]
 
 
+def find_waits(code: list[Instruction]) -> list[int]:
+    """The instructions that test or wait for a phase of an mbarrier."""
+    words = {"try_wait", "test_wait"}
+    return [
+        pc for pc, ins in enumerate(code) if ins.op == "mbarrier" and words.intersection(ins.mods)
+    ]
+
+
 def find_repeats(program: PtxProgram) -> Repeats:
     """The polls of a kernel, by data-flow analysis."""
     code = program.code
     loads = [pc for pc in program.accesses.volatile if code[pc].op == "ld"]
-    waits = [
-        pc
-        for pc, ins in enumerate(code)
-        if ins.op == "mbarrier" and {"try_wait", "test_wait"}.intersection(ins.mods)
-    ]
+    waits = find_waits(code)
     if not loads and not waits:
         return Repeats(*(frozenset[int]() for _ in Repeats._fields))
     decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
