@@ -30,6 +30,7 @@ where ``isa`` or ``machine`` accesses memory.
 from flashgen.emulator.counters.totals import Counters, Totals
 from flashgen.emulator.entry import launch, load, profiling, watching
 from flashgen.emulator.errors import (
+    FORGIVEN,
     BarrierDivergence,
     DeadlockError,
     FenceError,
@@ -44,10 +45,10 @@ from flashgen.emulator.errors import (
     Trapped,
     UninitialisedRead,
     UnknownInstruction,
+    severity,
 )
-from flashgen.emulator.isa.sum_models import has_sums_of
+from flashgen.emulator.isa.tensor_core_sums import has_sums_of
 from flashgen.emulator.machine.tma import TensorMap
-from flashgen.emulator.state.forgiven import FORGIVEN, severity
 
 __all__ = [
     "FORGIVEN",

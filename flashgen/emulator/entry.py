@@ -12,19 +12,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.counters.totals import Counters
-from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.errors import FORGIVEN, LaunchArguments
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
-from flashgen.emulator.state.forgiven import FORGIVEN
 
-Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16

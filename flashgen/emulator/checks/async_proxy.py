@@ -25,15 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import WARP, room
-from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess
-from flashgen.emulator.checks.warp_lanes import WarpLanes
-from flashgen.emulator.errors import UninitialisedRead
-from flashgen.emulator.state.forgiven import way_out
-
-Array = npt.NDArray[Any]
+from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
+from flashgen.emulator.errors import UninitialisedRead, way_out
+from flashgen.emulator.state.memory import Array
 
 IN_FLIGHT = np.int64(1) << 62  # the time of a write that is in flight
 _FEW = 16  # most different writers per access that are compared one by one
@@ -48,7 +44,7 @@ class AsyncProxy:
     """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`."""
 
     def __init__(
-        self, shadow: WarpLanes, against_ordinary_reads: Callable[[SharedAccess], None]
+        self, shadow: SharedShadow, against_ordinary_reads: Callable[[SharedAccess], None]
     ) -> None:
         self.shadow = shadow
         self._against_ordinary_reads = against_ordinary_reads

@@ -22,12 +22,10 @@ lanes are not ordered, see `warp_lanes`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
+
 CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
 ATOMIC = 1 << 9
 WARP = ATOMIC - 1

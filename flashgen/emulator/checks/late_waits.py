@@ -14,15 +14,14 @@ shows that the others have waited, too.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import RaceError
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 
-Array = npt.NDArray[Any]
 _NEVER = -9  # of a phase: the warp has not waited for this mbarrier
 _UNSEEN = np.int64(1) << 60
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.async_proxy import AsyncProxy
 from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
@@ -21,15 +20,14 @@ from flashgen.emulator.checks.shadow import (
     NEVER,
     VOLATILE,
     SharedAccess,
+    SharedShadow,
 )
-from flashgen.emulator.checks.warp_lanes import WarpLanes
-from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead
+from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
 from flashgen.emulator.state.cohort import Cohort, spread
-from flashgen.emulator.state.forgiven import way_out
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
-Array = npt.NDArray[Any]
 _LOG_LIMIT = 2048
 _WEAK, _STRONG, _RACING = range(3)  # kinds of reads: strong are atomic or polls, racing volatile
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
@@ -46,7 +44,7 @@ class _Reads(NamedTuple):
     kind: int
 
 
-class SharedRaces(WarpLanes):
+class SharedRaces(SharedShadow):
     """Race checker of the shared memory of a wave."""
 
     def __init__(self, machine: Wave, blocks: int) -> None:

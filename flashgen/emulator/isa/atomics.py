@@ -9,15 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_aligned, locate
 from flashgen.emulator.counters.recorder import ATOMIC
 from flashgen.emulator.errors import UnknownInstruction
 from flashgen.emulator.isa.cluster import resolved
+from flashgen.emulator.isa.convert import half_op, half_op2
 from flashgen.emulator.isa.floats import maximum, minimum
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.halves import half_op, half_op2
+from flashgen.emulator.isa.generator import Generator, instruction, items_of
 from flashgen.emulator.isa.memory import (
     FUNCTION,
     accessed_bytes,
@@ -26,14 +25,11 @@ from flashgen.emulator.isa.memory import (
     take_access,
     unpack,
 )
-from flashgen.emulator.isa.registry import instruction, items_of
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
-from flashgen.emulator.state.memory import SHIFT
+from flashgen.emulator.state.memory import SHIFT, Array
 from flashgen.emulator.state.wave import Site, Wave
-
-Array = npt.NDArray[Any]
 
 
 def atomic(

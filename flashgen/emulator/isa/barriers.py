@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.isa.memory import address
-from flashgen.emulator.isa.registry import instruction
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.syntax import Imm, Instruction, Mem, Operand, Reg, Sym
 from flashgen.emulator.state.memory import SHARED_WINDOW

@@ -9,19 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.errors import OutOfBounds
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
-from flashgen.emulator.state.memory import SHARED_WINDOW
+from flashgen.emulator.state.memory import SHARED_WINDOW, Array
 from flashgen.emulator.state.wave import Site, Wave
 
-Array = npt.NDArray[Any]
 RANK_SHIFT = 24  # the window of a block is smaller than 16 MiB
 _OFFSET = (1 << RANK_SHIFT) - 1
 

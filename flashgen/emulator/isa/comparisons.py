@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flashgen.emulator.isa.floats import is_float
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction, split_pair
+from flashgen.emulator.isa.generator import Generator, instruction, split_pair
 from flashgen.emulator.isa.warp import raw_dtype
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.emulator.errors import Trapped
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.ptx.syntax import Instruction, LabelRef, Sym
 from flashgen.emulator.state.cohort import Cohort, active, first_bad
 from flashgen.emulator.state.wave import Site, Wave

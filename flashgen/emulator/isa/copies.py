@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from flashgen.emulator.isa.barriers import place_of
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.isa.memory import address, space_of, take_hints
-from flashgen.emulator.isa.registry import instruction
 from flashgen.emulator.ptx.instructions import Width, as_immediate
 from flashgen.emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
-from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW
+
+# Of each field of tensormap.replace: its offset, the bytes of one entry, and how many there are.
+FIELDS = {
+    "rank": (4, 4, 1),
+    "elemtype": (8, 4, 1),
+    "interleave_layout": (12, 4, 1),
+    "swizzle_mode": (16, 4, 1),
+    "fill_mode": (20, 4, 1),
+    "global_address": (24, 8, 1),
+    "global_stride": (32, 8, 4),
+    "global_dim": (64, 4, 5),
+    "box_dim": (84, 4, 5),
+}
+
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 _TYPES = ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64")

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.emulator.isa.floats import emit_float, is_float
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction, split_pair
+from flashgen.emulator.isa.generator import Generator, instruction, split_pair
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction

@@ -10,14 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window, locate
 from flashgen.emulator.counters.recorder import READ, WRITE, count_sectors
 from flashgen.emulator.errors import OutOfBounds, UninitialisedRead
 from flashgen.emulator.isa.cluster import remote, resolved
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction, items_of
+from flashgen.emulator.isa.generator import Generator, instruction, items_of
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
@@ -28,10 +26,10 @@ from flashgen.emulator.state.memory import (
     SHARED_WINDOW,
     SHIFT,
     WINDOW_BYTES,
+    Array,
 )
 from flashgen.emulator.state.wave import Site, Stored, Wave
 
-Array = npt.NDArray[Any]
 _WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 

@@ -13,23 +13,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.isa.floats import fma64
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import Generator, fragment_items, instruction, items_of
 from flashgen.emulator.isa.memory import address, space_of
 from flashgen.emulator.isa.pending_products import PendingProduct, tuple_of
-from flashgen.emulator.isa.registry import fragment_items, instruction, items_of
-from flashgen.emulator.isa.sum_models import SumModel
-from flashgen.emulator.isa.tensor_core_sums import scratch, sum_products
+from flashgen.emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 
-Array = npt.NDArray[Any]
 CHUNK = np.dtype("c16")
 CACHE_BYTES = 1 << 18
 

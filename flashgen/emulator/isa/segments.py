@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
+from flashgen.emulator.checks.wgmma_registers import WgmmaHazards
 from flashgen.emulator.isa import (
     atomics,
     barriers,
@@ -16,7 +16,6 @@ from flashgen.emulator.isa import (
     convert,
     copies,
     floats,
-    halves,
     integers,
     memory,
     mma,
@@ -24,13 +23,12 @@ from flashgen.emulator.isa import (
     wgmma,
     wmma,
 )
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import RUNTIME
+from flashgen.emulator.isa.generator import RUNTIME, Generator
 from flashgen.emulator.ptx.program import PtxProgram
 
 # Each registers its opcodes, and has the functions that their code calls.
 for _family in (
-    *(atomics, barriers, cluster, comparisons, control, convert, copies, floats, halves),
+    *(atomics, barriers, cluster, comparisons, control, convert, copies, floats),
     *(integers, memory, mma, warp, wgmma, wmma),
 ):
     RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))

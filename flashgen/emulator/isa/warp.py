@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import instruction, split_pair
+from flashgen.emulator.isa.generator import Generator, instruction, split_pair
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.memory import Array
 
-Array = npt.NDArray[Any]
 LANES = np.arange(32)
 _REDUCTIONS = {
     "add": np.add,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.isa.descriptors import (
     CHUNK_BYTES,
@@ -24,7 +23,7 @@ from flashgen.emulator.isa.descriptors import (
     DescriptorLayout,
     operand_chunks,
 )
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import Generator, instruction, items_of
 from flashgen.emulator.isa.mma import (
     CACHE_BYTES,
     CHUNK,
@@ -38,13 +37,11 @@ from flashgen.emulator.isa.mma import (
     to_single,
 )
 from flashgen.emulator.isa.pending_products import tuple_of
-from flashgen.emulator.isa.registry import instruction, items_of
-from flashgen.emulator.isa.sum_models import SumModel
-from flashgen.emulator.isa.tensor_core_sums import scratch
+from flashgen.emulator.isa.tensor_core_sums import SumModel, scratch
 from flashgen.emulator.ptx.instructions import Width, accumulates, as_immediate
 from flashgen.emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Vec
+from flashgen.emulator.state.memory import Array
 
-Array = npt.NDArray[Any]
 ROWS = 64
 KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
 

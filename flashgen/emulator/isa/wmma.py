@@ -17,21 +17,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.isa import memory
 from flashgen.emulator.isa.floats import fma64
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import Generator, fragment_items, instruction
 from flashgen.emulator.isa.memory import FUNCTION, address, implied_space, space_of
 from flashgen.emulator.isa.mma import ELEMENTS, multiply, to_single
 from flashgen.emulator.isa.pending_products import tuple_of
-from flashgen.emulator.isa.registry import fragment_items, instruction
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.syntax import Instruction, Operand
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 
-Array = npt.NDArray[Any]
 LANES = np.arange(32)
 
 

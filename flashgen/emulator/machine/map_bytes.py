@@ -17,19 +17,17 @@ import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBounds
 from flashgen.emulator.isa import memory
+from flashgen.emulator.isa.copies import FIELDS
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.state.cohort import Cohort, active, spread
-from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import LaunchError
 from flashgen.tensormap import MAP_BYTES, TensorMapSpec
 
-Array = npt.NDArray[Any]
 _MARK = 0x50414D54
 _FORM = struct.Struct("<6I Q 4Q 5I 5I Q Q 8x")
 _TYPES = (

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.emulator.errors import LaunchArguments
-from flashgen.emulator.ptx.accesses import find_accesses
-from flashgen.emulator.ptx.failed_waits import find_failed_waits
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.instructions import (
     Width,
     accumulates,
     as_immediate,
     fact,
+    find_accesses,
     gates,
     is_barrier,
     is_warp_wide,
@@ -24,7 +23,7 @@ from flashgen.emulator.ptx.instructions import (
     registers_in,
 )
 from flashgen.emulator.ptx.register_types import register_dtypes
-from flashgen.emulator.ptx.repeats import find_repeats, find_waits
+from flashgen.emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Instruction,

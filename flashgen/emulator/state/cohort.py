@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
 
 
 @dataclass(slots=True, eq=False)
