@@ -358,9 +358,8 @@ class SharedShadow:
             bad &= ~self._seen(a, bad, lanes, clock - 1)
         if bad.any():
             text = f"a lane reads there before: {self.machine.program.describe(before.pc)}"
-            self.fail(
-                a, bad, _WHAT.format("read and write the same bytes"), text, SYNCHRONISE_LANES
-            )
+            way_out = SYNCHRONISE_LANES
+            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, way_out)
 
     def _seen(self, a: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
         """Whether lanes that synchronised in part order accesses of ``lanes`` at ``clock``."""

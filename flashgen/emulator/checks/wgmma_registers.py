@@ -301,13 +301,10 @@ class RegisterOrder:
     def fail_in_flight(self, cohort: Cohort, pc: int, register: int, by: int, use: str) -> NoReturn:
         """Raises for a register that an instruction in flight still uses."""
         m = self.machine
-        m.fail(
-            InFlight,
-            "a register of a wgmma in flight is accessed before its wait",
-            Site(cohort, pc),
-            f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}",
-            "execute wgmma.commit_group and a wgmma.wait_group that covers it first",
-        )
+        what = "a register of a wgmma in flight is accessed before its wait"
+        numbers = f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}"
+        way_out = "execute wgmma.commit_group and a wgmma.wait_group that covers it first"
+        m.fail(InFlight, what, Site(cohort, pc), numbers, way_out)
 
 
 def _rows(cohort: Cohort, lanes: Any) -> Array:

@@ -48,13 +48,10 @@ def resolved(
     gone = machine.live_warps[blocks] == 0
     if (gone & active(cohort, lanes)).any():
         row, lane = first_bad(cohort, lanes, gone)
-        machine.fail(
-            OutOfBounds,
-            "an access to the shared memory of a block that has exited",
-            Site(cohort, pc, row, lane),
-            f"rank {int(blocks[row, lane] % machine.cluster_size)} of the cluster",
-            "let every block wait at a barrier of the cluster before it exits",
-        )
+        what = "an access to the shared memory of a block that has exited"
+        numbers = f"rank {int(blocks[row, lane] % machine.cluster_size)} of the cluster"
+        way_out = "let every block wait at a barrier of the cluster before it exits"
+        machine.fail(OutOfBounds, what, Site(cohort, pc, row, lane), numbers, way_out)
     if machine.shared_races and machine.cluster_size > 1:
         chosen = active(cohort, lanes) & (blocks != own)
         rows = np.broadcast_to(cohort.rows[:, None], chosen.shape)[chosen]

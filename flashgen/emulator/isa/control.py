@@ -15,13 +15,9 @@ def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) ->
     if not active(cohort, lanes).any():
         return
     row, lane = first_bad(cohort, lanes, True)
-    machine.fail(
-        Trapped,
-        what,
-        Site(cohort, pc, row, lane),
-        "a GPU stops the program here as well",
-        "find out why the kernel takes this branch",
-    )
+    numbers = "a GPU stops the program here as well"
+    way_out = "find out why the kernel takes this branch"
+    machine.fail(Trapped, what, Site(cohort, pc, row, lane), numbers, way_out)
 
 
 def guard_of(g: Generator, ins: Instruction) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.isa.generator import Generator, instruction
+from flashgen.emulator.isa.generator import Generator, formula, instruction
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand
 
@@ -341,11 +341,7 @@ def emit_function(g: Generator, ins: Instruction) -> None:
     finish(g, ins.operands[0], value, dtype, ftz, False)
 
 
-@instruction("copysign", unit="compare")
-def emit_copy_sign(g: Generator, ins: Instruction) -> None:
-    dtype = DTYPE[g.mods.type()]
-    a, b = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"np.copysign({b}, {a})", dtype)
+formula("copysign", "compare", "T", "np.copysign({b:T}, {a:T})")
 
 
 _PROPERTIES = {

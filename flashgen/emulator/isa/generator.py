@@ -6,7 +6,7 @@ generated code ``R`` holds the cohort's registers and ``M`` its mask. Every regi
 value of shape (), (n, 1) or (n, 32) for the n warps of the cohort and is never modified in place.
 Within a segment, registers are Python locals in single-assignment form, which are deleted after
 their last use so that numpy reuses memory that is still in the cache. The emitter of an opcode,
-which `registry.instruction` registers, writes the code of an instruction.
+which `instruction` or `formula` registers, writes the code of an instruction.
 
 A segment has two variants: one for cohorts in which all lanes are active, without masks; and one
 for cohorts with inactive lanes, which ends before every warp-wide instruction because this may have
@@ -40,6 +40,7 @@ from flashgen.emulator.ptx.instructions import (
     synchronises_lanes,
 )
 from flashgen.emulator.ptx.program import ALL_LANES, PtxProgram
+from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Imm,
@@ -71,6 +72,38 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
         return emitter
 
     return register
+
+
+_FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
+
+
+def formula(opcode: str, unit: str, result: str, text: str) -> None:
+    """Registers an opcode whose result is an expression.
+
+    Args:
+        result: its dtype: T is that of the type modifier, U the unsigned one of the same size, and
+            N the one for bits that do not depend on the sign.
+        text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
+            the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
+    """
+    read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
+
+    def emit(g: Generator, ins: Instruction) -> None:
+        to, *sources = ins.operands
+        kind = g.mods.type()
+        size = TYPE_BYTES.get(kind, 4)
+        neutral = "b1" if kind == "pred" else g.integer(to, size)
+        dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
+        given = zip(sorted(read), sources, strict=True)
+        values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
+
+        def filled(field: re.Match[str]) -> str:
+            words = field[2].split("/")
+            return values[field[1][0]] if field[1] else str(g.mods.take(*words) == words[0])
+
+        g.write(to, _FIELD.sub(filled, text), dtypes.get(result, result))
+
+    instruction(opcode, unit=unit)(emit)
 
 
 class Modifiers:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.emulator.isa.floats import emit_float, is_float
-from flashgen.emulator.isa.generator import Generator, instruction, split_pair
+from flashgen.emulator.isa.generator import Generator, formula, instruction, split_pair
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
@@ -395,12 +395,10 @@ def _multiply_add_carried(g: Generator, ins: Instruction, kind: str) -> None:
 
 
 @_arithmetic("div", unit="special")
-@_arithmetic("rem")
 def _divide(g: Generator, ins: Instruction, kind: str) -> None:
     dtype = DTYPE[kind]
-    function = "divide" if ins.op == "div" else "remainder"
     a, b = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"{function}({a}, {b})", dtype)
+    g.write(ins.operands[0], f"divide({a}, {b})", dtype)
 
 
 @_arithmetic("min", "max", unit="compare")
@@ -424,13 +422,6 @@ def _sign(g: Generator, ins: Instruction, kind: str) -> None:
     dtype = DTYPE[kind]
     value = g.read(ins.operands[1], dtype)
     g.write(ins.operands[0], f"np.abs({value})" if ins.op == "abs" else f"-{value}", dtype)
-
-
-@instruction("sad", unit="integer")
-def emit_absolute_difference(g: Generator, ins: Instruction) -> None:
-    dtype = DTYPE[g.mods.type()]
-    a, b, c = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"{c} + (np.maximum({a}, {b}) - np.minimum({a}, {b}))", dtype)
 
 
 @instruction("dp4a", unit="integer")
@@ -464,21 +455,6 @@ def emit_dot_halves(g: Generator, ins: Instruction) -> None:
 # ---- bits
 
 
-@instruction("and", "or", "xor", unit="integer")
-def emit_logic(g: Generator, ins: Instruction) -> None:
-    dtype = neutral(g, ins, g.mods.type())
-    a, b = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"{a} {_LOGIC[ins.op]} {b}", dtype)
-
-
-@instruction("not", "cnot", unit="integer")
-def emit_invert(g: Generator, ins: Instruction) -> None:
-    dtype = neutral(g, ins, g.mods.type())
-    value = g.read(ins.operands[1], dtype)
-    inverse = f"({value} == 0).astype({dtype})" if ins.op == "cnot" else f"~{value}"
-    g.write(ins.operands[0], inverse, dtype)
-
-
 @instruction("shl", "shr", unit="integer")
 def emit_shift(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
@@ -494,15 +470,6 @@ def emit_shift(g: Generator, ins: Instruction) -> None:
     value, amount = g.read(ins.operands[1], dtype), g.read(ins.operands[2], "u4")
     function = "shift_left" if left else "shift_right"
     g.write(ins.operands[0], f"{function}({value}, {amount})", dtype)
-
-
-@instruction("shf", unit="integer")
-def emit_funnel_shift(g: Generator, ins: Instruction) -> None:
-    g.mods.type()
-    left = g.mods.take("l", "r") == "l"
-    wrap = g.mods.take("wrap", "clamp") == "wrap"
-    a, b, c = (g.read(o, "u4") for o in ins.operands[1:])
-    g.write(ins.operands[0], f"funnel({a}, {b}, {c}, {left}, {wrap})", "u4")
 
 
 _LOGIC3 = {
@@ -571,48 +538,23 @@ def emit_extract(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"extract_bits({a}, {b}, {c})", dtype)
 
 
-@instruction("bfi", unit="integer")
-def emit_insert(g: Generator, ins: Instruction) -> None:
-    dtype = f"u{TYPE_BYTES[g.mods.type()]}"
-    a, b = (g.read(o, dtype) for o in ins.operands[1:3])
-    c, d = (g.read(o, "u4") for o in ins.operands[3:])
-    g.write(ins.operands[0], f"insert_bits({a}, {b}, {c}, {d})", dtype)
-
-
-@instruction("bmsk", "szext", unit="integer")
-def emit_mask_bits(g: Generator, ins: Instruction) -> None:
-    dtype = DTYPE[g.mods.type()]
-    wrap = g.mods.take("wrap", "clamp") == "wrap"
-    function = "make_mask" if ins.op == "bmsk" else "extend_sign"
-    a, b = g.read(ins.operands[1], dtype), g.read(ins.operands[2], "u4")
-    g.write(ins.operands[0], f"{function}({a}, {b}, {wrap})", dtype)
-
-
-_COUNTS = {
-    "popc": "np.bitwise_count({}).astype(u4)",
-    "clz": "leading_zeros({})",
-    "brev": "reverse_bits({})",
-}
-
-
-@instruction(*_COUNTS, unit="integer")
-def emit_count_bits(g: Generator, ins: Instruction) -> None:
-    dtype = f"u{TYPE_BYTES[g.mods.type()]}"
-    text = _COUNTS[ins.op].format(g.read(ins.operands[1], dtype))
-    g.write(ins.operands[0], text, dtype if ins.op == "brev" else "u4")
-
-
-@instruction("fns", unit="integer")
-def emit_find_nth(g: Generator, ins: Instruction) -> None:
-    g.mods.type()
-    mask, base, offset = (
-        g.read(o, k) for o, k in zip(ins.operands[1:], ("u4", "u4", "i4"), strict=True)
-    )
-    g.write(ins.operands[0], f"find_nth({mask}, {base}, {offset})", "u4")
-
-
-@instruction("bfind", unit="integer")
-def emit_find_bit(g: Generator, ins: Instruction) -> None:
-    dtype = DTYPE[g.mods.type()]
-    as_shift = bool(g.mods.take("shiftamt"))
-    g.write(ins.operands[0], f"find_bit({g.read(ins.operands[1], dtype)}, {as_shift})", "u4")
+_DIFFERENCE = "(np.maximum({a:T}, {b:T}) - np.minimum({a:T}, {b:T}))"
+for _opcode, _result, _text in (
+    ("sad", "T", f"{{c:T}} + {_DIFFERENCE}"),
+    ("rem", "T", "remainder({a:T}, {b:T})"),
+    ("and", "N", "{a:N} & {b:N}"),
+    ("or", "N", "{a:N} | {b:N}"),
+    ("xor", "N", "{a:N} ^ {b:N}"),
+    ("not", "N", "~{a:N}"),
+    ("cnot", "N", "({a:N} == 0).astype({a:N}.dtype)"),
+    ("shf", "u4", "funnel({a:u4}, {b:u4}, {c:u4}, {l/r}, {wrap/clamp})"),
+    ("bfi", "U", "insert_bits({a:U}, {b:U}, {c:u4}, {d:u4})"),
+    ("bmsk", "T", "make_mask({a:T}, {b:u4}, {wrap/clamp})"),
+    ("szext", "T", "extend_sign({a:T}, {b:u4}, {wrap/clamp})"),
+    ("popc", "u4", "np.bitwise_count({a:U}).astype(u4)"),
+    ("clz", "u4", "leading_zeros({a:U})"),
+    ("brev", "U", "reverse_bits({a:U})"),
+    ("bfind", "u4", "find_bit({a:T}, {shiftamt})"),
+    ("fns", "u4", "find_nth({a:u4}, {b:u4}, {c:i4})"),
+):
+    formula(_opcode, "integer", _result, _text)

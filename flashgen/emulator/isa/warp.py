@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.isa.generator import Generator, instruction, split_pair
+from flashgen.emulator.isa.generator import Generator, formula, instruction, split_pair
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
@@ -187,10 +187,7 @@ def emit_vote(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], value, "u4" if mode == "ballot" else "b1")
 
 
-@instruction("activemask", unit="exchange")
-def emit_active_mask(g: Generator, ins: Instruction) -> None:
-    g.mods.type()
-    g.write(ins.operands[0], "active_mask(C)", "u4")
+formula("activemask", "exchange", "u4", "active_mask(C)")
 
 
 @instruction("match", unit="exchange", width=Width.WARP)

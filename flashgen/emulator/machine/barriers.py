@@ -96,13 +96,10 @@ class Barriers:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
         if bad.any():
             row = int(np.argmax(bad))
-            self.machine.fail(
-                EmulatorError,
-                "a barrier with a number or thread count that PTX does not allow",
-                Site(cohort, pc, row),
-                f"barrier {ids[row]}, {counts[row]} threads",
-                "numbers are 0 to 15, counts multiples of 32",
-            )
+            what = "a barrier with a number or thread count that PTX does not allow"
+            numbers = f"barrier {ids[row]}, {counts[row]} threads"
+            way_out = "numbers are 0 to 15, counts multiples of 32"
+            self.machine.fail(EmulatorError, what, Site(cohort, pc, row), numbers, way_out)
 
     def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
         """Whether all warps of the blocks arrive together at an idle barrier, the common case."""

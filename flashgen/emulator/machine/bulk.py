@@ -148,21 +148,14 @@ def boxes_at(
     """The boxes of a tensor, checked, as offsets into `GlobalMemory.flat`."""
     spec, base = tensor.spec, tensor.base
     if spec.swizzle and spec.inner_bytes < spec.swizzle:
-        m.fail(
-            LaunchArguments,
-            "a box narrower than the span of its swizzle, for which PTX documents no layout",
-            site,
-            f"{spec.inner_bytes} bytes, span {spec.swizzle}",
-            "pass a map and operands that fit the instruction",
-        )
+        what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
+        numbers = f"{spec.inner_bytes} bytes, span {spec.swizzle}"
+        way_out = "pass a map and operands that fit the instruction"
+        m.fail(LaunchArguments, what, site, numbers, way_out)
     if tensor.before and load:
-        m.fail(
-            OutOfBounds,
-            "a load by a tensor map that begins before its array",
-            site,
-            f"{tensor.before:,} B before it",
-            "begin the map at the array: addresses of 64 bits may wrap around",
-        )
+        what = "a load by a tensor map that begins before its array"
+        way_out = "begin the map at the array: addresses of 64 bits may wrap around"
+        m.fail(OutOfBounds, what, site, f"{tensor.before:,} B before it", way_out)
     first = base - tensor.before
     box = boxes(spec, first, coordinates)
     check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
@@ -177,13 +170,10 @@ def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
     bad = (at < 0) | (at + size > m.shared_size)
     if bad.any():
         which = int(np.argmax(bad))
-        m.fail(
-            OutOfBounds,
-            "a bulk copy extends beyond shared memory",
-            site._replace(row=which),
-            f"{size:,} bytes at offset {int(at[which]):,} of {m.shared_size:,} bytes",
-            "check the address and the box, or pass a larger shared_bytes",
-        )
+        what = "a bulk copy extends beyond shared memory"
+        numbers = f"{size:,} bytes at offset {int(at[which]):,} of {m.shared_size:,} bytes"
+        way_out = "check the address and the box, or pass a larger shared_bytes"
+        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
     check_aligned(m, site.cohort, at[:, None], None, align, site.pc, "shared")
 
 
@@ -195,13 +185,10 @@ def _check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
         bad &= box.inside
     if bad.any():
         which, unit = np.unravel_index(np.argmax(bad), bad.shape)
-        m.fail(
-            OutOfBounds,
-            "a box of a tensor map extends beyond its array",
-            site._replace(row=int(which)),
-            f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes",
-            "check the coordinates against the rows of the array",
-        )
+        what = "a box of a tensor map extends beyond its array"
+        numbers = f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes"
+        way_out = "check the coordinates against the rows of the array"
+        m.fail(OutOfBounds, what, site._replace(row=int(which)), numbers, way_out)
 
 
 def check_global(m: Wave, site: Site, at: Array, size: int, write: bool) -> None:
@@ -210,26 +197,19 @@ def check_global(m: Wave, site: Site, at: Array, size: int, write: bool) -> None
     bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
     if bad.any():
         which = int(np.argmax(bad))
-        m.fail(
-            OutOfBounds,
-            f"a bulk copy {'to' if write else 'from'} outside every buffer",
-            site._replace(row=which),
-            f"{size:,} bytes at {memory.describe(int(at[which]))}",
-            "check the index against the array that was passed",
-        )
+        what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
+        numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
+        way_out = "check the index against the array that was passed"
+        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
     check_aligned(m, site.cohort, at[:, None], None, CHUNK_BYTES, site.pc, "global")
     memory.touched = np.unique(index).tolist()
 
 
 def check_reduction(m: Wave, site: Site, operation: str, kind: str) -> None:
     if kind not in _TYPES.get(operation, ()):
-        m.fail(
-            UnknownInstruction,
-            f"the emulator does not support the bulk reduction .{operation} of {kind}",
-            site,
-            f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}",
-            "add it to flashgen/emulator/machine/py",
-        )
+        what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
+        numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
+        m.fail(UnknownInstruction, what, site, numbers, "add it to flashgen/emulator/machine/py")
 
 
 def count_transfer(m: Wave, t: BulkTransfer, into: bool) -> None:
@@ -359,13 +339,8 @@ class BulkCopies:
                 some = issued.some(chosen)
                 site = Site(some, pc)
                 if count % CHUNK_BYTES or count <= 0:
-                    m.fail(
-                        LaunchArguments,
-                        "a bulk copy whose size is not a multiple of 16 bytes",
-                        site,
-                        f"{count} bytes",
-                        _FIT,
-                    )
+                    what = "a bulk copy whose size is not a multiple of 16 bytes"
+                    m.fail(LaunchArguments, what, site, f"{count} bytes", _FIT)
                 to, address = at[0][chosen], at[1][chosen]
                 check_shared(m, site, to, count, CHUNK_BYTES)
                 check_global(m, site, address, count, barrier is None)
@@ -426,13 +401,10 @@ class BulkCopies:
         mask = found[3].astype(np.int64)
         wrong = (mask >> size != 0) | (mask == 0)
         if wrong.any():
-            m.fail(
-                LaunchArguments,
-                "a multicast to blocks that the cluster does not have",
-                Site(issued, pc, int(np.argmax(wrong))),
-                f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks",
-                "set one bit for each rank of the cluster that takes part",
-            )
+            what = "a multicast to blocks that the cluster does not have"
+            numbers = f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks"
+            way_out = "set one bit for each rank of the cluster that takes part"
+            m.fail(LaunchArguments, what, Site(issued, pc, int(np.argmax(wrong))), numbers, way_out)
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
         copies = issued.some(which)
         self.targets = m.row_cluster[copies.rows] * size + rank
@@ -639,10 +611,6 @@ class BulkCopies:
             self.execute(t)
 
     def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
-        self.machine.fail(
-            RaceError,
-            "a block ends while one of its bulk copies may be in flight",
-            Site(t.issued, t.pc, row),
-            f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for",
-            advice,
-        )
+        what = "a block ends while one of its bulk copies may be in flight"
+        numbers = f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for"
+        self.machine.fail(RaceError, what, Site(t.issued, t.pc, row), numbers, advice)

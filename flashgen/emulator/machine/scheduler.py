@@ -179,13 +179,9 @@ class Scheduler(Wave):
                 undecided += [c for c in new if c.pc == pc]
             parts = undecided
         if parts:
-            self.fail(
-                EmulatorError,
-                "brx.idx with an index outside its table",
-                Site(parts[0], pc),
-                f"{len(targets)} targets",
-                "check the switch that this branch implements",
-            )
+            what = "brx.idx with an index outside its table"
+            way_out = "check the switch that this branch implements"
+            self.fail(EmulatorError, what, Site(parts[0], pc), f"{len(targets)} targets", way_out)
 
     def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
         """Ends the lanes in ``leaving`` (None: all active ones)."""
@@ -299,22 +295,15 @@ class Scheduler(Wave):
             return
         row, lane = (int(i) for i in np.argwhere(missing)[0])
         self.members.blame_shuffle(Site(cohort, pc, row, lane))
-        self.fail(
-            UninitialisedRead,
-            "a register is read that was never written",
-            Site(cohort, pc, row, lane),
-            f"{int(missing.sum())} lanes read a value that no instruction has written",
-            "initialise the variable on every path that leads here",
-        )
+        what = "a register is read that was never written"
+        numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
+        way_out = "initialise the variable on every path that leads here"
+        self.fail(UninitialisedRead, what, Site(cohort, pc, row, lane), numbers, way_out)
 
     def _too_many_steps(self, c: Cohort) -> None:
-        self.fail(
-            StepLimit,
-            "the launch does not come to an end",
-            Site(c, c.pc),
-            f"{self.steps:,} segments executed, limit {self.step_limit:,}",
-            "look for an endless loop, or raise step_limit of emulator.launch",
-        )
+        numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"
+        way_out = "look for an endless loop, or raise step_limit of emulator.launch"
+        self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
 
     def _report_deadlock(self) -> NoReturn:
         """Reports what each cohort waits for, when no cohort can run.
