@@ -189,12 +189,10 @@ def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple
     required = _three_sizes(fixed, "cluster") if fixed else None
     sizes = required or (1, 1, 1) if given is None else _three_sizes(given, "cluster")
     if required and sizes != required:
-        raise LaunchArguments(
-            "the cluster differs from the one that the kernel requires",
-            where=f"kernel {program.name}",
-            numbers=f"cluster {sizes}; .reqnctapercluster {required}",
-            way_out="leave cluster out",
-        )
+        what = "the cluster differs from the one that the kernel requires"
+        where = f"kernel {program.name}"
+        numbers = f"cluster {sizes}; .reqnctapercluster {required}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out="leave cluster out")
     return sizes
 
 

@@ -86,6 +86,21 @@ PLAIN = """.visible .entry k(.param .u64 p, .param .u32 n) { .reg .b64 %p; .reg 
 
 
 @pytest.mark.parametrize(
+    "refused", ["", "add.rn.f32x2 %p, %p, %p;", "tcgen05.fence::after_thread_sync;"]
+)
+def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(refused: str) -> None:
+    head = ".version 8.7\n.target sm_100\n.address_size 64\n"
+    out = np.zeros(1, np.uint32)
+    text = head + PLAIN.replace("ret;", f"{refused} ret;")
+    if refused:
+        with pytest.raises(UnknownInstruction, match=refused.split(" ")[0].split(":")[0]):
+            launch(text, "k", 1, 32, [out, 7], allow=("same_value",))
+    else:
+        launch(text, "k", 1, 32, [out, 7], allow=("same_value",))
+        assert out[0] == 7
+
+
+@pytest.mark.parametrize(
     ("name", "grid", "block", "args", "shared", "what"),
     [
         ("other", (1, 1, 1), (32, 1, 1), [WORDS, 1], 0, "no kernel 'other'"),

@@ -140,13 +140,9 @@ class AsyncProxy:
         if len(np.unique(a.rows // shadow.warps)) < count:
             lost = shadow.take(shadow.written, a.where, a.size) != stamps[:, None]
             if lost.any():
-                shadow.fail(
-                    a,
-                    lost,
-                    f"{_RACE}threads start asynchronous writes of the same bytes together",
-                    f"{count} threads execute this instruction",
-                    "execute it in one elected thread",
-                )
+                what = f"{_RACE}threads start asynchronous writes of the same bytes together"
+                way_out = "execute it in one elected thread"
+                shadow.fail(a, lost, what, f"{count} threads execute this instruction", way_out)
         return numbers
 
     def completed(self, numbers: Array, times: Array) -> None:

@@ -255,13 +255,8 @@ class SharedRaces(SharedShadow):
                 late = (clock > known[:, other, None]) & (warps != other)[:, None]
                 if late.any():
                     reader = m.program.describe(int(self.reader_pc[self.first(a, late)[0]]))
-                    self.fail(
-                        a,
-                        late,
-                        "race in shared memory: a write may overtake a read of another warp",
-                        f"warp {other} reads there: {reader}",
-                        _BARRIER,
-                    )
+                    what = "race in shared memory: a write may overtake a read of another warp"
+                    self.fail(a, late, what, f"warp {other} reads there: {reader}", _BARRIER)
         self.lanes_against_reads(a)
 
     def _flush(self) -> None:

@@ -62,12 +62,10 @@ def tokenize(text: str) -> Tokens:
     rest = text[end:].lstrip()
     if rest:
         line = text.count("\n", 0, len(text) - len(rest)) + 1
-        raise PtxSyntaxError(
-            "a character that is not part of PTX",
-            where=f"line {line} of the PTX",
-            numbers=repr(rest[:40]),
-            way_out="pass the text of one PTX module, from NVRTC or Triton",
-        )
+        what = "a character that is not part of PTX"
+        where = f"line {line} of the PTX"
+        way_out = "pass the text of one PTX module, from NVRTC or Triton"
+        raise PtxSyntaxError(what, where=where, numbers=repr(rest[:40]), way_out=way_out)
     return Tokens([*kinds, "end"], [*texts, ""], [*positions, len(text)])
 
 
