@@ -29,6 +29,7 @@ from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
 _LOG_LIMIT = 2048
+_PC_BITS = 32
 _WEAK, _STRONG, _RACING = range(3)  # kinds of reads: strong are atomic or polls, racing volatile
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
 
@@ -50,8 +51,9 @@ class SharedRaces(SharedShadow):
     def __init__(self, machine: Wave, blocks: int) -> None:
         super().__init__(machine, blocks)
         kinds = (_WEAK, _STRONG, _RACING) if machine.program.racing else (_WEAK, _STRONG)
-        # By kind, the clock of the last read of each warp: of each vector, and of any.
-        self.read_clock: dict[int, Array] = {}
+        # By kind, the last read of each warp: of each vector the clock and the instruction, and the
+        # clock of any.
+        self.last_reads: dict[int, Array] = {}
         self.log: list[_Reads] = []
         self.last_read = {kind: np.zeros((blocks, self.warps), np.int64) for kind in kinds}
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
@@ -251,25 +253,23 @@ class SharedRaces(SharedShadow):
                 continue
             self._flush()
             for other in np.flatnonzero(unseen.any(axis=0)):
-                clock = self.take(self.read_clock[kind][other], a.where, a.size)
-                late = (clock > known[:, other, None]) & (warps != other)[:, None]
+                reads = self.take(self.last_reads[kind][other], a.where, a.size)
+                late = (reads >> _PC_BITS > known[:, other, None]) & (warps != other)[:, None]
                 if late.any():
-                    reader = m.program.describe(int(self.reader_pc[self.first(a, late)[0]]))
+                    reader = m.program.describe(int(reads[late][0]) & (1 << _PC_BITS) - 1)
                     what = "race in shared memory: a write may overtake a read of another warp"
                     self.fail(a, late, what, f"warp {other} reads there: {reader}", _BARRIER)
         self.lanes_against_reads(a)
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
-        if not self.read_clock:
+        if not self.last_reads:
             for kind in self.last_read:
-                self.read_clock[kind] = np.zeros((self.warps, self.count), np.uint32)
-            self.reader_pc = np.zeros(self.count, np.int32)
+                self.last_reads[kind] = np.zeros((self.warps, self.count), np.int64)
         for rows, where, size, pc, clock, kind in self.log:
-            flat = self.read_clock[kind].reshape(-1)
+            flat = self.last_reads[kind].reshape(-1)
             table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
-            self.put(flat, table + where, size, clock)
-            self.put(self.reader_pc, where, size, pc)
+            self.put(flat, table + where, size, clock << _PC_BITS | pc)
         self.log = []
 
     # ---- messages
