@@ -17,7 +17,7 @@ flag would come after its own reader. Each scope of such fences has ``warps`` fu
 newest clocks before one of them that w is ordered after.
 
 The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
-lanes are not ordered, see `warp_lanes`.
+lanes are not ordered, see `shadow`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import numpy as np
 
 from flashgen.emulator.checks.clocks import ATOMIC, Clocks
 from flashgen.emulator.errors import RaceError, way_out
-from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
+from flashgen.emulator.state.cohort import LANES, Cohort, SingleThreads, active, spread
 from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
@@ -71,7 +71,6 @@ class SharedAccess:
         return Site(self.cohort, self.pc, int(self.places[place]), lane)
 
 
-LANES = np.arange(32)
 EVERY = 32  # the lane of an access by all lanes
 _NEVER = np.int64(1) << 60  # later than any clock
 _KEPT_RELEASES = 8  # latest partial releases of each warp that are kept

@@ -2,7 +2,7 @@
 
 For each vector (see `shadow`) the checker keeps the stamp of the last write and, per warp, the
 clock of the last read. While a cp.async is in flight, no other access to its bytes is allowed.
-Order is tracked between warps; `warp_lanes` tracks it between the lanes of a warp.
+Order is tracked between warps; `shadow` tracks it between the lanes of a warp.
 """
 
 from __future__ import annotations

@@ -26,12 +26,13 @@ from flashgen.emulator.errors import FenceError, InFlight
 from flashgen.emulator.ptx.instructions import (
     accumulates,
     as_immediate,
+    bits_of,
     mask_of,
     registers_in,
 )
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Instruction, Vec
-from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.cohort import Cohort, rows_of
 from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Site, Wave
 
@@ -197,10 +198,6 @@ def union(masks: tuple[int, ...]) -> int:
     return whole
 
 
-def bits_of(mask: int) -> tuple[int, ...]:
-    return tuple(place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
-
-
 def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
     """``used`` is in flight again, with age 0."""
     if not used:
@@ -237,7 +234,7 @@ class RegisterOrder:
 
     def note_writes(self, cohort: Cohort, registers: tuple[int, ...], lanes: Any, pc: int) -> None:
         """Records the writes of an ordinary instruction to registers of a later wgmma."""
-        rows = _rows(cohort, lanes)
+        rows = rows_of(cohort, lanes)
         for register in registers:
             if register not in self.written:
                 self.written[register] = np.zeros(len(self.machine.row_block), bool)
@@ -286,7 +283,7 @@ class RegisterOrder:
         Raises:
             InFlight: one is, in a warpgroup of an active lane.
         """
-        groups = self.machine.wgmma.groups_of(_rows(cohort, lanes))
+        groups = self.machine.wgmma.groups_of(rows_of(cohort, lanes))
         for chain in self.machine.wgmma.chains:
             if not np.isin(chain.groups, groups).any():
                 continue
@@ -305,10 +302,3 @@ class RegisterOrder:
         numbers = f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}"
         way_out = "execute wgmma.commit_group and a wgmma.wait_group that covers it first"
         m.fail(InFlight, what, Site(cohort, pc), numbers, way_out)
-
-
-def _rows(cohort: Cohort, lanes: Any) -> Array:
-    """The warps with an active lane."""
-    if lanes is None:
-        return cohort.rows
-    return np.asarray(cohort.rows[spread(lanes, cohort.n).any(axis=1)])

@@ -1,4 +1,4 @@
-"""Emitters of mbarriers, of barriers of a block or a cluster, and of addresses in a cluster."""
+"""Barriers of a block or a cluster, mbarriers and fences."""
 
 from __future__ import annotations
 

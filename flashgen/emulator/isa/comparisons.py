@@ -1,4 +1,4 @@
-"""Emitters of comparisons and selections."""
+"""Comparisons and selections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emitters of cp.async, cp.async.bulk and cp.reduce.async.bulk, with tensor maps and without."""
+"""cp.async, cp.async.bulk and cp.reduce.async.bulk, with tensor maps and without; tensormap."""
 
 from __future__ import annotations
 

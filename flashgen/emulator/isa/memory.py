@@ -1,4 +1,4 @@
-"""Loads and stores of every state space, called from generated code.
+"""Loads, stores and moves: the run-time functions of every state space, and emitters.
 
 An address is an int64 value of shape (), (n, 1), (1, 32) or (n, 32). ``lanes`` is None when all
 lanes are active, else a boolean mask of the active lanes. Loaded values have the shape of the
@@ -469,6 +469,16 @@ def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str
         g.write(item, f"{parts}[..., {place}]", dtype)
 
 
+def _unsigned(size: int) -> str:
+    return "c16" if size == 16 else f"u{size}"
+
+
+def _bits(g: Generator, operand: Operand, kind: str) -> str:
+    """A stored element as the unsigned dtype of its size."""
+    dtype, unsigned = DTYPE[kind], _unsigned(TYPE_BYTES[kind])
+    return g.read(operand, dtype) + ("" if dtype == unsigned else f".view({unsigned})")
+
+
 def emit_store_async(g: Generator, ins: Instruction) -> None:
     """st.async: the modifier async is already consumed."""
     kind = g.mods.type()
@@ -482,8 +492,7 @@ def emit_store_async(g: Generator, ins: Instruction) -> None:
     if size > 16:
         raise g.unknown("more than 16 bytes")
     where, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
-    unsigned = "c16" if size == 16 else f"u{size}"
-    value = joined(g, items, DTYPE[kind], unsigned)
+    value = joined(g, items, DTYPE[kind], _unsigned(size))
     g.require_defined()
     g.emit(f"store_async(E, C, ({where}, {barrier}), {value}, {g.lanes()}, {size}, {g.pc})")
 
@@ -510,11 +519,10 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     if space == "local":
         emit_store_local(g, where, items, kind)
         return
-    dtype, unsigned = DTYPE[kind], "c16" if size == 16 else f"u{size}"
     if len(items) > 1:
-        value = joined(g, items, dtype, unsigned)
+        value = joined(g, items, DTYPE[kind], _unsigned(size))
     else:
-        value = g.read(items[0], dtype) + ("" if dtype == unsigned else f".view({unsigned})")
+        value = _bits(g, items[0], kind)
     g.require_defined()
     g.emit(f"store_{FUNCTION[space]}(E, C, {where}, {value}, {g.lanes()}, {size}, {g.pc})")
 
@@ -527,11 +535,8 @@ def emit_store_local(g: Generator, where: str, items: tuple[Operand, ...], kind:
     """
     g.require_defined()  # the address
     size = TYPE_BYTES[kind]
-    unsigned = "c16" if size == 16 else f"u{size}"
     for place, item in enumerate(items):
-        value = g.read(item, DTYPE[kind]) + (
-            "" if DTYPE[kind] == unsigned else f".view({unsigned})"
-        )
+        value = _bits(g, item, kind)
         written = " & ".join(sorted(set(g.defined))) or "None"
         g.defined = []
         here = f"{where} + {place * size}" if place else where

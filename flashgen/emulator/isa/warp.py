@@ -10,10 +10,9 @@ from flashgen.emulator.isa.generator import Generator, formula, instruction, spl
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
-from flashgen.emulator.state.cohort import Cohort, active, spread
+from flashgen.emulator.state.cohort import LANES, Cohort, active, spread
 from flashgen.emulator.state.memory import Array
 
-LANES = np.arange(32)
 _REDUCTIONS = {
     "add": np.add,
     "or": np.bitwise_or,

@@ -1,4 +1,4 @@
-"""Matrix products of wgmma: operands are gathered from shared memory or registers.
+"""wgmma and setmaxnreg. Operands of wgmma are gathered from shared memory or registers.
 
 Four warps hold the 64 rows of A and of the accumulators, 16 rows each, in the fragment layout of
 mma.sync (see `mma`). Successive instructions along k that add to the same accumulators are computed

@@ -26,11 +26,9 @@ from flashgen.emulator.isa.mma import ELEMENTS, multiply, to_single
 from flashgen.emulator.isa.pending_products import tuple_of
 from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.syntax import Instruction, Operand
-from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.cohort import LANES, Cohort, spread
 from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
-
-LANES = np.arange(32)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
 from flashgen.emulator.machine.wgmma import Warpgroups
-from flashgen.emulator.state.cohort import Cohort, active
+from flashgen.emulator.state.cohort import LANES, Cohort, rows_of
 from flashgen.emulator.state.memory import Array, FlatMemory
 
-LANES = np.arange(32)
 WARPS_PER_WAVE = 512
 SHARED_BYTES_PER_WAVE = 64 << 20
 
@@ -174,7 +173,7 @@ class Machine(Scheduler):
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
             self.mbarriers.fence_init(cohort, lanes)
-            self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
+            self.proxy.clocks.fence_proxy(rows_of(cohort, lanes))
 
     def fence(self, cohort: Cohort, device: bool, sequential: bool = False) -> None:
         """A fence of block or of device scope; ``sequential``: fence.sc."""

@@ -24,6 +24,7 @@ from flashgen.emulator.state.cohort import (
     WaitsForPhase,
     active,
     first_bad,
+    rows_of,
     spread,
 )
 from flashgen.emulator.state.memory import Array
@@ -135,7 +136,7 @@ class Mbarriers:
         m = self.machine
         if self.all_fenced or m.shared_races is None:
             return
-        rows = cohort.rows[active(cohort, lanes).any(axis=1)]
+        rows = rows_of(cohort, lanes)
         blocks, warps = m.row_block[rows], m.row_member[rows]
         maker = self.made_by[:, blocks]
         seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]

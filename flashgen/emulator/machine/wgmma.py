@@ -4,7 +4,8 @@ The issue of a wgmma.mma_async only records its operands: registers of A, descri
 Successive instructions with the same accumulators form a chain. wgmma.wait_group executes the
 chains of the groups that it covers, as few large products, and assigns the accumulators; until then
 the registers keep their old values, and the generated code rejects accesses to them
-(`wgmma_hazards`). Operands in shared memory are read by the asynchronous proxy from issue to wait.
+(`checks.wgmma_registers`). Operands in shared memory are read by the asynchronous proxy from issue
+to wait.
 """
 
 from __future__ import annotations

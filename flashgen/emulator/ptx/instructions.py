@@ -124,6 +124,11 @@ def mask_of(registers: list[int]) -> int:
     return mask
 
 
+def bits_of(mask: int) -> tuple[int, ...]:
+    """The registers of a bit mask."""
+    return tuple(place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
+
+
 def as_immediate(operand: Operand) -> int | None:
     """The value of an integer immediate, else None."""
     if isinstance(operand, Imm) and not operand.float_bits:

@@ -14,6 +14,7 @@ from flashgen.emulator.ptx.instructions import (
     Width,
     accumulates,
     as_immediate,
+    bits_of,
     fact,
     find_accesses,
     gates,
@@ -50,8 +51,8 @@ class Region(NamedTuple):
         warp_wide: whether it contains warp-wide instructions.
     """
 
-    inputs: list[int]
-    outputs: list[int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     warp_wide: bool
 
 
@@ -108,7 +109,7 @@ class PtxProgram:
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
         self._regions: dict[tuple[int, int], Region | None] = {}
-        self._live_lists: dict[int, list[int]] = {}
+        self._live_lists: dict[int, tuple[int, ...]] = {}
 
     # ---- variables
 
@@ -307,13 +308,13 @@ class PtxProgram:
                 inputs |= 1 << slot
             if outputs >> reg & 1:
                 outputs |= 1 << slot
-        return Region(_bits_set(inputs | outputs), _bits_set(outputs), warp_wide)
+        return Region(bits_of(inputs | outputs), bits_of(outputs), warp_wide)
 
-    def live_list(self, pc: int) -> list[int]:
+    def live_list(self, pc: int) -> tuple[int, ...]:
         """Numbers of the registers that are live before instruction ``pc``."""
         found = self._live_lists.get(pc)
         if found is None:
-            found = self._live_lists[pc] = _bits_set(self.live[min(pc, len(self.code))])
+            found = self._live_lists[pc] = bits_of(self.live[min(pc, len(self.code))])
         return found
 
     # ---- messages
@@ -358,7 +359,3 @@ def _shorter(match: re.Match[str]) -> str:
     """Abbreviates a long list of registers to its first and last."""
     first, *_, last = match.group(1).split(",")
     return f"{{{first}, ..., {last.strip()}}}"
-
-
-def _bits_set(mask: int) -> list[int]:
-    return [place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"]

@@ -90,7 +90,7 @@ class Wave:
             written it, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
-        allow: names of `forgiven.FORGIVEN` that are not reported.
+        allow: names of `errors.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
         sums: how tensor cores add; None if their sums are rounded once.
         stored: the store that is being checked, for messages.
