@@ -55,6 +55,7 @@ class SharedRaces(SharedShadow):
         # clock of any.
         self.last_reads: dict[int, Array] = {}
         self.log: list[_Reads] = []
+        self._kinds_read: set[int] = set()  # in this wave; most kernels have weak reads alone
         self.last_read = {kind: np.zeros((blocks, self.warps), np.int64) for kind in kinds}
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
         self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
@@ -169,6 +170,7 @@ class SharedRaces(SharedShadow):
         m = self.machine
         clock = self.clocks.clock[a.rows]
         kind = _RACING if a.racing else _STRONG if a.strong else _WEAK
+        self._kinds_read.add(kind)
         self.last_read[kind][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
         self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, kind))
         self.note_lanes_of_read(a, clock)
@@ -246,7 +248,7 @@ class SharedRaces(SharedShadow):
         blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         excused = {_STRONG} if a.racing else {_STRONG, _RACING} if a.strong else set[int]()
-        for kind in self.last_read.keys() - excused:
+        for kind in self._kinds_read - excused:
             unseen = self.last_read[kind][blocks] > known
             unseen[np.arange(len(warps)), warps] = False
             if not unseen.any():
