@@ -15,19 +15,22 @@ above it in this list, never those below:
               the lanes of a warp, the lanes that take part in warp-wide instructions, the
               asynchronous proxy and the sources of copies, waits for mbarriers that come too late,
               registers of wgmma in flight, and the deadlock report.
-``isa``       The instructions. ``emitters`` write one Python function per segment of PTX;
-              ``semantics`` holds the functions over numpy arrays that this code calls.
+``isa``       The instructions, one module per family. `instruction` registers an opcode, once: its
+              facts (`Opcode`: unit, result, width, accesses) and the emitter that writes its code.
+              Emitters write one Python function per segment of PTX; it calls the functions over
+              numpy arrays that stand in the same module.
 ``machine``   Scheduler, barriers, mbarriers, asynchronous and bulk copies, tensor maps, wgmma.
 ``entry``     `launch`, `load`, `profiling` and `watching`.
 
-To add an instruction, write its emitter in ``isa/emitters``. To add a checker, write its class in
-``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it where
-``isa/semantics`` or ``machine`` accesses memory.
+To add an instruction, register it in the module of its family in ``isa``. To add a checker, write
+its class in ``checks``, create it in `machine.Machine`, declare it in `state.Wave`, and call it
+where ``isa`` or ``machine`` accesses memory.
 """
 
 from flashgen.emulator.counters.totals import Counters, Totals
 from flashgen.emulator.entry import launch, load, profiling, watching
 from flashgen.emulator.errors import (
+    FORGIVEN,
     BarrierDivergence,
     DeadlockError,
     FenceError,
@@ -42,10 +45,10 @@ from flashgen.emulator.errors import (
     Trapped,
     UninitialisedRead,
     UnknownInstruction,
+    severity,
 )
-from flashgen.emulator.isa.semantics.sum_models import has_sums_of
+from flashgen.emulator.isa.tensor_core_sums import has_sums_of
 from flashgen.emulator.machine.tma import TensorMap
-from flashgen.emulator.state.forgiven import FORGIVEN, severity
 
 __all__ = [
     "FORGIVEN",

@@ -12,19 +12,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.counters.totals import Counters
-from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.errors import FORGIVEN, LaunchArguments
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.machine.arguments import DeviceArguments
 from flashgen.emulator.machine.machine import LaunchConfig, Machine
 from flashgen.emulator.ptx.parser import parse
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Module
-from flashgen.emulator.state.forgiven import FORGIVEN
 
-Array = npt.NDArray[Any]
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
@@ -74,7 +71,7 @@ def launch(
         profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
             so too.
         sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
-            ``.target``, bit for bit (`isa.semantics.tensor_core_sums`). "rounded": in float64,
+            ``.target``, bit for bit (`isa.tensor_core_sums`). "rounded": in float64,
             rounded to float32 once for a chain of instructions, which is faster.
         strict: also report findings by the letter: what PTX forbids and hardware forgives, the keys
             of `flashgen.emulator.FORGIVEN`. Other findings are errors and are always reported.
@@ -192,12 +189,10 @@ def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple
     required = _three_sizes(fixed, "cluster") if fixed else None
     sizes = required or (1, 1, 1) if given is None else _three_sizes(given, "cluster")
     if required and sizes != required:
-        raise LaunchArguments(
-            "the cluster differs from the one that the kernel requires",
-            where=f"kernel {program.name}",
-            numbers=f"cluster {sizes}; .reqnctapercluster {required}",
-            way_out="leave cluster out",
-        )
+        what = "the cluster differs from the one that the kernel requires"
+        where = f"kernel {program.name}"
+        numbers = f"cluster {sizes}; .reqnctapercluster {required}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out="leave cluster out")
     return sizes
 
 

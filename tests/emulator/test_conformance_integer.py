@@ -301,6 +301,10 @@ def test_carry_chains(body: str, function: Callable[[int, int], tuple[int, int]]
             signed(a >> 8 * i & 255, 8) * signed(b >> 8 * i & 255, 8) for i in range(4))),
         ("dp4a.u32.s32 %d, %a, %b, 9;", "u32 u32", lambda a, b: 9 + sum(
             (a >> 8 * i & 255) * signed(b >> 8 * i & 255, 8) for i in range(4))),
+        ("vabsdiff4.u32.u32.u32 %d, %a, %b, %a;", "u32 u32", lambda a, b: sum(
+            abs((a >> 8 * i & 255) - (b >> 8 * i & 255)) << 8 * i for i in range(4))),
+        ("vabsdiff4.u32.u32.u32.add %d, %a, %b, 7;", "u32 u32", lambda a, b: 7 + sum(
+            abs((a >> 8 * i & 255) - (b >> 8 * i & 255)) for i in range(4))),
     ],
     ids=lambda v: str(v)[:14],
 )  # fmt: skip

@@ -306,6 +306,33 @@ KERNEL(a_try_that_is_only_noted) ARGS {
     BUG(out[T + 256] = try_once(&full);)
     out[T] = T < 64 ? s[T] + 1 : 1;                                     // BUG
 }
+KERNEL(a_test_that_orders_a_part) ARGS {
+    TILE                                                                // BUG
+    int x = 0;
+    if (test_once(&full)) x = s[T & 63] & 1;
+    FIX(wait(&full, 0);)
+    out[T] = x + (T < 64 ? s[T] + 1 : 1);                               // BUG
+}
+KERNEL(a_test_that_only_chooses_a_value) ARGS {
+    TILE                                                                // BUG
+    FIX(wait(&full, 0);)
+    int x = test_once(&full) ? in[T] : in[T + 1];
+    out[T] = x + (T < 64 ? s[T] + 1 : 1);                               // BUG
+}
+KERNEL(phases_that_pass_before_the_first_wait) ARGS {
+    __shared__ ull turn, seen;
+    if (T == 0) { init(&turn, 1); init(&seen, 1); }
+    __syncthreads();
+    if (T == 0) for (int i = 0; i < 3; ++i) {
+        arrive(&turn);
+        FIX(if (i == 0) wait(&seen, 0);)
+    }
+    if (T == 32) {
+        wait(&turn, 0);                                                 // BUG
+        out[T] = 1;
+        FIX(arrive(&seen);)
+    }
+}
 KERNEL(a_try_before_the_wait) ARGS {
     TILE                                                                // BUG
     u done = try_once(&full);
@@ -352,6 +379,9 @@ SAID = {
     "a_vote_that_is_ignored": "the result of a wait for an mbarrier is ignored",
     "a_try_that_is_only_noted": "a read and an asynchronous write are not ordered",
     "a_try_before_the_wait": "a read and an asynchronous write are not ordered",
+    "a_test_that_orders_a_part": "a read and an asynchronous write are not ordered",
+    "a_test_that_only_chooses_a_value": "a read and an asynchronous write are not ordered",
+    "phases_that_pass_before_the_first_wait": "the warp finds the same parity again",
     "three_tries": "a read and an asynchronous write are not ordered",
 }
 
@@ -382,6 +412,24 @@ def test_a_planted_bug_is_named(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", SAID)
 def test_its_correct_twin_runs(kernel: str) -> None:
     for seed in (None, 1):
+        assert run(kernel, True, seed).any()
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "a_try_that_is_only_noted",
+        "a_test_that_orders_a_part",
+        "a_test_that_only_chooses_a_value",
+        "a_try_before_the_wait",
+        "three_tries",
+        "phases_that_pass_before_the_first_wait",
+    ],
+)
+def test_it_is_found_in_every_order(kernel: str) -> None:
+    for seed in range(24):
+        with pytest.raises(EmulatorError, match=SAID[kernel]):
+            run(kernel, False, seed)
         assert run(kernel, True, seed).any()
 
 

@@ -30,6 +30,8 @@ WORDS = np.arange(64, dtype=np.uint32)
         ("add.sideways.u32 %d, %a, %a;", "add.sideways.u32"),
         ("cvt.rn.e4m3x2.f32 %d, %a, %a;", "e4m3x2"),
         ("vadd4.u32.u32.u32 %d, %a, %a, %a;", "vadd4"),
+        ("vabsdiff4.s32.s32.s32 %d, %a, %a, %a;", "vabsdiff4.s32.s32.s32: with these operands"),
+        ("vabsdiff4.u32.u32.u32.sat %d, %a, %a, %a;", "sat: the modifier .sat"),
         ("vset.u32.u32.ne %d, %a, %a;", "vset"),
         ("multimem.red.global.add.u32 [%at_a], %a;", "multimem"),
         (
@@ -81,6 +83,21 @@ def test_malformed_text_is_refused(text: str) -> None:
 
 PLAIN = """.visible .entry k(.param .u64 p, .param .u32 n) { .reg .b64 %p; .reg .b32 %n;
     ld.param.u64 %p, [p]; ld.param.u32 %n, [n]; st.global.u32 [%p], %n; ret; }"""
+
+
+@pytest.mark.parametrize(
+    "refused", ["", "add.rn.f32x2 %p, %p, %p;", "tcgen05.fence::after_thread_sync;"]
+)
+def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(refused: str) -> None:
+    head = ".version 8.7\n.target sm_100\n.address_size 64\n"
+    out = np.zeros(1, np.uint32)
+    text = head + PLAIN.replace("ret;", f"{refused} ret;")
+    if refused:
+        with pytest.raises(UnknownInstruction, match=refused.split(" ")[0].split(":")[0]):
+            launch(text, "k", 1, 32, [out, 7], allow=("same_value",))
+    else:
+        launch(text, "k", 1, 32, [out, 7], allow=("same_value",))
+        assert out[0] == 7
 
 
 @pytest.mark.parametrize(

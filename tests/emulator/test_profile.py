@@ -10,7 +10,7 @@ import pytest
 from flashgen import emulator
 from flashgen.emulator.counters.recorder import ATOMIC, READ, WRITE
 from flashgen.emulator.counters.work import CLASSES, class_of, multiply_adds
-from flashgen.emulator.isa.registry import EMITTERS
+from flashgen.emulator.ptx.instructions import OPCODES
 from flashgen.emulator.ptx.syntax import Instruction
 from flashgen.errors import EmulatorError
 from tests.emulator.test_conformance import run_ptx
@@ -203,7 +203,7 @@ def test_work_is_reported_by_class_and_multiply_adds_by_shape() -> None:
 
 
 def test_every_opcode_that_the_emulator_knows_is_some_kind_of_work() -> None:
-    kinds = {class_of(Instruction(op, ("f32",), [])) for op in EMITTERS}
+    kinds = {class_of(Instruction(op, ("f32",), [])) for op in OPCODES}
     assert kinds <= set(CLASSES)
     assert kinds | {"integer", "double"} == set(CLASSES)
     with pytest.raises(EmulatorError, match="tcgen05 belongs to no class"):

@@ -25,15 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import WARP, room
-from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess
-from flashgen.emulator.checks.warp_lanes import WarpLanes
-from flashgen.emulator.errors import UninitialisedRead
-from flashgen.emulator.state.forgiven import way_out
-
-Array = npt.NDArray[Any]
+from flashgen.emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
+from flashgen.emulator.errors import UninitialisedRead, way_out
+from flashgen.emulator.state.memory import Array
 
 IN_FLIGHT = np.int64(1) << 62  # the time of a write that is in flight
 _FEW = 16  # most different writers per access that are compared one by one
@@ -48,7 +44,7 @@ class AsyncProxy:
     """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`."""
 
     def __init__(
-        self, shadow: WarpLanes, against_ordinary_reads: Callable[[SharedAccess], None]
+        self, shadow: SharedShadow, against_ordinary_reads: Callable[[SharedAccess], None]
     ) -> None:
         self.shadow = shadow
         self._against_ordinary_reads = against_ordinary_reads
@@ -144,13 +140,9 @@ class AsyncProxy:
         if len(np.unique(a.rows // shadow.warps)) < count:
             lost = shadow.take(shadow.written, a.where, a.size) != stamps[:, None]
             if lost.any():
-                shadow.fail(
-                    a,
-                    lost,
-                    f"{_RACE}threads start asynchronous writes of the same bytes together",
-                    f"{count} threads execute this instruction",
-                    "execute it in one elected thread",
-                )
+                what = f"{_RACE}threads start asynchronous writes of the same bytes together"
+                way_out = "execute it in one elected thread"
+                shadow.fail(a, lost, what, f"{count} threads execute this instruction", way_out)
         return numbers
 
     def completed(self, numbers: Array, times: Array) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.clocks import CLOCK_SHIFT, WARP, Clocks
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 
-Array = npt.NDArray[Any]
 # A stamp: block + 1 in bits 32 to 59, clock, atomic flag and warp as in clocks.
 BLOCK_SHIFT = 32
 LOW = (1 << 32) - 1

@@ -31,13 +31,10 @@ def check_window(
     if (spread(bad, cohort.n) & active(cohort, lanes)).any():
         row, lane = first_bad(cohort, lanes, bad)
         at = int(spread(address, cohort.n)[row, lane])
-        machine.fail(
-            OutOfBounds,
-            f"{size}-byte access outside {space} memory",
-            Site(cohort, pc, row, lane),
-            f"offset {at:,} of {limit:,} bytes of {space} memory",
-            "check the index" + ", or pass a larger shared_bytes" * (space == "shared"),
-        )
+        what = f"{size}-byte access outside {space} memory"
+        numbers = f"offset {at:,} of {limit:,} bytes of {space} memory"
+        way_out = "check the index" + ", or pass a larger shared_bytes" * (space == "shared")
+        machine.fail(OutOfBounds, what, Site(cohort, pc, row, lane), numbers, way_out)
     check_aligned(machine, cohort, address, lanes, size, pc, space)
 
 
@@ -50,13 +47,10 @@ def check_aligned(
     row, lane = first_bad(cohort, lanes, bad)
     at = int(spread(address, cohort.n)[row, lane])
     extra = f"; {machine.memory.describe(at)}" if space == "global" else ""
-    machine.fail(
-        Misaligned,
-        f"misaligned {size}-byte access to {space} memory",
-        Site(cohort, pc, row, lane),
-        f"address {at:#x} is {at & (size - 1)} mod {size}{extra}",
-        f"make the address a multiple of {size} bytes, or use narrower accesses",
-    )
+    what = f"misaligned {size}-byte access to {space} memory"
+    numbers = f"address {at:#x} is {at & (size - 1)} mod {size}{extra}"
+    way_out = f"make the address a multiple of {size} bytes, or use narrower accesses"
+    machine.fail(Misaligned, what, Site(cohort, pc, row, lane), numbers, way_out)
 
 
 def locate(

@@ -17,17 +17,15 @@ flag would come after its own reader. Each scope of such fences has ``warps`` fu
 newest clocks before one of them that w is ordered after.
 
 The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
-lanes are not ordered, see `warp_lanes`.
+lanes are not ordered, see `shadow`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
+
 CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
 ATOMIC = 1 << 9
 WARP = ATOMIC - 1
@@ -135,6 +133,15 @@ class Clocks:
         # What lanes of the warp itself have published precedes what its other lanes do now.
         np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
+
+    def forgo(self, row: int, before: Array, after: Array) -> None:
+        """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
+        block, warp = divmod(row, self.warps)
+        known = self.seen[block, warp]
+        others = np.arange(len(after)) != warp
+        if (known[: len(after)] == after)[others].all() and not known[len(after) :].any():
+            known[: len(before)][others] = before[others]
+            self._refresh(np.array([block]))
 
     def order_after(self, rows: Array, column: int, time: Array | int) -> None:
         """Orders distinct warps (n,) after a time, or times (n,), of an asynchronous agent."""

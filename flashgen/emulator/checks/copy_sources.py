@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import RaceError
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Site, Wave
-
-Array = npt.NDArray[Any]
 
 
 class CopySource(NamedTuple):

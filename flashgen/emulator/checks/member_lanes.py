@@ -15,13 +15,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import BarrierDivergence, UninitialisedRead
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Site, Wave, ranges_text
 
-Array = npt.NDArray[Any]
 LANES = np.arange(32, dtype=np.uint32)
 
 

@@ -2,7 +2,7 @@
 
 For each vector (see `shadow`) the checker keeps the stamp of the last write and, per warp, the
 clock of the last read. While a cp.async is in flight, no other access to its bytes is allowed.
-Order is tracked between warps; `warp_lanes` tracks it between the lanes of a warp.
+Order is tracked between warps; `shadow` tracks it between the lanes of a warp.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.async_proxy import AsyncProxy
 from flashgen.emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
@@ -21,16 +20,16 @@ from flashgen.emulator.checks.shadow import (
     NEVER,
     VOLATILE,
     SharedAccess,
+    SharedShadow,
 )
-from flashgen.emulator.checks.warp_lanes import WarpLanes
-from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead
+from flashgen.emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
 from flashgen.emulator.state.cohort import Cohort, spread
-from flashgen.emulator.state.forgiven import way_out
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 from flashgen.errors import EmulatorError
 
-Array = npt.NDArray[Any]
 _LOG_LIMIT = 2048
+_PC_BITS = 32
 _WEAK, _STRONG, _RACING = range(3)  # kinds of reads: strong are atomic or polls, racing volatile
 _BARRIER = "separate the two accesses by a barrier that both warps pass"
 
@@ -46,15 +45,17 @@ class _Reads(NamedTuple):
     kind: int
 
 
-class SharedRaces(WarpLanes):
+class SharedRaces(SharedShadow):
     """Race checker of the shared memory of a wave."""
 
     def __init__(self, machine: Wave, blocks: int) -> None:
         super().__init__(machine, blocks)
         kinds = (_WEAK, _STRONG, _RACING) if machine.program.racing else (_WEAK, _STRONG)
-        # By kind, the clock of the last read of each warp: of each vector, and of any.
-        self.read_clock: dict[int, Array] = {}
+        # By kind, the last read of each warp: of each vector the clock and the instruction, and the
+        # clock of any.
+        self.last_reads: dict[int, Array] = {}
         self.log: list[_Reads] = []
+        self._kinds_read: set[int] = set()  # in this wave; most kernels have weak reads alone
         self.last_read = {kind: np.zeros((blocks, self.warps), np.int64) for kind in kinds}
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
         self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
@@ -169,6 +170,7 @@ class SharedRaces(WarpLanes):
         m = self.machine
         clock = self.clocks.clock[a.rows]
         kind = _RACING if a.racing else _STRONG if a.strong else _WEAK
+        self._kinds_read.add(kind)
         self.last_read[kind][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
         self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, kind))
         self.note_lanes_of_read(a, clock)
@@ -246,37 +248,30 @@ class SharedRaces(WarpLanes):
         blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
         known = self.clocks.seen[blocks, warps, : self.warps]
         excused = {_STRONG} if a.racing else {_STRONG, _RACING} if a.strong else set[int]()
-        for kind in self.last_read.keys() - excused:
+        for kind in self._kinds_read - excused:
             unseen = self.last_read[kind][blocks] > known
             unseen[np.arange(len(warps)), warps] = False
             if not unseen.any():
                 continue
             self._flush()
             for other in np.flatnonzero(unseen.any(axis=0)):
-                clock = self.take(self.read_clock[kind][other], a.where, a.size)
-                late = (clock > known[:, other, None]) & (warps != other)[:, None]
+                reads = self.take(self.last_reads[kind][other], a.where, a.size)
+                late = (reads >> _PC_BITS > known[:, other, None]) & (warps != other)[:, None]
                 if late.any():
-                    reader = m.program.describe(int(self.reader_pc[self.first(a, late)[0]]))
-                    self.fail(
-                        a,
-                        late,
-                        "race in shared memory: a write may overtake a read of another warp",
-                        f"warp {other} reads there: {reader}",
-                        _BARRIER,
-                    )
+                    reader = m.program.describe(int(reads[late][0]) & (1 << _PC_BITS) - 1)
+                    what = "race in shared memory: a write may overtake a read of another warp"
+                    self.fail(a, late, what, f"warp {other} reads there: {reader}", _BARRIER)
         self.lanes_against_reads(a)
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
-        if not self.read_clock:
+        if not self.last_reads:
             for kind in self.last_read:
-                self.read_clock[kind] = np.zeros((self.warps, self.count), np.uint32)
-            self.reader_pc = np.zeros(self.count, np.int32)
+                self.last_reads[kind] = np.zeros((self.warps, self.count), np.int64)
         for rows, where, size, pc, clock, kind in self.log:
-            flat = self.read_clock[kind].reshape(-1)
+            flat = self.last_reads[kind].reshape(-1)
             table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
-            self.put(flat, table + where, size, clock)
-            self.put(self.reader_pc, where, size, pc)
+            self.put(flat, table + where, size, clock << _PC_BITS | pc)
         self.log = []
 
     # ---- messages

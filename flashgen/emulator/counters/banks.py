@@ -19,12 +19,9 @@ modelled: the hardware may serve two halves that access the same words in one wa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
 
 BANKS = 32
 BANK_BYTES = 4

@@ -21,10 +21,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.counters.recorder import (
     LINE_BYTES,
@@ -35,8 +33,7 @@ from flashgen.emulator.counters.recorder import (
     AccessTrace,
 )
 from flashgen.emulator.errors import LaunchArguments
-
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
 
 _BITS = np.array([bin(mask).count("1") for mask in range(1 << SECTORS)])
 _DIRTY = SECTORS  # a line's state: four bits of valid sectors, then four of dirty ones

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.counters.banks import BANK_BYTES, BANKS, ROW_BYTES, phases, wavefronts
 from flashgen.emulator.state.cohort import Cohort, spread
-from flashgen.emulator.state.memory import ELEMENT, SHIFT, FlatMemory
+from flashgen.emulator.state.memory import ELEMENT, SHIFT, Array, FlatMemory
 from flashgen.emulator.state.wave import Wave
-
-Array = npt.NDArray[Any]
 
 READ, WRITE, ATOMIC = 0, 1, 2
 SECTOR_BYTES = 32

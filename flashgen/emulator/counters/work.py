@@ -10,7 +10,7 @@ import math
 import re
 
 from flashgen.emulator.errors import UnknownInstruction
-from flashgen.emulator.ptx.instructions import accumulates
+from flashgen.emulator.ptx.instructions import Width, fact
 from flashgen.emulator.ptx.syntax import Instruction
 
 CLASSES = {
@@ -28,61 +28,39 @@ CLASSES = {
     "control": "branches and ends",
 }
 
-_OPCODES = {
-    "tensor": "mma wgmma wmma",
-    "special": "ex2 lg2 rcp rsqrt sqrt sin cos tanh",
-    "compare": "abs neg min max set setp selp slct testp copysign",
-    "integer": "addc subc and or xor not cnot shl shr shf lop3 prmt popc clz brev bfe bfi bfind "
-    "bmsk szext sad mad24 mul24 madc dp2a dp4a rem fns",
-    "convert": "cvt",
-    "move": "mov cvta isspacep createpolicy mapa getctarank tensormap",
-    "exchange": "shfl vote match redux elect activemask movmatrix",
-    "memory": "ld ldu st ldmatrix stmatrix cp atom red prefetch prefetchu discard applypriority",
-    "barrier": "bar barrier membar fence mbarrier",
-    "control": "bra brx ret exit call trap brkpt nanosleep pmevent griddepcontrol alloca "
-    "stacksave stackrestore setmaxnreg",
-}
-_CLASS_OF = {opcode: name for name, opcodes in _OPCODES.items() for opcode in opcodes.split()}
-_BY_TYPE = ("add", "sub", "mul", "mad", "fma", "div")
 _FLOATS = frozenset(("f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2"))
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 
 
 def class_of(ins: Instruction) -> str:
-    """The class of an instruction, one of `CLASSES`.
+    """The class of an instruction, one of `CLASSES`: its unit, but for the types of arithmetic.
 
     Raises:
-        UnknownInstruction: the opcode is in no class.
+        UnknownInstruction: the opcode is not registered.
     """
-    found = _CLASS_OF.get(ins.op)
-    if ins.op == "wgmma" and not accumulates(ins):
-        return "barrier"
-    if ins.op == "wmma" and "mma" not in ins.mods:
-        return "memory"
-    if "f64" in ins.mods and (found in ("special", "compare") or ins.op in _BY_TYPE):
+    unit: str = fact("unit", ins)
+    if not unit:
+        raise UnknownInstruction(
+            f"{ins.name} belongs to no class of instructions",
+            where=f".loc line {ins.line[1]}",
+            numbers=f"classes: {', '.join(CLASSES)}",
+            way_out="register its opcode in flashgen/emulator/isa/",
+        )
+    if unit in ("float", "special", "compare") and "f64" in ins.mods:
         return "double"
-    if found is not None:
-        return found
-    if ins.op in _BY_TYPE:
-        if not _FLOATS.intersection(ins.mods):
-            return "integer"
-        return "special" if ins.op == "div" else "float"
-    raise UnknownInstruction(
-        f"{ins.name} belongs to no class of instructions",
-        where=f".loc line {ins.line[1]}",
-        numbers=f"classes: {', '.join(CLASSES)}",
-        way_out="add its opcode to flashgen/emulator/counters/work.py",
-    )
+    if unit in ("float", "special") and _FLOATS.isdisjoint(ins.mods):
+        return "integer"
+    return unit
 
 
 def multiply_adds(ins: Instruction) -> int:
     """Multiply-adds of one execution by a warp; 0 if it does not use the tensor cores.
 
-    A wgmma is executed by four warps; each of them counts a quarter of its multiply-adds.
+    Those of a product of a warpgroup are counted in equal parts by its four warps.
     """
-    multiplies = ins.op in ("mma", "wgmma") or (ins.op == "wmma" and "mma" in ins.mods)
-    shape = _SHAPE.search(ins.name) if multiplies else None
-    return math.prod(map(int, shape.groups())) // (4 if ins.op == "wgmma" else 1) if shape else 0
+    shape = _SHAPE.search(ins.name) if fact("unit", ins) == "tensor" else None
+    warps = 4 if fact("width", ins) is Width.WARPGROUP else 1
+    return math.prod(map(int, shape.groups())) // warps if shape else 0
 
 
 def kind_of_product(ins: Instruction) -> str:

@@ -1,1 +1,1 @@
-"""The instructions: emitters of Python code, and the functions that this code calls."""
+"""The instructions, one module per family: what registers them, and the functions they call."""

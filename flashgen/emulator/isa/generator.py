@@ -5,8 +5,8 @@ A segment extends from an instruction to the next branch, barrier or branch targ
 generated code ``R`` holds the cohort's registers and ``M`` its mask. Every register is a numpy
 value of shape (), (n, 1) or (n, 32) for the n warps of the cohort and is never modified in place.
 Within a segment, registers are Python locals in single-assignment form, which are deleted after
-their last use so that numpy reuses memory that is still in the cache. The emitter of an opcode
-(modules ``emitters``) writes the code of an instruction; `registry.EMITTERS` maps opcodes to them.
+their last use so that numpy reuses memory that is still in the cache. The emitter of an opcode,
+which `instruction` or `formula` registers, writes the code of an instruction.
 
 A segment has two variants: one for cohorts in which all lanes are active, without masks; and one
 for cohorts with inactive lanes, which ends before every warp-wide instruction because this may have
@@ -24,31 +24,132 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
+from flashgen.emulator.checks.wgmma_registers import WgmmaHazards
 from flashgen.emulator.errors import UnknownInstruction
-from flashgen.emulator.isa.checked_code import CheckedCode
 from flashgen.emulator.isa.pending_products import PendingProducts
-from flashgen.emulator.isa.registry import EMITTERS, RUNTIME, Modifiers
 from flashgen.emulator.isa.special_registers import SPECIAL
 from flashgen.emulator.ptx.instructions import (
-    WARPGROUP_WIDE,
-    is_barrier,
+    OPCODES,
+    Opcode,
+    Width,
+    fact,
+    has_members,
     is_warp_wide,
     may_access_between_threads,
-    needs_whole_warp,
+    opcode_of,
     synchronises_lanes,
 )
 from flashgen.emulator.ptx.program import ALL_LANES, PtxProgram
+from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import (
+    TYPE_BYTES,
     Imm,
     Instruction,
     Not,
     Operand,
+    Pair,
     Reg,
     Sink,
     Special,
     Sym,
+    Vec,
 )
+
+Emitter = Callable[[Any, Instruction], None]
+"""Writes the code of an instruction: (generator, instruction)."""
+# What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
+RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
+for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
+    RUNTIME[_code] = np.dtype(_code)
+
+
+def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], Emitter]:
+    """Registers the emitter of some opcodes, and their facts: see `Opcode`."""
+
+    def register(emitter: Emitter) -> Emitter:
+        opcode = Opcode(emitter, unit, **facts)
+        OPCODES.update(dict.fromkeys(opcodes, opcode))
+        return emitter
+
+    return register
+
+
+_FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
+
+
+def formula(opcode: str, unit: str, result: str, text: str) -> None:
+    """Registers an opcode whose result is an expression.
+
+    Args:
+        result: its dtype: T is that of the type modifier, U the unsigned one of the same size, and
+            N the one for bits that do not depend on the sign.
+        text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
+            the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
+    """
+    read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
+
+    def emit(g: Generator, ins: Instruction) -> None:
+        to, *sources = ins.operands
+        kind = g.mods.type()
+        size = TYPE_BYTES.get(kind, 4)
+        neutral = "b1" if kind == "pred" else g.integer(to, size)
+        dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
+        given = zip(sorted(read), sources, strict=True)
+        values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
+
+        def filled(field: re.Match[str]) -> str:
+            words = field[2].split("/")
+            return values[field[1][0]] if field[1] else str(g.mods.take(*words) == words[0])
+
+        g.write(to, _FIELD.sub(filled, text), dtypes.get(result, result))
+
+    instruction(opcode, unit=unit)(emit)
+
+
+class Modifiers:
+    """The modifiers of an instruction that its emitter has not consumed yet.
+
+    Modifiers that are left when the emitter returns make the instruction unsupported.
+    """
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.left = list(words)
+
+    def take(self, *words: str) -> str:
+        """Removes and returns the first of ``words`` that is present; '' if there is none."""
+        for word in words:
+            if word in self.left:
+                self.left.remove(word)
+                return word
+        return ""
+
+    def type(self) -> str:
+        """Removes and returns the last type modifier; '' if there is none."""
+        for place in reversed(range(len(self.left))):
+            if self.left[place] in TYPE_BYTES:
+                return self.left.pop(place)
+        return ""
+
+
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """The items of a vector operand, or the operand alone."""
+    return operand.items if isinstance(operand, Vec) else (operand,)
+
+
+def split_pair(operand: Operand) -> tuple[Operand, Operand]:
+    """``d|p`` as two operands; the second is a `Sink` if there is only one."""
+    if isinstance(operand, Pair):
+        return operand.first, operand.second
+    return operand, Sink()
+
+
+def fragment_items(g: Any, operand: Operand, count: int) -> tuple[Operand, ...]:
+    """The registers of a fragment of a matrix, which has ``count`` of them."""
+    items = items_of(operand)
+    if len(items) != count:
+        raise g.unknown("a fragment of this size")
+    return items
+
 
 SegmentFunction = Callable[[Any, Any], Any]
 """(machine, cohort) -> True if it did nothing because the cohort waits, and must run again."""
@@ -62,7 +163,7 @@ def _compiled(text: str) -> CodeType:
     return compile(text, "<segment>", "exec")
 
 
-class Generator(CheckedCode):
+class Generator:
     """Writes the function of one segment."""
 
     def __init__(
@@ -111,7 +212,7 @@ class Generator(CheckedCode):
             f"the emulator does not support {self.ins.name}" + (f": {what}" if what else ""),
             where=f"kernel {self.program.name}, {self.program.source_line(self.pc)}",
             numbers=self.program.text(self.pc),
-            way_out="add it to the emitter of its family in flashgen/emulator/isa/emitters/",
+            way_out="add it to the emitter of its family in flashgen/emulator/isa/",
         )
 
     # ---- registers
@@ -269,7 +370,56 @@ class Generator(CheckedCode):
         needed = {name for index, name in self.names.items() if live >> index & 1}
         self.lines += self.products.flush(needed)
 
-    # ---- lanes
+    # ---- definedness: which registers have been written, where some path may not write them
+
+    def note_definedness(self, index: int) -> None:
+        if self.check and index in self.program.tracked:
+            self.defined.append(self.current(self.program.tracked[index]))
+
+    def result_definedness(self, index: int) -> str | None:
+        if not self.check or index not in self.program.tracked:
+            return None
+        parts = sorted(set(self.defined))
+        return " & ".join(parts) if parts else self.literal(1, "b1")
+
+    def set_definedness(self, index: int, value: str) -> None:
+        slot = self.program.tracked[index]
+        if self.guard:
+            value = f"where({self.guard}, {value}, {self.current(slot)})"
+        self.names[slot] = self.let(value)
+
+    def require_defined(self) -> None:
+        """Emits a check that the registers read so far by this instruction have been written.
+
+        Called where their values leave the registers: addresses, stored values, branches.
+        """
+        for name in sorted(set(self.defined)):
+            self.emit(f"E.require_defined(C, {name}, {self.lanes()}, {self.pc})")
+        self.defined = []
+
+    # ---- registers of wgmma, member masks, lanes
+
+    def watch(self) -> None:
+        """Emits checks of registers of wgmma that this instruction may access too early."""
+        watch = self.hazards.watched.get(self.pc)
+        if watch is None:
+            return
+        accumulators, fragments, marks = watch
+        if accumulators or fragments:
+            self.emit(
+                f"E.wgmma.order.check_in_flight(C, {accumulators}, {fragments}, "
+                f"{self.lanes()}, {self.pc})"
+            )
+        if marks:
+            self.emit(f"E.wgmma.order.note_writes(C, {marks}, {self.lanes()}, {self.pc})")
+
+    def membermask(self) -> str:
+        """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
+        if not has_members(self.ins):
+            return "None"
+        mask = self.ins.operands[-1]
+        constant = self.program.constant_of(mask)
+        return self.read(mask, "u4") if constant is None else self.literal(constant, "u4")
 
     def lanes(self) -> str:
         """The active lanes as an expression, 'None' when all are."""
@@ -291,8 +441,8 @@ class Generator(CheckedCode):
                 self.emit("return E.exit(C, None)")
                 break
             ins = program.code[pc]
-            cut = pc in program.leaders or (self.masked and (is_warp_wide(ins) or is_barrier(ins)))
-            if pc != start and cut:
+            apart = self.masked and fact("width", ins) is not Width.THREAD
+            if pc != start and (apart or pc in program.leaders):
                 self.finish(pc)
                 self.emit(f"C.pc = {pc}")
                 break
@@ -307,10 +457,14 @@ class Generator(CheckedCode):
         self.ins = ins
         self.mods = Modifiers(ins.mods)
         self.defined = []
-        emitter = EMITTERS.get(ins.op)
-        if emitter is None:
+        opcode, width = opcode_of(ins), fact("width", ins)
+        if opcode.emit is None:
             raise self.unknown()
         self.guard = ""
+        failed = self.program.failed_waits
+        if self.check and (self.pc in failed.begins or self.pc in failed.ends):
+            begins, ends = failed.begins.get(self.pc, ()), failed.ends.get(self.pc, ())
+            self.emit(f"E.mbarriers.order_by(C, {begins}, {ends})")
         if ins.guard is not None and ins.op not in ("bra", "exit", "ret", "brx"):
             value = self.read(ins.guard, "b1")
             self.guard = self.let(f"~{value}") if ins.guard_negated else value
@@ -319,15 +473,15 @@ class Generator(CheckedCode):
                 self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
         if self.masked and is_warp_wide(ins):
             self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
-            if needs_whole_warp(ins):
+            if width is Width.WHOLE_WARP:
                 self.emit(f"E.members.require_whole_warp(C, {self.pc})")
         self.require_members(ins)
-        if ins.op in WARPGROUP_WIDE and (self.masked or self.pc in self.program.gates):
+        if width is Width.WARPGROUP and (self.masked or self.pc in self.program.gates):
             self.emit(f"if E.wait_for_warpgroup(C, {self.pc}): return True")
         self.watch()
         self.track_lanes(ins)
         try:
-            emitter(self, ins)
+            opcode.emit(self, ins)
         except (ValueError, IndexError, KeyError):
             # Emitters unpack the operands that they support.
             raise self.unknown("with these operands") from None

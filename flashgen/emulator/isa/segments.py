@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flashgen.emulator.checks.wgmma_hazards import WgmmaHazards
-from flashgen.emulator.isa.emitters import (  # noqa: F401  (each registers its emitters)
+from flashgen.emulator.checks.wgmma_registers import WgmmaHazards
+from flashgen.emulator.isa import (
+    atomics,
     barriers,
+    cluster,
     comparisons,
     control,
     convert,
@@ -17,10 +20,18 @@ from flashgen.emulator.isa.emitters import (  # noqa: F401  (each registers its 
     memory,
     mma,
     warp,
-    warp_matrices,
+    wgmma,
+    wmma,
 )
-from flashgen.emulator.isa.generator import Generator
+from flashgen.emulator.isa.generator import RUNTIME, Generator
 from flashgen.emulator.ptx.program import PtxProgram
+
+# Each registers its opcodes, and has the functions that their code calls.
+for _family in (
+    *(atomics, barriers, cluster, comparisons, control, convert, copies, floats),
+    *(integers, memory, mma, warp, wgmma, wmma),
+):
+    RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))
 
 
 class Segment(NamedTuple):

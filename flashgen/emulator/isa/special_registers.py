@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
-
-Array = npt.NDArray[Any]
 
 SPECIAL: dict[str, tuple[str, str]] = {
     "clock": ("E.clock('u4')", "u4"),

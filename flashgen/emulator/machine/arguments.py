@@ -8,17 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import LaunchArguments
 from flashgen.emulator.machine.map_bytes import encoded, in_parameters
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.ptx.program import GLOBAL_BASE, PtxProgram
 from flashgen.emulator.ptx.syntax import Variable
-from flashgen.emulator.state.memory import PARAM_WINDOW, Allocation, GlobalMemory
+from flashgen.emulator.state.memory import PARAM_WINDOW, Allocation, Array, GlobalMemory
 from flashgen.tensormap import MAP_ALIGN
-
-Array = npt.NDArray[Any]
 
 
 def _items(value: Any) -> Iterator[tuple[int, Array]]:

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.checks.copy_sources import CopySource
-from flashgen.emulator.isa.semantics.memory import load_global
+from flashgen.emulator.isa.memory import load_global
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
-from flashgen.emulator.state.memory import ELEMENT, SHIFT
+from flashgen.emulator.state.memory import ELEMENT, SHIFT, Array
 from flashgen.emulator.state.wave import Wave
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.global_races import GlobalRaces
 from flashgen.emulator.checks.member_lanes import MemberLanes
@@ -17,23 +16,20 @@ from flashgen.emulator.checks.shared_races import SharedRaces
 from flashgen.emulator.counters.recorder import Recorder
 from flashgen.emulator.counters.totals import Counters
 from flashgen.emulator.isa.segments import Segments
-from flashgen.emulator.isa.semantics.sum_models import SumModels
 from flashgen.emulator.isa.special_registers import special_values
+from flashgen.emulator.isa.tensor_core_sums import SumModels
 from flashgen.emulator.machine.arguments import DeviceArguments
-from flashgen.emulator.machine.barriers import Barriers
+from flashgen.emulator.machine.barriers import Barriers, ClusterBarrier
 from flashgen.emulator.machine.bulk import BulkCopies
-from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
 from flashgen.emulator.machine.copies import AsyncCopies
 from flashgen.emulator.machine.map_bytes import TensorMaps
 from flashgen.emulator.machine.mbarriers import Mbarriers
 from flashgen.emulator.machine.register_pool import RegisterPool
 from flashgen.emulator.machine.scheduler import Scheduler
 from flashgen.emulator.machine.wgmma import Warpgroups
-from flashgen.emulator.state.cohort import Cohort, active
-from flashgen.emulator.state.memory import FlatMemory
+from flashgen.emulator.state.cohort import LANES, Cohort, rows_of
+from flashgen.emulator.state.memory import Array, FlatMemory
 
-Array = npt.NDArray[Any]
-LANES = np.arange(32)
 WARPS_PER_WAVE = 512
 SHARED_BYTES_PER_WAVE = 64 << 20
 
@@ -177,7 +173,7 @@ class Machine(Scheduler):
         """fence.proxy.async; a fence by one lane is valid for its warp."""
         if self.proxy is not None:
             self.mbarriers.fence_init(cohort, lanes)
-            self.proxy.clocks.fence_proxy(cohort.rows[active(cohort, lanes).any(axis=1)])
+            self.proxy.clocks.fence_proxy(rows_of(cohort, lanes))
 
     def fence(self, cohort: Cohort, device: bool, sequential: bool = False) -> None:
         """A fence of block or of device scope; ``sequential``: fence.sc."""

@@ -17,19 +17,17 @@ import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBounds
-from flashgen.emulator.isa.semantics import memory
+from flashgen.emulator.isa import memory
+from flashgen.emulator.isa.copies import FIELDS
 from flashgen.emulator.machine.tma import TensorMap
 from flashgen.emulator.state.cohort import Cohort, active, spread
-from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import LaunchError
 from flashgen.tensormap import MAP_BYTES, TensorMapSpec
 
-Array = npt.NDArray[Any]
 _MARK = 0x50414D54
 _FORM = struct.Struct("<6I Q 4Q 5I 5I Q Q 8x")
 _TYPES = (
@@ -102,13 +100,10 @@ class TensorMaps:
                 "and use its address",
             )
         if address % _LEAST_ALIGN:
-            m.fail(
-                Misaligned,
-                "a tensor map at an address that is not aligned",
-                site,
-                f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}",
-                f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does",
-            )
+            what = "a tensor map at an address that is not aligned"
+            numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
+            way_out = f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does"
+            m.fail(Misaligned, what, site, numbers, way_out)
         if m.check and not in_parameters(address):
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
@@ -164,13 +159,9 @@ class TensorMaps:
             )
             spec.check_address(base)
         except LaunchError as problem:
-            m.fail(
-                LaunchArguments,
-                "a tensor map in device memory that the driver would reject",
-                site,
-                f"{problem.what}: {problem.numbers}",
-                "check the fields that tensormap.replace has written",
-            )
+            what = "a tensor map in device memory that the driver would reject"
+            way_out = "check the fields that tensormap.replace has written"
+            m.fail(LaunchArguments, what, site, f"{problem.what}: {problem.numbers}", way_out)
         place = m.memory.find(base)
         inside = place >= 0 and base + spec.span_bytes <= m.memory.ends[place]
         if not before and not spec.wraps_around and not inside:
@@ -208,13 +199,10 @@ class TensorMaps:
         space, address = where
         offset, size, count = FIELDS[field[0]]
         if not 0 <= field[1] < count:
-            m.fail(
-                LaunchArguments,
-                "tensormap.replace of an entry that the field does not have",
-                Site(cohort, pc),
-                f"entry {field[1]} of .{field[0]}, which has {count}",
-                "count entries from 0, the innermost dimension",
-            )
+            what = "tensormap.replace of an entry that the field does not have"
+            numbers = f"entry {field[1]} of .{field[0]}, which has {count}"
+            way_out = "count entries from 0, the innermost dimension"
+            m.fail(LaunchArguments, what, Site(cohort, pc), numbers, way_out)
         store = memory.store_shared if space == "shared" else memory.store_global
         at = spread(address, cohort.n) + offset + size * field[1]
         kind = np.uint64 if size == 8 else np.uint32

@@ -9,10 +9,8 @@ number is unknown (the assembler ignores setmaxnreg then), and every request is 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.ptx.instructions import as_immediate
 from flashgen.emulator.ptx.program import PtxProgram
@@ -20,7 +18,6 @@ from flashgen.emulator.state.cohort import Cohort, WaitsForRegisters
 from flashgen.emulator.state.wave import Site, Wave
 from flashgen.errors import EmulatorError
 
-Array = npt.NDArray[Any]
 REGISTER_FILE = 65536  # 32-bit registers per SM
 _MOST = 255  # registers per thread that instructions can name
 _UNIT = 8  # registers per thread are allocated in multiples of this number

@@ -6,25 +6,35 @@ that are at that instruction. This reconverges loops and branches of any shape.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
-from flashgen.emulator.checks.report import Reports
+from flashgen.emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
 from flashgen.emulator.isa.segments import Segments
 from flashgen.emulator.ptx.program import Region
-from flashgen.emulator.state.cohort import Cohort, WaitsForWarp, WaitsForWarpgroup, merge, splice
-from flashgen.emulator.state.wave import Site
+from flashgen.emulator.state.cohort import (
+    Cohort,
+    WaitsAtBarrier,
+    WaitsForCluster,
+    WaitsForPhase,
+    WaitsForRegisters,
+    WaitsForWarp,
+    WaitsForWarpgroup,
+    merge,
+    splice,
+)
+from flashgen.emulator.state.memory import Array
+from flashgen.emulator.state.wave import Site, Wave, ranges_text
 from flashgen.errors import EmulatorError
 
-Array = npt.NDArray[Any]
 # Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
 FAIR_EVERY = 256
+_MOST_LINES = 24  # of the report of a deadlock
 
 
-class Scheduler(Reports):
-    """The part of the machine that executes segments."""
+class Scheduler(Wave):
+    """The part of the machine that executes segments, and reports what ends a launch."""
 
     segments: Segments
 
@@ -169,13 +179,9 @@ class Scheduler(Reports):
                 undecided += [c for c in new if c.pc == pc]
             parts = undecided
         if parts:
-            self.fail(
-                EmulatorError,
-                "brx.idx with an index outside its table",
-                Site(parts[0], pc),
-                f"{len(targets)} targets",
-                "check the switch that this branch implements",
-            )
+            what = "brx.idx with an index outside its table"
+            way_out = "check the switch that this branch implements"
+            self.fail(EmulatorError, what, Site(parts[0], pc), f"{len(targets)} targets", way_out)
 
     def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
         """Ends the lanes in ``leaving`` (None: all active ones)."""
@@ -271,3 +277,89 @@ class Scheduler(Reports):
             f"blocks have {self.threads}",
             "execute it in all 128 threads of four warps, the first a multiple of 4",
         )
+
+    # ---- errors that concern the whole machine
+
+    def require_defined(self, cohort: Cohort, defined: Any, lanes: Any, pc: int) -> None:
+        """Checks that ``defined`` is true in all active lanes.
+
+        Raises:
+            UninitialisedRead: a lane reads a register that it has not written.
+        """
+        if defined.all():
+            return
+        missing = np.broadcast_to(~defined, (cohort.n, 32))
+        if lanes is not None:
+            missing = missing & lanes
+        if not missing.any():
+            return
+        row, lane = (int(i) for i in np.argwhere(missing)[0])
+        self.members.blame_shuffle(Site(cohort, pc, row, lane))
+        what = "a register is read that was never written"
+        numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
+        way_out = "initialise the variable on every path that leads here"
+        self.fail(UninitialisedRead, what, Site(cohort, pc, row, lane), numbers, way_out)
+
+    def _too_many_steps(self, c: Cohort) -> None:
+        numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"
+        way_out = "look for an endless loop, or raise step_limit of emulator.launch"
+        self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
+
+    def _report_deadlock(self) -> NoReturn:
+        """Reports what each cohort waits for, when no cohort can run.
+
+        Raises:
+            BarrierDivergence: a part of a warp or warpgroup waits for the rest.
+            DeadlockError: otherwise.
+        """
+        lines = []
+        partial = None
+        described = {
+            WaitsAtBarrier: self.barriers.describe,
+            WaitsForCluster: self.cluster.describe,
+            WaitsForPhase: self.mbarriers.describe,
+            WaitsForRegisters: self.registers.describe,
+        }
+        for c in self.cohorts:
+            if type(c.waits) in described:
+                lines += described[type(c.waits)](c)
+                continue
+            pc = c.waits.pc
+            # The first one in program order is inside the branch; the others wait at the point of
+            # reconvergence.
+            if not self._comes(c) and (partial is None or pc < partial.waits.pc):
+                partial = c
+            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
+            lines.append(
+                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
+                f"{self.program.describe(pc)}"
+            )
+        if partial is not None:
+            pc, whole = partial.waits.pc, partial.waits.whole
+            raise BarrierDivergence(
+                f"only a part of a {whole} reached an instruction that the whole {whole} must "
+                "execute",
+                where=self.place(int(partial.rows[0]), None, pc),
+                numbers="\n".join(lines),
+                way_out="move it out of the divergent branch, or make the branch uniform in the "
+                f"{whole}",
+            )
+        # A wait for the rest of a warp is a consequence of what the rest waits for.
+        first = next(
+            (c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)), self.cohorts[0]
+        )
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
+        raise DeadlockError(
+            "deadlock: every warp waits and none can be released",
+            where=self.place(int(first.rows[0]), None, first.waits.pc),
+            numbers="\n".join(lines),
+            way_out="check that all warps that a barrier counts arrive at it, and that as many "
+            "bytes are copied as an mbarrier expects",
+        )
+
+    def _comes(self, c: Cohort) -> bool:
+        """Whether the lanes that ``c`` waits for wait at an mbarrier themselves."""
+        partners = c.waits.partners(c.rows)
+        waiting = (o.rows for o in self.cohorts if isinstance(o.waits, WaitsForPhase))
+        return any(np.isin(partners, rows).any() for rows in waiting)

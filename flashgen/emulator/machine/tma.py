@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.errors import LaunchArguments
+from flashgen.emulator.state.memory import Array
 from flashgen.tensormap import TensorMapSpec
 
-Array = npt.NDArray[Any]
 CHUNK_BYTES, WIDEST_BYTES = 16, 128  # bytes moved at once, and checked at once by the shadows
 _PERIOD = 1024  # period of the swizzles in bytes
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}

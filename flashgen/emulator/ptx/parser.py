@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from flashgen.emulator.errors import PtxSyntaxError
-from flashgen.emulator.ptx.cursor import Cursor
-from flashgen.emulator.ptx.lexer import number
+from flashgen.emulator.ptx.lexer import Cursor, number
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Function,

@@ -9,23 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.emulator.errors import LaunchArguments
-from flashgen.emulator.ptx.accesses import find_accesses
 from flashgen.emulator.ptx.flatten import flatten
 from flashgen.emulator.ptx.instructions import (
-    ENDS,
-    WARPGROUP_WIDE,
+    Width,
     accumulates,
     as_immediate,
+    bits_of,
+    fact,
+    find_accesses,
     gates,
-    has_result,
-    is_asynchronous,
     is_barrier,
     is_warp_wide,
-    may_block,
+    opcode_of,
     registers_in,
 )
 from flashgen.emulator.ptx.register_types import register_dtypes
-from flashgen.emulator.ptx.repeats import find_repeats
+from flashgen.emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
     Instruction,
@@ -52,8 +51,8 @@ class Region(NamedTuple):
         warp_wide: whether it contains warp-wide instructions.
     """
 
-    inputs: list[int]
-    outputs: list[int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     warp_wide: bool
 
 
@@ -99,17 +98,18 @@ class PtxProgram:
         self._place_variables()
         self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
         self.accesses = find_accesses(self.code)
-        self.asynchronous = any(is_asynchronous(ins) for ins in self.code)
+        self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
         self._flow()
         self._liveness()
         self.repeats = find_repeats(self)
+        self.failed_waits = find_failed_waits(self, find_waits(self.code))
         self.racing = self.accesses.volatile - self.repeats.polls
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
         self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
         self._regions: dict[tuple[int, int], Region | None] = {}
-        self._live_lists: dict[int, list[int]] = {}
+        self._live_lists: dict[int, tuple[int, ...]] = {}
 
     # ---- variables
 
@@ -156,7 +156,7 @@ class PtxProgram:
     def successors(self, pc: int) -> list[int]:
         """Instructions that may follow instruction ``pc``."""
         ins = self.code[pc]
-        if ins.op not in ENDS:
+        if not opcode_of(ins).branches:
             return [pc + 1]
         after = [pc + 1] if ins.guard is not None else []
         if ins.op == "bra":
@@ -172,15 +172,13 @@ class PtxProgram:
     def _flow(self) -> None:
         leaders = {0}
         for pc, ins in enumerate(self.code):
-            if ins.op in ENDS:
+            opcode = opcode_of(ins)
+            if opcode.branches:
                 leaders.update(self.successors(pc))
+            if opcode.branches or opcode.ends_segment or is_barrier(ins):
                 leaders.add(pc + 1)
-            elif is_barrier(ins) or ins.op in ("nanosleep",):
-                leaders.add(pc + 1)
-            elif may_block(ins):
+            if fact("starts_segment", ins):
                 leaders.add(pc)
-                if ins.op == "setmaxnreg":
-                    leaders.add(pc + 1)
         self.gates = gates(self.code, leaders)
         self.leaders = leaders | self.gates
 
@@ -201,7 +199,7 @@ class PtxProgram:
         writes: list[int] = []
         reads: list[int] = []
         for place, operand in enumerate(ins.operands):
-            if place == 0 and has_result(ins):
+            if place == 0 and fact("result", ins):
                 writes = registers_in(operand)
             else:
                 reads += registers_in(operand)
@@ -267,7 +265,7 @@ class PtxProgram:
         while changed:
             changed = False
             for pc, ins in enumerate(self.code):
-                if self.reads[pc] & tracked and has_result(ins):
+                if self.reads[pc] & tracked and fact("result", ins):
                     new = self.writes[pc] & ~tracked
                     if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
                         tracked |= new
@@ -295,8 +293,10 @@ class PtxProgram:
         warp_wide = False
         for pc in range(start, end):
             ins = self.code[pc]
-            stops = ins.op in ENDS or ins.op in ("call", "nanosleep") or is_barrier(ins)
-            if stops or may_block(ins) or ins.op in WARPGROUP_WIDE:
+            opcode, width = opcode_of(ins), fact("width", ins)
+            if opcode.branches or opcode.ends_segment or fact("starts_segment", ins):
+                return None
+            if width in (Width.BLOCK, Width.WARPGROUP) or ins.op == "call":
                 return None
             warp_wide |= is_warp_wide(ins)
             reads |= self.reads[pc]
@@ -308,13 +308,13 @@ class PtxProgram:
                 inputs |= 1 << slot
             if outputs >> reg & 1:
                 outputs |= 1 << slot
-        return Region(_bits_set(inputs | outputs), _bits_set(outputs), warp_wide)
+        return Region(bits_of(inputs | outputs), bits_of(outputs), warp_wide)
 
-    def live_list(self, pc: int) -> list[int]:
+    def live_list(self, pc: int) -> tuple[int, ...]:
         """Numbers of the registers that are live before instruction ``pc``."""
         found = self._live_lists.get(pc)
         if found is None:
-            found = self._live_lists[pc] = _bits_set(self.live[min(pc, len(self.code))])
+            found = self._live_lists[pc] = bits_of(self.live[min(pc, len(self.code))])
         return found
 
     # ---- messages
@@ -359,7 +359,3 @@ def _shorter(match: re.Match[str]) -> str:
     """Abbreviates a long list of registers to its first and last."""
     first, *_, last = match.group(1).split(",")
     return f"{{{first}, ..., {last.strip()}}}"
-
-
-def _bits_set(mask: int) -> list[int]:
-    return [place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+from flashgen.emulator.ptx.instructions import registers_in
 from flashgen.emulator.ptx.syntax import (
     TYPE_BYTES,
-    Group,
     Instruction,
     Mem,
+    Not,
     Operand,
     Pair,
-    Reg,
-    Vec,
 )
 
 # PTX type -> dtype code. Untyped bits (b8 to b64) map to unsigned integers.
@@ -114,12 +113,6 @@ def _vote(ins: Instruction, types: list[str], vote: object) -> None:
 
 
 def _plain(operand: Operand) -> list[int]:
-    if isinstance(operand, Reg):
-        return [operand.index]
-    if isinstance(operand, Pair):
-        return _plain(operand.first)
-    if isinstance(operand, (Vec, Group)):
-        return [r for item in operand.items for r in _plain(item)]
-    if isinstance(operand, Mem):
-        return []
-    return []
+    """The registers of an operand that hold values of the instruction's types."""
+    operand = operand.first if isinstance(operand, Pair) else operand
+    return [] if isinstance(operand, (Mem, Not)) else registers_in(operand)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Cohort:
     def __post_init__(self) -> None:
         self.n = len(self.rows)
 
-    def part(self, keep: Array, live: list[int], pc: int) -> Cohort:
+    def part(self, keep: Array, live: Sequence[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) is true, with the live registers only."""
         n = self.n
         registers: list[Any] = [None] * len(self.registers)
@@ -155,7 +155,7 @@ class WaitsForRegisters:
 
 
 def splice(
-    cohort: Cohort, part: Cohort, keep: Array, outputs: list[int], lanes: Array | None = None
+    cohort: Cohort, part: Cohort, keep: Array, outputs: Sequence[int], lanes: Array | None = None
 ) -> None:
     """Copies the registers ``outputs`` of ``part`` back to the rows ``keep`` of ``cohort``.
 
@@ -177,7 +177,7 @@ def splice(
         cohort.registers[index] = both
 
 
-def merge(cohorts: list[Cohort], live: list[int]) -> Cohort:
+def merge(cohorts: list[Cohort], live: Sequence[int]) -> Cohort:
     """Merges cohorts that are at the same instruction into one."""
     rows = np.concatenate([c.rows for c in cohorts])
     if len(np.unique(rows)) == len(rows):
@@ -188,7 +188,7 @@ def merge(cohorts: list[Cohort], live: list[int]) -> Cohort:
     return result
 
 
-def _merge_pair(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
+def _merge_pair(a: Cohort, b: Cohort, live: Sequence[int]) -> Cohort:
     if a.rows is b.rows or np.array_equal(a.rows, b.rows):
         return _merge_lanes(a, b, live)
     common = np.isin(a.rows, b.rows)
@@ -203,7 +203,7 @@ def _merge_pair(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
     return _concatenate(parts, live) if len(parts) > 1 else parts[0]
 
 
-def _merge_lanes(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
+def _merge_lanes(a: Cohort, b: Cohort, live: Sequence[int]) -> Cohort:
     mask = a.full_mask()
     registers: list[Any] = [None] * len(a.registers)
     for index in live:
@@ -213,7 +213,7 @@ def _merge_lanes(a: Cohort, b: Cohort, live: list[int]) -> Cohort:
     return Cohort(a.rows, a.pc, registers, None if both.all() else both)
 
 
-def _concatenate(parts: list[Cohort], live: list[int]) -> Cohort:
+def _concatenate(parts: list[Cohort], live: Sequence[int]) -> Cohort:
     rows = np.concatenate([p.rows for p in parts])
     order = np.argsort(rows, kind="stable")
     total = len(rows)
@@ -251,6 +251,8 @@ def _join(values: list[Any], places: list[Array], total: int) -> Any:
 
 # ---- values of lanes
 
+LANES = np.arange(32)
+
 
 def spread(value: Any, n: int) -> Array:
     """A value of any shape as (n, 32); callers do not write to it."""
@@ -265,6 +267,11 @@ def spread(value: Any, n: int) -> Array:
 
 def active(cohort: Cohort, lanes: Any) -> Array:
     return spread(True if lanes is None else lanes, cohort.n)
+
+
+def rows_of(cohort: Cohort, lanes: Any) -> Array:
+    """The warps with an active lane."""
+    return cohort.rows if lanes is None else cohort.rows[active(cohort, lanes).any(axis=1)]
 
 
 def first_bad(cohort: Cohort, lanes: Any, bad: Any) -> tuple[int, int]:

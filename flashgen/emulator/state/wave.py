@@ -10,12 +10,11 @@ import random
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
+from flashgen.emulator.errors import way_out
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.state.cohort import Cohort, SingleThreads, active, spread
-from flashgen.emulator.state.forgiven import way_out
-from flashgen.emulator.state.memory import FlatMemory, GlobalMemory
+from flashgen.emulator.state.memory import Array, FlatMemory, GlobalMemory
 from flashgen.errors import EmulatorError
 
 if TYPE_CHECKING:
@@ -25,17 +24,14 @@ if TYPE_CHECKING:
     from flashgen.emulator.checks.shared_races import SharedRaces
     from flashgen.emulator.counters.recorder import Recorder
     from flashgen.emulator.counters.totals import Counters
-    from flashgen.emulator.isa.semantics.sum_models import SumModels
-    from flashgen.emulator.machine.barriers import Barriers
+    from flashgen.emulator.isa.tensor_core_sums import SumModels
+    from flashgen.emulator.machine.barriers import Barriers, ClusterBarrier
     from flashgen.emulator.machine.bulk import BulkCopies
-    from flashgen.emulator.machine.cluster_barrier import ClusterBarrier
     from flashgen.emulator.machine.copies import AsyncCopies
     from flashgen.emulator.machine.map_bytes import TensorMaps
     from flashgen.emulator.machine.mbarriers import Mbarriers
     from flashgen.emulator.machine.register_pool import RegisterPool
     from flashgen.emulator.machine.wgmma import Warpgroups
-
-Array = npt.NDArray[Any]
 
 
 class Site(NamedTuple):
@@ -94,7 +90,7 @@ class Wave:
             written it, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
-        allow: names of `forgiven.FORGIVEN` that are not reported.
+        allow: names of `errors.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
         sums: how tensor cores add; None if their sums are rounded once.
         stored: the store that is being checked, for messages.

@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics import memory
-from flashgen.emulator.isa.semantics.floats import fma64
-from flashgen.emulator.isa.semantics.mma import ELEMENTS, multiply, to_single
-from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.isa import memory
+from flashgen.emulator.isa.floats import fma64
+from flashgen.emulator.isa.generator import Generator, fragment_items, instruction
+from flashgen.emulator.isa.memory import FUNCTION, address, implied_space, space_of
+from flashgen.emulator.isa.mma import ELEMENTS, multiply, to_single
+from flashgen.emulator.isa.pending_products import tuple_of
+from flashgen.emulator.ptx.instructions import Width
+from flashgen.emulator.ptx.syntax import Instruction, Operand
+from flashgen.emulator.state.cohort import LANES, Cohort, spread
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
-
-Array = npt.NDArray[Any]
-LANES = np.arange(32)
 
 
 @dataclass(frozen=True)
@@ -157,25 +159,128 @@ def wmma_multiply(
     return to_registers(result.reshape(n, 32, each), each * result.dtype.itemsize // 4)
 
 
-def mma_double(cohort: Cohort, halves: int, a: Any, b: Any, c: Any) -> list[Array]:
-    """mma.sync of float64 with 8 ``halves`` rows: one fused multiply-add after the other along k.
+# Of each shape: M, N and K; and the element types of A and B.
+_NARROW = ("f16", "bf16", "s8", "u8")
+_SHAPES = {
+    "m16n16k16": ((16, 16, 16), _NARROW),
+    "m8n32k16": ((8, 32, 16), _NARROW),
+    "m32n8k16": ((32, 8, 16), _NARROW),
+    "m16n16k8": ((16, 16, 8), ("tf32",)),
+    "m8n8k4": ((8, 8, 4), ("f64",)),
+}
+_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4}
+_SUMS = {"f16": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",), "f64": ("f64",)}
 
-    Args:
-        a: registers ordered by (four steps of k, half of the rows).
-        b: registers ordered by four steps of k.
-        c: registers ordered by (half of the rows, column of a pair).
-    """
-    n = cohort.n
-    left = [spread(v, n).reshape(n, 8, 4) for v in a]
-    right = [spread(v, n).reshape(n, 8, 4) for v in b]
-    out = []
-    for half in range(halves):
-        pair = [spread(v, n).reshape(n, 8, 4) for v in c[2 * half : 2 * half + 2]]
-        total = np.stack(pair, axis=-1).reshape(n, 8, 8)
-        for step, y in enumerate(right):
-            x = left[step * halves + half]
-            for t in range(4):
-                total = fma64(x[:, :, t, None], y[:, None, :, t], total)
-        parts = total.reshape(n, 32, 2)
-        out += [np.ascontiguousarray(parts[..., place]) for place in range(2)]
-    return out
+
+def _registers(size: tuple[int, int], kind: str, role: str) -> int:
+    """Registers of a fragment; those of float16 operands have room for 16 elements."""
+    if kind == "f16" and role != "c":
+        return 8
+    return max(1, size[0] * size[1] // 32 * _BYTES[kind] // (8 if kind == "f64" else 4))
+
+
+def _dtype(kind: str) -> str:
+    """The dtype in which registers of a fragment are read and written."""
+    return {"f64": "f8", "f32": "f4", "tf32": "u4", "s32": "i4"}.get(kind, "u4")
+
+
+def _write(g: Generator, out: str, items: tuple[Operand, ...], kind: str) -> None:
+    dtype = _dtype(kind)
+    for place, item in enumerate(items):
+        g.write(item, f"{out}[{place}].view({dtype})", dtype)
+
+
+def _element_bytes(ins: Instruction) -> tuple[int, int]:
+    size = 16 if "mma" in ins.mods else _BYTES[ins.mods[-1]]
+    return size, size
+
+
+@instruction(
+    "wmma",
+    unit=lambda ins: "tensor" if "mma" in ins.mods else "memory",
+    result=lambda ins: "store" not in ins.mods,
+    width=Width.WHOLE_WARP,
+    accesses=_element_bytes,
+)
+def emit_wmma(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    action = mods.take("load", "store", "mma")
+    role = mods.take("a", "b", "c", "d") if action != "mma" else ""
+    if not action or not mods.take("sync") or not mods.take("aligned"):
+        raise g.unknown("forms without .sync.aligned")
+    layouts = [word for word in mods.left if word in ("row", "col")]
+    name = mods.take(*_SHAPES)
+    if not name or len(layouts) != (2 if action == "mma" else 1):
+        raise g.unknown("this shape")
+    for word in layouts:
+        mods.take(word)
+    if action == "mma":
+        _multiply(g, ins, name)
+    else:
+        _move(g, ins, name, role, layouts[0] == "col")
+
+
+def _move(g: Generator, ins: Instruction, name: str, role: str, columns_first: bool) -> None:
+    """wmma.load and wmma.store."""
+    (m, n, k), types = _SHAPES[name]
+    size = {"a": (m, k), "b": (k, n)}.get(role, (m, n))
+    kind = g.mods.left.pop()
+    sums = {word for source in types for word in _SUMS.get(source, ("f32",))}
+    if kind not in (types if role in ("a", "b") else sums):
+        raise g.unknown("this shape with this type")
+    memory, fragment = ins.operands[:2] if role == "d" else ins.operands[1::-1]
+    space = implied_space(g, space_of(g), memory)
+    where = address(g, memory, space)
+    if len(ins.operands) > 2:
+        stride = f"{g.read(ins.operands[2], 'u4')}.astype(i8)"
+    else:
+        stride = str(size[0] if columns_first else size[1])
+    space = FUNCTION[space]
+    if role == "d":
+        registers = _registers(size, kind, "c")
+        items = fragment_items(g, fragment, registers)
+        values = tuple_of([g.let(g.read(item, _dtype(kind))) for item in items])
+        g.require_defined()
+        form = FragmentForm(space, *size, kind, registers, columns_first)
+        name = g.object(form)
+        g.emit(f"store_fragment(E, C, {name}, {where}, {stride}, {values}, {g.pc})")
+        return
+    registers = _registers(size, kind, role)
+    items = fragment_items(g, fragment, registers)
+    g.require_defined()
+    name = g.object(FragmentForm(space, *size, kind, registers, columns_first))
+    out = g.let(f"load_fragment(E, C, {name}, {where}, {stride}, {g.pc})")
+    _write(g, out, items, kind)
+
+
+def _multiply(g: Generator, ins: Instruction, name: str) -> None:
+    """wmma.mma; of the layouts of A and B nothing is left in the fragments."""
+    mods = g.mods
+    saturates = bool(mods.take("satfinite"))
+    mods.take("rn")
+    (m, n, k), types = _SHAPES[name]
+    words, mods.left = mods.left, []
+    if len(words) == 2:  # float16 operands are not named
+        words = [words[0], "f16", "f16", words[1]]
+    if len(words) != 4:
+        raise g.unknown("these types")
+    d, a, b, c = words
+    sums = _SUMS.get(a, ("f32",))
+    if a != b or a not in types or d not in sums or c not in sums:
+        raise g.unknown("this shape with these types")
+    if saturates and d != "s32":
+        raise g.unknown("saturation of floats")
+    kinds = (a, b, c, d)
+    groups = []
+    for operand, kind, size, role in (
+        (ins.operands[1], a, (m, k), "a"),
+        (ins.operands[2], b, (k, n), "b"),
+        (ins.operands[3], c, (m, n), "c"),
+    ):
+        items = fragment_items(g, operand, _registers(size, kind, role))
+        groups.append(tuple_of([g.let(g.read(item, _dtype(kind))) for item in items]))
+    to = fragment_items(g, ins.operands[0], _registers((m, n), d, "c"))
+    g.require_defined()
+    shape = (m, n, k)
+    out = g.let(f"wmma_multiply(E, C, {shape}, {kinds!r}, {saturates}, {', '.join(groups)})")
+    _write(g, out, to, d)

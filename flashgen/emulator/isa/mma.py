@@ -13,17 +13,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
-from flashgen.emulator.isa.semantics.scratch import scratch
-from flashgen.emulator.isa.semantics.sum_models import SumModel
-from flashgen.emulator.isa.semantics.tensor_core_sums import sum_products
+from flashgen.emulator.isa.floats import fma64
+from flashgen.emulator.isa.generator import Generator, fragment_items, instruction, items_of
+from flashgen.emulator.isa.memory import address, space_of
+from flashgen.emulator.isa.pending_products import PendingProduct, tuple_of
+from flashgen.emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
+from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 from flashgen.emulator.state.cohort import Cohort, spread
+from flashgen.emulator.state.memory import Array
 from flashgen.emulator.state.wave import Wave
 
-Array = npt.NDArray[Any]
 CHUNK = np.dtype("c16")
 CACHE_BYTES = 1 << 18
 
@@ -283,3 +286,198 @@ def _transposed(matrices: Array) -> Array:
 def move_matrix(value: Any, n: int) -> Array:
     """movmatrix: the transpose of a matrix."""
     return _transposed(np.ascontiguousarray(spread(value, n)))
+
+
+_SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
+# (shape, operand type) -> 16-byte chunks along k
+_DEPTH = {
+    (f"m16n8k{16 * depth // size}", kind): depth for kind, size in _SIZE.items() for depth in (1, 2)
+}
+# Types of the accumulators, by the type of A
+SUMS = {
+    **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
+    **dict.fromkeys(("bf16", "tf32"), ("f32",)),
+}
+_DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (2, 4)}
+
+
+@instruction("mma", unit="tensor", width=Width.WHOLE_WARP)
+def emit_multiply(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    if not mods.take("sync") or not mods.take("aligned"):
+        raise g.unknown("mma without .sync.aligned")
+    shape = next((m for m in mods.left if m.startswith("m") and "n" in m), "")
+    mods.take(shape)
+    if mods.take("row", "col") != "row" or not mods.take("col"):
+        raise g.unknown("layouts other than .row.col")
+    types = list(mods.left)
+    if types == 4 * ["f64"]:
+        emit_double(g, ins, shape)
+        return
+    if len(types) != 4:
+        raise g.unknown("sparse, block-scaled or saturating forms")
+    mods.left.clear()
+    d_type, a_type, b_type, c_type = types
+    depth = _DEPTH.get((shape, a_type))
+    if depth is None or depth != _DEPTH.get((shape, b_type)) or d_type != c_type:
+        raise g.unknown("this shape with these types")
+    to, c_items = items_of(ins.operands[0]), items_of(ins.operands[3])
+    a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
+    integers = a_type in ("s8", "u8")
+    if not integers and not go_together(a_type, b_type):
+        raise g.unknown("mixed operand types")
+    form = (a_type, b_type, 16 * depth // _SIZE[a_type])
+    if not integers and d_type == "f32":
+        _defer(g, form, depth, a, b, c_items, to)
+        return
+    if not integers and d_type not in SUMS[a_type]:
+        raise g.unknown("this accumulator")
+    dtype = "i4" if integers else "u4"
+    c = [g.read(o, dtype) for o in c_items]
+    g.require_defined()
+    args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
+    out = g.let(f"{function}, {args})")
+    for place, item in enumerate(to):
+        g.write(item, f"{out}[{place}]", dtype)
+
+
+def go_together(a_type: str, b_type: str) -> bool:
+    """Whether A and B may have these types: only 8-bit floats mix."""
+    return a_type == b_type or {a_type, b_type} == {"e4m3", "e5m2"}
+
+
+def _operands(g: Generator, operand: Operand, count: int) -> list[str]:
+    return [local_of(g, g.read(o, "u4")) for o in fragment_items(g, operand, count)]
+
+
+def local_of(g: Generator, expression: str) -> str:
+    return expression if expression.isidentifier() else g.let(expression)
+
+
+def _defer(
+    g: Generator,
+    form: tuple[str, str, int],
+    depth: int,
+    a: list[str],
+    b: list[str],
+    c_items: tuple[Operand, ...],
+    to: tuple[Operand, ...],
+) -> None:
+    c = []
+    for operand in c_items:
+        pending = g.names.get(operand.index) if isinstance(operand, Reg) else None
+        if pending in g.products.names and isinstance(operand, Reg):
+            g.note_definedness(operand.index)
+            c.append(str(pending))
+        else:
+            c.append(local_of(g, g.read(operand, "f4")))
+    g.require_defined()
+    # Reading c may have flushed the pending products; names read before that remain valid.
+    d = tuple(g.fresh() for _ in to)
+    g.products.add(PendingProduct(form, depth, tuple(a), tuple(b), tuple(c), d))
+    later = []
+    for operand, name in zip(to, d, strict=True):
+        if isinstance(operand, Sink):
+            continue
+        if not isinstance(operand, Reg):
+            raise g.unknown("a result that is not a register")
+        if g.program.dtype[operand.index] == "f4":
+            g.names[operand.index] = name
+            if g.check and operand.index in g.program.tracked:
+                g.set_definedness(operand.index, g.literal(1, "b1"))
+        else:
+            later.append((operand, name))
+    if later:
+        g.flush(-1)
+        for operand, name in later:
+            g.write(operand, name, "f4")
+
+
+def _matrices(g: Generator) -> tuple[int, bool]:
+    """The number of 8 x 8 matrices of ldmatrix or stmatrix, and whether they are transposed."""
+    mods = g.mods
+    if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
+        raise g.unknown("forms other than .sync.aligned.m8n8")
+    count = int((mods.take("x1", "x2", "x4") or "x0")[1])
+    transposed = bool(mods.take("trans"))
+    if space_of(g) != "shared" or not mods.take("b16"):
+        raise g.unknown("this state space or type")
+    return count, transposed
+
+
+@instruction("ldmatrix", unit="memory", width=Width.WHOLE_WARP, accesses=lambda ins: (16, 16))
+def emit_load_matrix(g: Generator, ins: Instruction) -> None:
+    count, transposed = _matrices(g)
+    items = items_of(ins.operands[0])
+    if len(items) != count:
+        raise g.unknown("a result of this size")
+    where = address(g, ins.operands[1], "shared")
+    g.require_defined()
+    value = g.let(f"load_matrix(E, C, {where}, {g.lanes()}, {count}, {transposed}, {g.pc})")
+    for place, item in enumerate(items):
+        g.write(item, f"{value}[:, {place}]", "u4")
+
+
+@instruction(
+    "stmatrix", unit="memory", result=False, width=Width.WHOLE_WARP, accesses=lambda ins: (16, 16)
+)
+def emit_store_matrix(g: Generator, ins: Instruction) -> None:
+    count, transposed = _matrices(g)
+    items = items_of(ins.operands[1])
+    if len(items) != count:
+        raise g.unknown("a source of this size")
+    where = address(g, ins.operands[0], "shared")
+    values = [local_of(g, g.read(item, "u4")) for item in items]
+    g.require_defined()
+    g.emit(f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})")
+
+
+@instruction("movmatrix", unit="exchange", width=Width.WHOLE_WARP)
+def emit_move_matrix(g: Generator, ins: Instruction) -> None:
+    for word in ("sync", "aligned", "m8n8", "trans", "b16"):
+        if not g.mods.take(word):
+            raise g.unknown()
+    g.write(ins.operands[0], f"move_matrix({g.read(ins.operands[1], 'u4')}, C.n)", "u4")
+
+
+def mma_double(cohort: Cohort, halves: int, a: Any, b: Any, c: Any) -> list[Array]:
+    """mma.sync of float64 with 8 ``halves`` rows: one fused multiply-add after the other along k.
+
+    Args:
+        a: registers ordered by (four steps of k, half of the rows).
+        b: registers ordered by four steps of k.
+        c: registers ordered by (half of the rows, column of a pair).
+    """
+    n = cohort.n
+    left = [spread(v, n).reshape(n, 8, 4) for v in a]
+    right = [spread(v, n).reshape(n, 8, 4) for v in b]
+    out = []
+    for half in range(halves):
+        pair = [spread(v, n).reshape(n, 8, 4) for v in c[2 * half : 2 * half + 2]]
+        total = np.stack(pair, axis=-1).reshape(n, 8, 8)
+        for step, y in enumerate(right):
+            x = left[step * halves + half]
+            for t in range(4):
+                total = fma64(x[:, :, t, None], y[:, None, :, t], total)
+        parts = total.reshape(n, 32, 2)
+        out += [np.ascontiguousarray(parts[..., place]) for place in range(2)]
+    return out
+
+
+def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
+    """mma.sync with float64 operands and accumulators."""
+    g.mods.left.clear()
+    if shape not in _DOUBLE:
+        raise g.unknown("this shape with these types")
+    halves, depth = _DOUBLE[shape]
+    counts = (halves * depth, depth, 2 * halves)
+    groups = [
+        tuple_of([g.let(g.read(item, "f8")) for item in fragment_items(g, operand, count)])
+        for operand, count in zip(ins.operands[1:], counts, strict=True)
+    ]
+    to = fragment_items(g, ins.operands[0], 2 * halves)
+    g.require_defined()
+    out = g.let(f"mma_double(C, {halves}, {', '.join(groups)})")
+    for place, item in enumerate(to):
+        g.write(item, f"{out}[{place}]", "f8")

@@ -1,28 +1,40 @@
-"""Finds instructions that may access registers of wgmma too early, by data-flow analysis.
+"""Registers of wgmma that other instructions access too early.
 
 From the issue of a wgmma.mma_async to the wait that covers it, its accumulators and its fragments
 of A must not be accessed; and ordinary writes to them are visible to wgmma only after a
 wgmma.fence. Both depend on the executed path, so they are checked during execution
-(`register_order`). The analysis follows all paths through a kernel once and finds the instructions
-for which a check is necessary; a kernel that waits and fences on every path has none.
+(`RegisterOrder`). A data-flow analysis (`WgmmaHazards`) follows all paths through a kernel once and
+finds the instructions for which a check is necessary; a kernel that waits and fences on every path
+has none.
 
 The age of a register is the number of groups committed since a wgmma used it: wait_group n
 completes the groups whose age is greater than n. Where paths join, a register may have several
 ages.
+
+The PTX ISA requires a wgmma.fence after any access to the registers. This checker does not require
+one after reads, because an instruction reads its registers before a later wgmma starts, nor between
+products of different shapes that use the same accumulators one after the other.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
+from flashgen.emulator.errors import FenceError, InFlight
 from flashgen.emulator.ptx.instructions import (
     accumulates,
     as_immediate,
+    bits_of,
     mask_of,
     registers_in,
 )
 from flashgen.emulator.ptx.program import PtxProgram
 from flashgen.emulator.ptx.syntax import Instruction, Vec
+from flashgen.emulator.state.cohort import Cohort, rows_of
+from flashgen.emulator.state.memory import Array
+from flashgen.emulator.state.wave import Site, Wave
 
 
 class WatchedRegisters(NamedTuple):
@@ -186,10 +198,6 @@ def union(masks: tuple[int, ...]) -> int:
     return whole
 
 
-def bits_of(mask: int) -> tuple[int, ...]:
-    return tuple(place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
-
-
 def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
     """``used`` is in flight again, with age 0."""
     if not used:
@@ -200,3 +208,97 @@ def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
 def _aged(ages: tuple[int, ...]) -> tuple[int, ...]:
     """One more group was committed; the last entry stands for all greater ages."""
     return (0, *ages[:-2], ages[-2] | ages[-1])
+
+
+_FENCE = (
+    "execute wgmma.fence after the last ordinary instruction that writes an accumulator or a "
+    'fragment of A; asm volatile("" : "+f"(x) :: "memory") on each register before the fence keeps '
+    "the compiler from moving a write behind it"
+)
+
+
+class RegisterOrder:
+    """Registers that ordinary instructions wrote since the last wgmma.fence of their warps."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self.fenced = np.zeros(len(machine.row_block), bool)
+        self.written: dict[int, Array] = {}  # register -> rows
+        self.writer: dict[int, int] = {}  # register -> instruction
+
+    def fence(self, cohort: Cohort) -> None:
+        """wgmma.fence."""
+        self.fenced[cohort.rows] = True
+        for rows in self.written.values():
+            rows[cohort.rows] = False
+
+    def note_writes(self, cohort: Cohort, registers: tuple[int, ...], lanes: Any, pc: int) -> None:
+        """Records the writes of an ordinary instruction to registers of a later wgmma."""
+        rows = rows_of(cohort, lanes)
+        for register in registers:
+            if register not in self.written:
+                self.written[register] = np.zeros(len(self.machine.row_block), bool)
+            self.written[register][rows] = True
+            self.writer[register] = pc
+
+    def require_fence(
+        self, cohort: Cohort, registers: tuple[int, ...], first: bool, pc: int
+    ) -> None:
+        """Checks that the registers of a wgmma were not written since the last fence.
+
+        Raises:
+            FenceError: one was, or no fence has been executed.
+        """
+        m = self.machine
+        if first and not self.fenced[cohort.rows].all():
+            m.fail(
+                FenceError,
+                "wgmma without any wgmma.fence before it",
+                Site(cohort, pc, int(np.argmin(self.fenced[cohort.rows]))),
+                "this warp has executed no wgmma.fence",
+                _FENCE,
+            )
+        for register in registers:
+            rows = self.written.get(register)
+            if rows is not None and rows[cohort.rows].any():
+                m.fail(
+                    FenceError,
+                    "wgmma uses a register that was written since the last wgmma.fence",
+                    Site(cohort, pc, int(np.argmax(rows[cohort.rows]))),
+                    f"{m.program.register_name(register)} was written by "
+                    + m.program.describe(self.writer[register]),
+                    _FENCE,
+                )
+
+    def check_in_flight(
+        self,
+        cohort: Cohort,
+        accumulators: tuple[int, ...],
+        fragments: tuple[int, ...],
+        lanes: Any,
+        pc: int,
+    ) -> None:
+        """Checks that registers of an ordinary instruction are not in flight.
+
+        Raises:
+            InFlight: one is, in a warpgroup of an active lane.
+        """
+        groups = self.machine.wgmma.groups_of(rows_of(cohort, lanes))
+        for chain in self.machine.wgmma.chains:
+            if not np.isin(chain.groups, groups).any():
+                continue
+            for register in accumulators:
+                if register in chain.registers:
+                    self.fail_in_flight(cohort, pc, register, chain.steps[-1].pc, "an accumulator")
+            for step in chain.steps:
+                for register in fragments:
+                    if register in step.form.fragments:
+                        self.fail_in_flight(cohort, pc, register, step.pc, "a fragment of A")
+
+    def fail_in_flight(self, cohort: Cohort, pc: int, register: int, by: int, use: str) -> NoReturn:
+        """Raises for a register that an instruction in flight still uses."""
+        m = self.machine
+        what = "a register of a wgmma in flight is accessed before its wait"
+        numbers = f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}"
+        way_out = "execute wgmma.commit_group and a wgmma.wait_group that covers it first"
+        m.fail(InFlight, what, Site(cohort, pc), numbers, way_out)

@@ -9,22 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_aligned, locate
 from flashgen.emulator.counters.recorder import ATOMIC
 from flashgen.emulator.errors import UnknownInstruction
-from flashgen.emulator.isa.semantics.cluster import resolved
-from flashgen.emulator.isa.semantics.floats import maximum, minimum
-from flashgen.emulator.isa.semantics.halves import half_op, half_op2
-from flashgen.emulator.isa.semantics.memory import by_space
+from flashgen.emulator.isa.cluster import resolved
+from flashgen.emulator.isa.convert import half_op, half_op2
+from flashgen.emulator.isa.floats import maximum, minimum
+from flashgen.emulator.isa.generator import Generator, instruction, items_of
+from flashgen.emulator.isa.memory import (
+    FUNCTION,
+    accessed_bytes,
+    address,
+    by_space,
+    take_access,
+    unpack,
+)
 from flashgen.emulator.ptx.register_types import DTYPE
-from flashgen.emulator.ptx.syntax import TYPE_BYTES
+from flashgen.emulator.ptx.syntax import TYPE_BYTES, Instruction
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
-from flashgen.emulator.state.memory import SHIFT
+from flashgen.emulator.state.memory import SHIFT, Array
 from flashgen.emulator.state.wave import Site, Wave
-
-Array = npt.NDArray[Any]
 
 
 def atomic(
@@ -149,3 +154,46 @@ def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
     if kind[0] == "f" and operation in ("min", "max"):
         return (minimum if operation == "min" else maximum)(old, *values)
     return _OPERATIONS[operation](old, *values)
+
+
+_VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
+_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+@instruction("atom", unit="memory", accesses=accessed_bytes, strong=True)
+@instruction("red", unit="memory", result=False, accesses=accessed_bytes, strong=True)
+def emit_atomic(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    operation = mods.take(*_ATOMIC)
+    kind = mods.take("f16x2", "bf16x2") or mods.type()
+    vector = mods.take("v2", "v4", "v8")
+    returns = ins.op == "atom"
+    memory, *values = ins.operands[1:] if returns else ins.operands
+    space, policy = take_access(g, memory)
+    mods.take("noftz")
+    if policy:
+        values.pop()
+    if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
+        raise g.unknown("this operation")
+    if space == "local":
+        raise g.unknown("atomics on local memory")
+    where = address(g, memory, space)
+    if vector:
+        # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
+        size = TYPE_BYTES[kind] * int(vector[1])
+        g.emit(f"require_alignment(E, C, {where}, {g.lanes()}, {size}, {g.pc})")
+    results = items_of(ins.operands[0])
+    # One atomic per element of a vector.
+    for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
+        dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
+        given = "".join(g.read(operand, dtype) + ", " for operand in operands)
+        g.require_defined()
+        at = f"({where} + {place * TYPE_BYTES[kind]})" if place else where
+        text = (
+            f"atomic(E, C, {FUNCTION[space]!r}, {(operation, kind)!r}, {at}, ({given}), "
+            f"{g.lanes()}, {g.pc})"
+        )
+        if returns:
+            unpack(g, g.let(text), (results[place],), kind)
+        else:
+            g.emit(text)

@@ -1,4 +1,4 @@
-"""Matrix products of wgmma: operands are gathered from shared memory or registers.
+"""wgmma and setmaxnreg. Operands of wgmma are gathered from shared memory or registers.
 
 Four warps hold the 64 rows of A and of the accumulators, 16 rows each, in the fragment layout of
 mma.sync (see `mma`). Successive instructions along k that add to the same accumulators are computed
@@ -11,31 +11,37 @@ eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from flashgen.emulator.isa.semantics.descriptors import (
+from flashgen.emulator.isa.descriptors import (
     CHUNK_BYTES,
     PATTERN_BYTES,
     DescriptorLayout,
     operand_chunks,
 )
-from flashgen.emulator.isa.semantics.mma import (
+from flashgen.emulator.isa.generator import Generator, instruction, items_of
+from flashgen.emulator.isa.mma import (
     CACHE_BYTES,
     CHUNK,
     ELEMENTS,
+    SUMS,
     accumulator_chunks,
+    go_together,
+    local_of,
     multiply,
     register_chunks,
     to_single,
 )
-from flashgen.emulator.isa.semantics.scratch import scratch
-from flashgen.emulator.isa.semantics.sum_models import SumModel
+from flashgen.emulator.isa.pending_products import tuple_of
+from flashgen.emulator.isa.tensor_core_sums import SumModel, scratch
+from flashgen.emulator.ptx.instructions import Width, accumulates, as_immediate
+from flashgen.emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Vec
+from flashgen.emulator.state.memory import Array
 
-Array = npt.NDArray[Any]
 ROWS = 64
 KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
 
@@ -224,3 +230,142 @@ def _sharers(arena: Array, b: list[SharedOperand]) -> int:
     firsts = np.flatnonzero(np.concatenate([[True], ~same]))
     count = len(arena) // len(firsts)
     return count if (firsts == np.arange(len(firsts)) * count).all() else 1
+
+
+# ---- emitters
+
+# Element type -> k of one instruction
+_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+
+
+@instruction(
+    "wgmma",
+    unit=lambda ins: "tensor" if accumulates(ins) else "barrier",
+    result=accumulates,
+    width=Width.WARPGROUP,
+    asynchronous=True,
+)
+def emit_warpgroup_multiply(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    action = mods.take("fence", "mma_async", "commit_group", "wait_group")
+    if not action or not mods.take("sync") or not mods.take("aligned"):
+        raise g.unknown("forms without .sync.aligned")
+    if action == "fence":
+        g.emit("E.wgmma.order.fence(C)")
+    elif action == "commit_group":
+        g.emit("E.wgmma.commit(C)")
+    elif action == "wait_group":
+        _wait(g, ins)
+    else:
+        _multiply(g, ins)
+
+
+def _wait(g: Generator, ins: Instruction) -> None:
+    left = as_immediate(ins.operands[0])
+    if left is None or not 0 <= left < KEPT_GROUPS:
+        raise g.unknown("this number of groups")
+    live = g.program.live[g.pc + 1]
+    completed = [r for r in g.hazards.completed.get(g.pc, ()) if live >> r & 1]
+    current = [g.current(r) for r in completed]
+    registers = g.object(tuple(completed))
+    names = [g.fresh() for _ in completed]
+    to = f"{', '.join(names)}, = " if names else ""
+    g.emit(f"{to}E.wgmma.wait(C, {left}, {registers}, ({', '.join(current)}{',' * bool(names)}))")
+    g.names.update(zip(completed, names, strict=True))
+    g.in_flight.clear()
+
+
+def _multiply(g: Generator, ins: Instruction) -> None:
+    form, a, b, adds = _parsed(g, ins)
+    if g.pc in g.hazards.unfenced or g.pc in g.hazards.first:
+        registers = g.hazards.unfenced.get(g.pc, ())
+        first = g.pc in g.hazards.first
+        g.emit(f"E.wgmma.order.require_fence(C, {registers}, {first}, {g.pc})")
+    if form.fragments:
+        left = tuple_of([local_of(g, g.read(item, "u4")) for item in items_of(a)])
+    else:
+        left = g.read(a, "u8")
+    right = g.read(b, "u8")
+    some = g.literal(int(bool(adds.value)), "b1") if isinstance(adds, Imm) else g.read(adds, "b1")
+    g.require_defined()
+    accumulators = "None"
+    if form.registers not in g.in_flight:
+        items = items_of(ins.operands[0])
+        values = [local_of(g, g.read(item, "u4" if form.half else "f4")) for item in items]
+        accumulators = tuple_of(values)
+        if g.defined:
+            # Accumulators that are not added to need not have been written.
+            g.defined = [f"({' & '.join(sorted(set(g.defined)))}) | ~{some}"]
+        g.require_defined()
+        for register in form.registers:
+            if g.check and register in g.program.tracked:
+                g.set_definedness(register, g.literal(1, "b1"))
+        g.in_flight.add(form.registers)
+    g.emit(f"E.wgmma.issue(C, {g.object(form)}, {left}, {right}, {some}, {accumulators}, {g.pc})")
+
+
+def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
+    """The form of an mma_async, its operands A and B, and the operand scale-d."""
+    mods = g.mods
+    shape = _SHAPE.fullmatch(mods.left[0]) if mods.left else None
+    if shape is None or len(mods.left) != 4:
+        raise g.unknown("sparse or saturating forms")
+    _, d_type, a_type, b_type = mods.left
+    mods.left.clear()
+    columns, depth = (int(number) for number in shape.groups())
+    mixed = not go_together(a_type, b_type)
+    if a_type not in _DEPTH or mixed or d_type not in SUMS[a_type]:
+        raise g.unknown("these types")
+    if depth != _DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:
+        raise g.unknown("this shape with these types")
+    to, a, b, adds, *rest = ins.operands
+    signs = [as_immediate(operand) or 0 for operand in rest[:2]]
+    if len(signs) < 2 or not set(signs) <= {1, -1}:
+        raise g.unknown("a scale other than 1 and -1")
+    flags = [as_immediate(operand) for operand in rest[2:]]
+    # Each 16-bit operand in shared memory has a transposition flag.
+    movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
+    if len(flags) != len(movable) or not set(flags) <= {0, 1}:
+        raise g.unknown("these transposition flags")
+    transposed = [False, False]
+    for which, flag in zip(movable, flags, strict=True):
+        transposed[which] = flag == 1
+    registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
+    fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
+    half = d_type == "f16"
+    if len(set(registers)) != columns // (4 if half else 2):
+        raise g.unknown("this number of accumulators")
+    if isinstance(a, Vec) and len(fragments) != 4:
+        raise g.unknown("a fragment of this size")
+    form = WgmmaForm(
+        columns,
+        half,
+        kinds=(a_type, b_type),
+        transposed=(transposed[0], transposed[1]),
+        sign=signs[0] * signs[1],
+        registers=tuple(registers),
+        fragments=tuple(fragments),
+    )
+    return form, a, b, adds
+
+
+@instruction(
+    "setmaxnreg",
+    unit="control",
+    result=False,
+    width=Width.WARPGROUP,
+    starts_segment=True,
+    ends_segment=True,
+)
+def emit_set_registers(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    action = mods.take("inc", "dec")
+    if not action or not mods.take("sync") or not mods.take("aligned") or not mods.take("u32"):
+        raise g.unknown("forms other than .inc or .dec .sync.aligned.u32")
+    count = as_immediate(ins.operands[0])
+    if count is None or count % 8 or not 24 <= count <= 256:
+        raise g.unknown("a count that is not a multiple of 8 from 24 to 256")
+    g.finish(g.pc + 1)
+    g.emit(f"E.registers.change(C, {count}, {action == 'inc'}, {g.pc})")
+    g.ended = True

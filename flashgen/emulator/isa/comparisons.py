@@ -1,11 +1,10 @@
-"""Emitters of comparisons and selections."""
+"""Comparisons and selections."""
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.emitters.floats import is_float
-from flashgen.emulator.isa.emitters.warp import raw_dtype
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import emits, split_pair
+from flashgen.emulator.isa.floats import is_float
+from flashgen.emulator.isa.generator import Generator, instruction, split_pair
+from flashgen.emulator.isa.warp import raw_dtype
 from flashgen.emulator.ptx.register_types import DTYPE
 from flashgen.emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink
 
@@ -67,8 +66,8 @@ def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
     return f"({x} {sign} {y})"
 
 
-@emits("setp")
-def set_predicate(g: Generator, ins: Instruction) -> None:
+@instruction("setp", unit="compare")
+def emit_set_predicate(g: Generator, ins: Instruction) -> None:
     kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
     word = g.mods.take(*_COMPARISONS)
     if not word:
@@ -105,8 +104,8 @@ def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> 
         g.write(operand, value, "b1")
 
 
-@emits("set")
-def set_value(g: Generator, ins: Instruction) -> None:
+@instruction("set", unit="compare")
+def emit_set_value(g: Generator, ins: Instruction) -> None:
     source = g.mods.type()
     to = g.mods.type()
     word = g.mods.take(*_COMPARISONS)
@@ -135,8 +134,8 @@ def set_value(g: Generator, ins: Instruction) -> None:
         g.write(ins.operands[0], f"-{value}.astype(i4)", "i4")
 
 
-@emits("selp")
-def select(g: Generator, ins: Instruction) -> None:
+@instruction("selp", unit="compare")
+def emit_select(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     to, a, b, p = ins.operands
     dtype = raw_dtype(g, to, TYPE_BYTES[kind]) if kind[0] in "bus" else DTYPE[kind]
@@ -161,8 +160,8 @@ def bits_or(g: Generator, operand: Operand, dtype: str) -> str:
     return g.read(operand, dtype)
 
 
-@emits("slct")
-def select_by_sign(g: Generator, ins: Instruction) -> None:
+@instruction("slct", unit="compare")
+def emit_select_by_sign(g: Generator, ins: Instruction) -> None:
     g.mods.take("ftz")
     test, kind = g.mods.type(), g.mods.type()
     dtype = DTYPE[kind]

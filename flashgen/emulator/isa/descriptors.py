@@ -27,12 +27,11 @@ Format".
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from flashgen.emulator.state.memory import Array
 
 CHUNK_BYTES = 16
 PATTERN_BYTES = 1024  # period of the longest swizzle

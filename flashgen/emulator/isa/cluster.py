@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flashgen.emulator.checks.bounds import check_window
 from flashgen.emulator.errors import OutOfBounds
+from flashgen.emulator.isa.generator import Generator, instruction
+from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.ptx.syntax import Instruction
 from flashgen.emulator.state.cohort import Cohort, active, first_bad, spread
-from flashgen.emulator.state.memory import SHARED_WINDOW
+from flashgen.emulator.state.memory import SHARED_WINDOW, Array
 from flashgen.emulator.state.wave import Site, Wave
 
-Array = npt.NDArray[Any]
 RANK_SHIFT = 24  # the window of a block is smaller than 16 MiB
 _OFFSET = (1 << RANK_SHIFT) - 1
 
@@ -47,13 +48,10 @@ def resolved(
     gone = machine.live_warps[blocks] == 0
     if (gone & active(cohort, lanes)).any():
         row, lane = first_bad(cohort, lanes, gone)
-        machine.fail(
-            OutOfBounds,
-            "an access to the shared memory of a block that has exited",
-            Site(cohort, pc, row, lane),
-            f"rank {int(blocks[row, lane] % machine.cluster_size)} of the cluster",
-            "let every block wait at a barrier of the cluster before it exits",
-        )
+        what = "an access to the shared memory of a block that has exited"
+        numbers = f"rank {int(blocks[row, lane] % machine.cluster_size)} of the cluster"
+        way_out = "let every block wait at a barrier of the cluster before it exits"
+        machine.fail(OutOfBounds, what, Site(cohort, pc, row, lane), numbers, way_out)
     if machine.shared_races and machine.cluster_size > 1:
         chosen = active(cohort, lanes) & (blocks != own)
         rows = np.broadcast_to(cohort.rows[:, None], chosen.shape)[chosen]
@@ -92,3 +90,23 @@ def rank_of(machine: Wave, cohort: Cohort, address: Any) -> Any:
     rank = ((address.astype(np.int64) - base) >> RANK_SHIFT) - 1
     own = machine.row_block[cohort.rows][:, None] % machine.cluster_size
     return np.where(rank < 0, own, rank).astype(np.uint32)
+
+
+@instruction("mapa", unit="move")
+def emit_map_address(g: Generator, ins: Instruction) -> None:
+    """mapa: the address in another block of the cluster."""
+    shared = bool(g.mods.take("shared::cluster"))
+    dtype = DTYPE[g.mods.type()]
+    to, source, rank = ins.operands
+    value, number = g.read(source, dtype), g.read(rank, "u4")
+    g.require_defined()
+    if shared != (dtype == "u4"):
+        raise g.unknown("this width of an address")
+    g.write(to, f"map_rank(E, C, {value}, {number}, {g.lanes()}, {g.pc})", dtype)
+
+
+@instruction("getctarank", unit="move")
+def emit_rank_of_address(g: Generator, ins: Instruction) -> None:
+    g.mods.take("shared::cluster")
+    dtype = DTYPE[g.mods.type()]
+    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")

@@ -1,22 +1,52 @@
-"""Emitters of cp.async, cp.async.bulk and cp.reduce.async.bulk, with tensor maps and without."""
+"""cp.async, cp.async.bulk and cp.reduce.async.bulk, with tensor maps and without; tensormap."""
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.emitters.barriers import place_of
-from flashgen.emulator.isa.emitters.memory import address, space_of, take_hints
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.ptx.instructions import as_immediate
+from flashgen.emulator.isa.barriers import place_of
+from flashgen.emulator.isa.generator import Generator, instruction
+from flashgen.emulator.isa.memory import address, space_of, take_hints
+from flashgen.emulator.ptx.instructions import Width, as_immediate
 from flashgen.emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
-from flashgen.emulator.state.map_fields import FIELDS
 from flashgen.emulator.state.memory import PARAM_WINDOW
+
+# Of each field of tensormap.replace: its offset, the bytes of one entry, and how many there are.
+FIELDS = {
+    "rank": (4, 4, 1),
+    "elemtype": (8, 4, 1),
+    "interleave_layout": (12, 4, 1),
+    "swizzle_mode": (16, 4, 1),
+    "fill_mode": (20, 4, 1),
+    "global_address": (24, 8, 1),
+    "global_stride": (32, 8, 4),
+    "global_dim": (64, 4, 5),
+    "box_dim": (84, 4, 5),
+}
+
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 _TYPES = ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64")
 
 
-@emits("cp")
-def copy(g: Generator, ins: Instruction) -> None:
+def _copied_bytes(ins: Instruction) -> tuple[int, int]:
+    """Bytes of the writes to shared memory, and of the smallest read of global memory."""
+    if "bulk" in ins.mods or len(ins.operands) < 3:
+        return 16, 16  # bulk copies move chunks of 16 bytes
+    size = as_immediate(ins.operands[2]) or 16
+    if len(ins.operands) == 3:
+        return size, size
+    # A run-time source size is 0 or the whole size in practice; others are copied byte by byte.
+    source = as_immediate(ins.operands[3])
+    return size, size if source in (None, 0, size) else 1
+
+
+@instruction(
+    "cp",
+    unit="memory",
+    result=False,
+    accesses=_copied_bytes,
+    asynchronous=lambda ins: not {"bulk", "mbarrier"}.isdisjoint(ins.mods),
+)
+def emit_copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     if not mods.take("async"):
         raise g.unknown()
@@ -137,8 +167,14 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, m
     )
 
 
-@emits("tensormap")
-def tensor_map(g: Generator, ins: Instruction) -> None:
+@instruction(
+    "tensormap",
+    unit="move",
+    result=False,
+    width=lambda ins: Width.WHOLE_WARP if "cp_fenceproxy" in ins.mods else Width.THREAD,
+    accesses=lambda ins: (4, 4),
+)
+def emit_tensor_map(g: Generator, ins: Instruction) -> None:
     """tensormap.replace and tensormap.cp_fenceproxy."""
     mods = g.mods
     if mods.take("cp_fenceproxy"):

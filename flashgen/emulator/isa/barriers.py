@@ -1,16 +1,16 @@
-"""Emitters of mbarriers, of barriers of a block or a cluster, and of addresses in a cluster."""
+"""Barriers of a block or a cluster, mbarriers and fences."""
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.emitters.memory import address
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import emits
-from flashgen.emulator.ptx.register_types import DTYPE
+from flashgen.emulator.isa.generator import Generator, instruction
+from flashgen.emulator.isa.memory import address
+from flashgen.emulator.ptx.instructions import Width
 from flashgen.emulator.ptx.syntax import Imm, Instruction, Mem, Operand, Reg, Sym
 from flashgen.emulator.state.memory import SHARED_WINDOW
 
 _MBARRIER_ACTIONS = ("arrive", "arrive_drop", "test_wait", "try_wait", "init", "inval")
 _BYTES = ("expect_tx", "complete_tx")
+_RESULTS = ("arrive", "arrive_drop", "test_wait", "try_wait", "pending_count")
 
 
 def uniform(g: Generator, operand: Operand) -> str:
@@ -20,8 +20,14 @@ def uniform(g: Generator, operand: Operand) -> str:
     return f"uniform_value({g.read(operand, 'u4')}, C)"
 
 
-@emits("bar", "barrier")
-def barrier(g: Generator, ins: Instruction) -> None:
+@instruction(
+    "bar",
+    "barrier",
+    unit="barrier",
+    result=lambda ins: "red" in ins.mods,
+    width=lambda ins: Width.WARP if "warp" in ins.mods else Width.BLOCK,
+)
+def emit_barrier(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     if mods.take("warp"):
         mods.take("sync")
@@ -76,26 +82,6 @@ def cluster_barrier(g: Generator) -> None:
     g.ended = True
 
 
-@emits("mapa")
-def map_address(g: Generator, ins: Instruction) -> None:
-    """mapa: the address in another block of the cluster."""
-    shared = bool(g.mods.take("shared::cluster"))
-    dtype = DTYPE[g.mods.type()]
-    to, source, rank = ins.operands
-    value, number = g.read(source, dtype), g.read(rank, "u4")
-    g.require_defined()
-    if shared != (dtype == "u4"):
-        raise g.unknown("this width of an address")
-    g.write(to, f"map_rank(E, C, {value}, {number}, {g.lanes()}, {g.pc})", dtype)
-
-
-@emits("getctarank")
-def rank_of_address(g: Generator, ins: Instruction) -> None:
-    g.mods.take("shared::cluster")
-    dtype = DTYPE[g.mods.type()]
-    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")
-
-
 # ---- mbarriers
 
 
@@ -108,8 +94,15 @@ def place_of(g: Generator, operand: Operand) -> str:
     return f"({address(g, operand, '')} - {SHARED_WINDOW})"
 
 
-@emits("mbarrier")
-def mbarrier(g: Generator, ins: Instruction) -> None:
+@instruction(
+    "mbarrier",
+    unit="barrier",
+    result=lambda ins: not set(ins.mods).isdisjoint(_RESULTS),
+    starts_segment=lambda ins: "try_wait" in ins.mods,
+    accesses=lambda ins: (8, 16),
+    asynchronous=True,
+)
+def emit_mbarrier(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     if mods.take("pending_count"):
         if not mods.take("b64"):
@@ -174,3 +167,40 @@ def _arrive(g: Generator, operands: list[Operand], modifiers: tuple[str, ...]) -
         g.write(to, g.let(call), "u8")
     else:
         g.emit(call)
+
+
+# ---- fences
+
+
+@instruction("membar", "fence", unit="barrier", result=False)
+def emit_fence(g: Generator, ins: Instruction) -> None:
+    scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
+    kind = g.mods.take("sc", "acq_rel", "acquire", "release")
+    if g.mods.take("mbarrier_init"):
+        g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
+        return
+    if g.mods.take("proxy"):
+        fence_proxy(g, ins)
+        return
+    if scope:
+        sequential = kind == "sc" or ins.op == "membar"
+        g.emit(f"E.fence(C, {scope != 'cta'}, {sequential})")
+
+
+def fence_proxy(g: Generator, ins: Instruction) -> None:
+    if g.mods.take("alias"):
+        return
+    if g.mods.take("tensormap::generic"):
+        if ins.operands:  # of acquire: the map and its size
+            where = address(g, ins.operands[0], "")
+            g.require_defined()
+            g.emit(f"E.maps.fence(C, {where}, {g.lanes()})")
+        else:
+            g.emit("E.fence(C, True)")
+        return
+    if not g.mods.take("async"):
+        raise g.unknown("a fence of this proxy")
+    # Which proxy wrote global memory is not tracked.
+    if not g.mods.take("global"):
+        g.mods.take("shared::cta", "shared::cluster")
+        g.emit(f"E.fence_proxy(C, {g.lanes()})")

@@ -1,10 +1,23 @@
-"""Emitters of branches, exits, traps and calls."""
+"""Branches, exits, traps and calls."""
 
 from __future__ import annotations
 
-from flashgen.emulator.isa.generator import Generator
-from flashgen.emulator.isa.registry import emits
+from typing import Any
+
+from flashgen.emulator.errors import Trapped
+from flashgen.emulator.isa.generator import Generator, instruction
 from flashgen.emulator.ptx.syntax import Instruction, LabelRef, Sym
+from flashgen.emulator.state.cohort import Cohort, active, first_bad
+from flashgen.emulator.state.wave import Site, Wave
+
+
+def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) -> None:
+    if not active(cohort, lanes).any():
+        return
+    row, lane = first_bad(cohort, lanes, True)
+    numbers = "a GPU stops the program here as well"
+    way_out = "find out why the kernel takes this branch"
+    machine.fail(Trapped, what, Site(cohort, pc, row, lane), numbers, way_out)
 
 
 def guard_of(g: Generator, ins: Instruction) -> str:
@@ -17,8 +30,8 @@ def guard_of(g: Generator, ins: Instruction) -> str:
     return g.let(f"~{value}" if ins.guard_negated else value)
 
 
-@emits("bra")
-def branch(g: Generator, ins: Instruction) -> None:
+@instruction("bra", unit="control", result=False, branches=True)
+def emit_branch(g: Generator, ins: Instruction) -> None:
     g.mods.take("uni")
     target = ins.operands[0]
     assert isinstance(target, LabelRef)
@@ -32,8 +45,8 @@ def branch(g: Generator, ins: Instruction) -> None:
     g.ended = True
 
 
-@emits("brx")
-def branch_indexed(g: Generator, ins: Instruction) -> None:
+@instruction("brx", unit="control", result=False, branches=True)
+def emit_branch_indexed(g: Generator, ins: Instruction) -> None:
     g.mods.take("idx")
     g.mods.take("uni")
     table = ins.operands[1]
@@ -47,8 +60,8 @@ def branch_indexed(g: Generator, ins: Instruction) -> None:
     g.ended = True
 
 
-@emits("exit", "ret")
-def leave(g: Generator, ins: Instruction) -> None:
+@instruction("exit", "ret", unit="control", result=False, branches=True)
+def emit_leave(g: Generator, ins: Instruction) -> None:
     g.mods.take("uni")
     guard = guard_of(g, ins)
     g.finish(g.pc + 1)
@@ -56,13 +69,13 @@ def leave(g: Generator, ins: Instruction) -> None:
     g.ended = True
 
 
-@emits("trap", "brkpt")
-def trap(g: Generator, ins: Instruction) -> None:
+@instruction("trap", "brkpt", unit="control", result=False, branches=True)
+def emit_trap(g: Generator, ins: Instruction) -> None:
     g.emit(f"raise_trap(E, C, {g.lanes()}, {g.pc}, 'the kernel executed {ins.op}')")
 
 
-@emits("call")
-def call(g: Generator, ins: Instruction) -> None:
+@instruction("call", unit="control", result=False)
+def emit_call(g: Generator, ins: Instruction) -> None:
     name = next((o.name for o in ins.operands if isinstance(o, Sym)), "through a pointer")
     if name == "__assertfail":
         g.mods.left.clear()
@@ -73,13 +86,13 @@ def call(g: Generator, ins: Instruction) -> None:
     raise g.unknown(f"a call of the external function {name}")
 
 
-@emits("nanosleep")
-def sleep(g: Generator, ins: Instruction) -> None:
+@instruction("nanosleep", unit="control", result=False, ends_segment=True)
+def emit_sleep(g: Generator, ins: Instruction) -> None:
     g.mods.type()
 
 
-@emits("griddepcontrol")
-def dependent_launch(g: Generator, ins: Instruction) -> None:
+@instruction("griddepcontrol", unit="control", result=False)
+def emit_dependent_launch(g: Generator, ins: Instruction) -> None:
     """griddepcontrol has no effect: each launch runs alone and to its end."""
     if not g.mods.take("wait", "launch_dependents"):
         raise g.unknown()

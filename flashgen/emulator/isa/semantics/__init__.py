@@ -1,1 +1,0 @@
-"""Functions over numpy arrays that generated code calls, one module per group of instructions."""
