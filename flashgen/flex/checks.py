@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.errors import InputError
-from flashgen.runtime.check_basics import shown
+from flashgen.runtime.arguments.refusals import shown
 
 
 class FlexValueError(InputError, ValueError):

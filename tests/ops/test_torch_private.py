@@ -124,6 +124,7 @@ UNWRAP = "reads the blocks of a BlockMask inside of transforms"
 ALONE = "runs an operation of a mod without the modes and transforms around it"
 UNTRACED = "keeps Dynamo out of a function without the import of torch._dynamo"
 REDISPATCH = "continues behind the keys of autograd"
+OWN = "knows the operators that are torch's own"
 TREES = "flattens the arguments of recorded operations"
 
 USES = {
@@ -213,6 +214,8 @@ USES = {
     "torch.fx.experimental.symbolic_shapes.statically_known_true": Use(
         SYMBOLS, lambda ask: ask(True)
     ),
+    "torch._ops.OpOverload": Use(OWN, lambda kind: type(torch.ops.aten.add.Tensor) is kind),
+    "torch._ops.OpOverloadPacket": Use(OWN, lambda kind: type(torch.ops.aten.add) is kind),
     "torch.ops.aten._to_copy": Use("reads conversions in graphs of ATen", lambda op: op.default),
     "torch.overrides._pop_mode_temporarily": Use(ALONE, popped),
     "torch.utils._python_dispatch._disable_current_modes": Use(
