@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from flashgen import codegen, config
 from flashgen.analysis import Analysis, WalkedAxis, analyse
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.built_kernel import Build, gradient_terms
 from flashgen.call import CallRanges
 from flashgen.codegen import Source
@@ -77,7 +78,7 @@ class Kernels:
 
 def emit(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     policy: str = "derived",
@@ -92,7 +93,7 @@ def emit(
 
     Args:
         spec: the variant to emit.
-        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
+        arch: one of `flashgen.arch.KNOWN`, such as "sm_90a".
         sram: shared memory per block in bytes to plan for, instead of the architecture's.
         policy: "derived", or "paper" for the block sizes of Algorithm 1 of FlashAttention (Dao et
             al., 2022) in the forward kernel.
@@ -178,7 +179,7 @@ def analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
 
 def build(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     policy: str = "derived",
@@ -258,7 +259,7 @@ def _build_forward(request: PlanRequest, wide: bool) -> Build:
 
 
 @override.cached(maxsize=512)
-def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
+def build_minmax_tables(spec: AttentionSpec, arch: str = DEFAULT_ARCH) -> tuple[Build, ...]:
     """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
 
     Raises:
@@ -270,7 +271,9 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
 
 
 @override.cached(maxsize=64)
-def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False) -> Build:
+def build_merge(
+    head_dim_v: int, dtype: str, arch: str = DEFAULT_ARCH, *, splits: bool = False
+) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
 
     Args:
@@ -287,7 +290,7 @@ def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: boo
 
 def build_backward(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     deterministic: bool = False,

@@ -14,8 +14,6 @@ from typer import Argument, Option
 
 from flashgen.arch import KNOWN
 
-DEFAULT_ARCH = "sm_80"
-
 DECODING_SHAPE = "1,32,8,1,131072"
 """The shape of ``flashgen plan --decode`` where none is given."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, ReportArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import ReportArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, plural
 from flashgen.cli.decoding import sizes_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, VisualizeArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import VisualizeArguments
 from flashgen.cli.console import busy, facts, write
 from flashgen.cli.inputs import changed_spec, check_file, parse_shape, parse_tile, scalar_values
 

@@ -5,16 +5,16 @@ ends no more than one of them.
 """
 
 from flashgen.doctor.check import Result
-from flashgen.doctor.diagnosis import CodePath, Diagnosis, diagnose
+from flashgen.doctor.diagnosis import Diagnosis, PathOfGpu, diagnose
 from flashgen.doctor.machine import Cache, Finding, Machine, Nvrtc
 
 __all__ = [
     "Cache",
-    "CodePath",
     "Diagnosis",
     "Finding",
     "Machine",
     "Nvrtc",
+    "PathOfGpu",
     "Result",
     "diagnose",
 ]

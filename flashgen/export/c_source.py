@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flashgen.arch import facts
+from flashgen.arch import facts, portable, version_of
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.dropout import BLOCK
@@ -56,7 +56,7 @@ def _fields(manifest: Manifest) -> Fields:
     record = manifest.programs[0]
     signature = record.signature
     captured = _captured(record)
-    archs = sorted(manifest.archs, key=lambda arch: (arch.rstrip("a"), arch), reverse=True)
+    archs = sorted(manifest.archs, key=version_of, reverse=True)
     forms = _forms(record, archs)
     tables = _tables(manifest, archs, captured)
     used = sorted(
@@ -142,9 +142,9 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
     all_learned = sink is None or not sink.grad
     forwards, backwards, fallbacks = [], [], []
     for place, arch in enumerate(archs):
-        by_tma = facts(arch).path == "sm_90a"
+        by_tma = facts(arch).code_path.copies_by_tma
         fallbacks.append(int(by_tma))
-        served = {arch: 0} | ({arch.removesuffix("a"): 1} if by_tma else {})
+        served = {arch: 0} | ({portable(arch): 1} if by_tma else {})
         for form in record.forward:
             if form.arch in served and form.heads == 1:
                 forwards.append(
@@ -317,9 +317,8 @@ def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
 
 
 def _arch(arch: str) -> Fields:
-    number = arch.removeprefix("sm_").rstrip("a")
-    exact = int(arch.endswith("a"))
-    return {"name": arch, "major": number[:-1], "minor": number[-1], "exact": exact}
+    major, minor, own = version_of(arch)
+    return {"name": arch, "major": major, "minor": minor, "exact": int(own)}
 
 
 def _of_tensor(tensor: TensorArgument) -> Fields:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flashgen.arch import facts
+from flashgen.arch import facts, portable
 from flashgen.built_kernel import Build
 from flashgen.codegen.text import printable
 from flashgen.errors import InputError, SpecError
@@ -267,7 +267,7 @@ def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, Attentio
 
 def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
     """The architectures, and those whose kernels read operands over which TMA does not step."""
-    more = (arch.removesuffix("a") for arch in archs if facts(arch).path == "sm_90a")
+    more = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
     return tuple(dict.fromkeys((*archs, *more)))
 
 

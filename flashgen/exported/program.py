@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.errors import InputError, SpecError
 from flashgen.exported.folder import ExportedKernel, Folder
 from flashgen.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecord
 from flashgen.launch import gpu_facts
 from flashgen.launch_facts import heads_of_fewest_rows
-from flashgen.runtime.backends import DEFAULT_ARCH, DEFAULTS, Target, choose, index_of, order_of
+from flashgen.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.runtime.programs import ForwardRequest, Program, Variant
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.split_choice import choose_split

@@ -42,19 +42,15 @@ def _facts(build: Build) -> tuple[Row, ...]:
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
     if plan.heads_per_tile > 1:
         tile += f", shared by {plan.heads_per_tile} query heads"
-    path = "mma.sync, ldmatrix, cp.async" if plan.path == "sm_80" else "wgmma, TMA, mbarriers"
+    made_of = "" if plan.streams else f": {plan.code_path.instructions}"
     return (
         ("file", binary.filename),
-        ("architecture", f"{binary.arch}, code path {plan.path}" + _path_of(plan.streams, path)),
+        ("architecture", f"{binary.arch}, code path {plan.path}{made_of}"),
         ("tile", tile if plan.block_q else "none"),
         ("block", f"{plan.threads} threads, {plan.blocks_per_sm} resident per SM"),
         ("compiler", "; ".join(binary.warnings) or "no warnings"),
         ("calls", build.source.calls or "none: all functions are inlined"),
     )
-
-
-def _path_of(streams: bool, path: str) -> str:
-    return "" if streams else f": {path}"
 
 
 def _static_figures(build: Build, code: KernelCode) -> list[Figure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.errors import InputError
 from flashgen.pictures.inputs import call_of
 from flashgen.pictures.mask_call import MaskCall
@@ -23,7 +24,7 @@ def visualize(
     /,
     shape: Any = None,
     *,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     tile: tuple[int, int] | None = None,
     kernel: str = "forward",
     batch: int | None = None,

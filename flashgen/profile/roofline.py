@@ -31,7 +31,7 @@ _RESOURCES = {
 """The resources of the terms of a plan's cost."""
 
 
-def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str = "sm_80") -> dict[str, float]:
+def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str) -> dict[str, float]:
     """Clocks of one SM for all of a kernel's work, by the names of the terms of a plan's cost.
 
     A wavefront of shared memory is a clock, a PTX instruction an issue slot. The assembler
@@ -56,7 +56,7 @@ def roofline(
     totals: Totals,
     added_bytes: int,
     l2: L2Traffic,
-    path: str = "sm_80",
+    path: str,
 ) -> Roofline:
     """The roofline of a kernel, if every SM has an equal share of the work."""
     flops = 2.0 * totals.tensor_multiply_adds

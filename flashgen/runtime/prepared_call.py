@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.call import CheckedCall, LaunchOptions
 from flashgen.paged import contiguous_call
-from flashgen.runtime.backends import DEFAULT_ARCH, Target
+from flashgen.runtime.backends import Target
 from flashgen.runtime.block_layouts import static_layout
 from flashgen.runtime.captured_tensors import named
 from flashgen.runtime.checks import check_contents

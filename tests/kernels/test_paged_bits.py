@@ -12,6 +12,7 @@ import flashgen as fg
 from flashgen.language import SEQ_K, SEQ_Q
 from flashgen.language.signature import packed_queries, split
 from flashgen.ops import ForwardRun, run_forward
+from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.support.examples import SPECS
 from tests.support.judged import FEW_BYTES, equal, example
@@ -22,7 +23,7 @@ from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 
 
 def contiguous(call: Paged, b: int) -> ForwardRun:

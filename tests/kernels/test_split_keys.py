@@ -13,6 +13,7 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.language.signature import split
 from flashgen.ops import run_forward
+from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
 from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, judge_forward, normal
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 
 CAUSAL = fg.load(spec_path("causal"))
 SINK = fg.load(spec_path("sink"))
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 HOW: dict[str, Any] = {"backend": "emulator"}
 
 
@@ -137,7 +138,7 @@ def test_decoding_gives_the_bits_of_the_row_in_a_prefill(name: str, arch: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_positions_in_tensors_split_each_entry_at_the_same_global_positions(arch: str) -> None:
     case = Case(1, 150, 3, 4, 2)
     q, k, v = case.tensors(seed=2)

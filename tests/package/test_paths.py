@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 
 import pytest
@@ -29,6 +30,33 @@ def test_what_a_code_path_names_exists(path: CodePath) -> None:
         importlib.import_module(f"flashgen.codegen.{path.template_fields}")
     assert path.tensor_rate in Arch.__dataclass_fields__
     assert set(path.persistent) <= set(names)
+
+
+def compared_with_names(source: str) -> list[int]:
+    """The lines that compare a value with the name of a code path."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        for each in ast.walk(side)
+        if isinstance(each, ast.Constant) and each.value in PATHS
+    ]
+
+
+def test_nothing_is_decided_by_the_name_of_a_code_path() -> None:
+    others = ("emulator", "planner")
+    folders = [path for path in (ROOT / "flashgen").iterdir() if path.name not in others]
+    sources = [path for folder in folders for path in (folder, *folder.rglob("*.py"))]
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in sources
+        if path.suffix == ".py" and (lines := compared_with_names(path.read_text()))
+    }
+    assert found == {}
+    templates = [path.read_text() for path in (ROOT / "templates").rglob("*.j2")]
+    assert [text for text in templates if "plan.path " in text] == []
+    assert compared_with_names('x = a == "sm_80"\ny = b in ("sm_90a",)\nz = f("sm_80")') == [1, 2]
 
 
 @EACH

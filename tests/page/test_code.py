@@ -12,6 +12,7 @@ import flashgen as fg
 from flashgen.compile import disassembly
 from flashgen.page.code import METRICS, KernelCode, code_of
 from flashgen.page.python_lines import file_text
+from flashgen.paths import PATHS
 from flashgen.pipeline import Build, build, build_backward
 from flashgen.profile import Profile
 from tests.support.paths import ROOT
@@ -75,7 +76,7 @@ def test_the_cuda_line_of_1000_random_instructions_is_the_one_that_loc_names(arc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", ["t5_bias", "natten_2d", "document", "block_sparse"])
 def test_every_instruction_of_every_kernel_links_to_the_line_that_loc_names(name, arch):
     for made in (build(loaded(name), arch), *build_backward(loaded(name), arch)):
@@ -111,7 +112,7 @@ def test_the_counts_of_all_lines_add_up_to_the_totals_of_the_profile(arch: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_the_counts_of_backward_kernels_add_up(arch: str) -> None:
     for profile in all_kernels(loaded("causal"), SIZES, arch=arch):
         check_counts(profile)

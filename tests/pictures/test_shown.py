@@ -15,6 +15,7 @@ import torch
 import flashgen as fg
 from flashgen.page.render import html_of
 from flashgen.page.values import Page
+from flashgen.paths import PATHS
 from flashgen.pictures.drawing import COLOURS, joined, percent, ranges
 from flashgen.pictures.svg import svg_of
 from flashgen.pictures.tile_map import pairs_in_words
@@ -259,7 +260,7 @@ def test_captures_may_have_the_names_of_arguments() -> None:
 
 def test_the_tile_is_that_of_the_plan_of_the_spec() -> None:
     spec = fg.AttentionSpec(mask_mod=causal, head_dim=128, dtype="bfloat16")
-    for arch in ("sm_80", "sm_90a"):
+    for arch in PATHS:
         plan = fg.plan(spec, arch)
         found = fg.visualize(spec, (1, 1, 1024), arch=arch)
         assert found.tile == (plan.block_q, plan.block_k)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.paths import PATHS
 from flashgen.profile import Profile
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.profiles import all_kernels, loaded
@@ -148,7 +149,7 @@ def test_two_architectures_and_two_specs_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", ["t5_bias", "natten_2d", "document", "block_sparse", "sink"])
 def test_every_kind_of_spec_has_a_report_below_3_mb(tmp_path: Path, name: str, arch: str) -> None:
     file = tmp_path / f"{name}.html"
