@@ -26,12 +26,12 @@ from flashgen.codegen.readers import (
     reader,
     type_of_sums,
 )
-from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
+from flashgen.codegen.source import Param, Source, kernel_name
 from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.tidy import simplified, tidy
 from flashgen.codegen.unused import used
 from flashgen.codegen.walk import ScoreCode, WalkCode
-from flashgen.dtypes import POSITION_LIMIT
+from flashgen.dtypes import OPERANDS, POSITION_LIMIT
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.launch_facts import SPAN
@@ -108,7 +108,7 @@ def kernel(
         name,
         params,
         spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
-        element=ELEMENTS[plan.dtype],
+        element=OPERANDS[plan.dtype],
         span=SPAN,
         sparse=spec.block_sparse if code else None,
         walk=code.walk if code else None,

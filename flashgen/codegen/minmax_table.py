@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flashgen.codegen.kernel import rendered
-from flashgen.codegen.readers import param_of_table, params_of_tensor, stored_and_read
+from flashgen.codegen.readers import param_of_table, params_of_tensor
 from flashgen.codegen.source import Source
+from flashgen.dtypes import ELEMENTS
 from flashgen.language import Tensor
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import SPAN
@@ -19,7 +20,8 @@ def minmax_table(spec: AttentionSpec, tensor: Tensor, axis: int, plan: Plan) -> 
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    stored, value = stored_and_read(tensor)
+    element = ELEMENTS[tensor.dtype]
+    stored, value = element.stored, element.value
     return rendered(
         "common/minmax_table.cu.j2",
         spec,

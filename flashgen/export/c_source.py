@@ -15,7 +15,7 @@ from flashgen.arch import facts, portable, version_of
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.dropout import BLOCK
-from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, bytes_of_sums
+from flashgen.dtypes import COUNT_LIMIT, ELEMENTS, ITEMSIZE, OPERANDS, POSITION_LIMIT
 from flashgen.exported.manifest import KernelRecord, Manifest, ProgramRecord
 from flashgen.language.block_layout import TENSORS
 from flashgen.launch_facts import SPAN, LaunchFacts, ParamFacts
@@ -71,7 +71,10 @@ def _fields(manifest: Manifest) -> Fields:
         each["kernels"] = [used.index(number) for number in each["kernels"]]
     learned = _learned(signature, captured)
     every = [tensor.name for tensor in signature.learned]
-    itemsize = 4 if signature.dtype == "float32" else 2
+    dtype, out_dtype = signature.dtype, signature.out_dtype
+    assert dtype is not None, "kernels are exported for one dtype"
+    assert out_dtype is not None
+    sums = OPERANDS[dtype].sums
     scale = signature.scale if signature.scale is not None else signature.head_dim**-0.5
     return {
         **forms,
@@ -81,10 +84,10 @@ def _fields(manifest: Manifest) -> Fields:
         "name": signature.name,
         "head_dim": signature.head_dim,
         "head_dim_v": signature.head_dim_v,
-        "dtype": signature.dtype,
-        "out_dtype": signature.out_dtype,
-        "itemsize": itemsize,
-        "out_itemsize": 4 if signature.out_dtype == "float32" else 2,
+        "dtype": dtype,
+        "out_dtype": out_dtype,
+        "itemsize": ITEMSIZE[dtype],
+        "out_itemsize": ITEMSIZE[out_dtype],
         "scale": repr(float(scale)),
         "dropout": signature.dropout,
         "dropout_block": BLOCK,
@@ -94,8 +97,8 @@ def _fields(manifest: Manifest) -> Fields:
         "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
         "learned": learned,
         "unlearned": ", ".join(every) if every and not learned else "",
-        "sum_dtype": {2: "float32", 4: "float64"}[itemsize],
-        "sum_bytes": bytes_of_sums(itemsize),
+        "sum_dtype": sums.dtype,
+        "sum_bytes": sums.itemsize,
         "backward": bool(forms["backwards"]),
         "tables": tables,
         "table_count": len({x["name"] for x in tables}),
@@ -202,7 +205,7 @@ def _tables(
                     "captured": at,
                     "axis": int(match[2]),
                     "rank": len(tensor.dims),
-                    "element_bytes": 8 if tensor.dtype == "int64" else 4,
+                    "element_bytes": ITEMSIZE[ELEMENTS[tensor.dtype].value_dtype],
                 }
             )
     return found

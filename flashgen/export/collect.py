@@ -10,6 +10,7 @@ from typing import Any
 from flashgen.arch import facts, portable
 from flashgen.built_kernel import Build
 from flashgen.codegen.text import printable
+from flashgen.dtypes import ITEMSIZE
 from flashgen.errors import InputError, SpecError
 from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.manifest import (
@@ -169,7 +170,7 @@ class Collection:
     def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
         records: list[ForwardRecord] = []
         builds: list[Build] = []
-        forms = [(16, heads) for heads in self._heads(spec)] + [(_itemsize(spec), 1)]
+        forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
         for drops, used in _with_and_without_dropout(spec):
             for arch in _with_fallbacks(self.request.archs):
                 for access, heads in dict.fromkeys(forms):
@@ -254,10 +255,6 @@ def _without_folder(build: Build) -> bytes:
     if len(folder) < len(KERNELS):
         return build.cubin
     return build.cubin.replace(folder.encode(), KERNELS.encode().ljust(len(folder.encode()), b"/"))
-
-
-def _itemsize(spec: AttentionSpec) -> int:
-    return 4 if spec.dtype == "float32" else 2
 
 
 def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, AttentionSpec], ...]:

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 
 Number = int | float
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes per element of an operand, by its dtype."""
-
 QUANTITIES = {
     "block_q": "query rows per block (the paper's Br)",
     "block_k": "keys per step of the main loop (the paper's Bc)",

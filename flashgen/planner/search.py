@@ -46,7 +46,7 @@ def _of_shape(problem: TileProblem, tile: Tile) -> dict[str, Number]:
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(
-            problem.kernel, problem.itemsize, problem.learned, rows, tile.step
+            problem.kernel, problem.dtype, problem.learned, rows, tile.step
         )
     return at
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.arch import SMEM_RESERVED, WARP, Arch
+from flashgen.dtypes import ITEMSIZE
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.derivation import line_of
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models.kernel_model import REGISTER_LIMIT, SMEM_OF_SM
-from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
+from flashgen.planner.quantities import Number, Quantities
 
 # The delta kernel: each warp processes one row at a time. With this number of threads enough loads
 # are in flight.

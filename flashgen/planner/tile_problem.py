@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from flashgen.arch import SMEM_RESERVED, Arch
+from flashgen.dtypes import ITEMSIZE, OPERANDS
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models import (
     backward_sm80,
@@ -19,7 +20,7 @@ from flashgen.planner.models import (
 from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.planner.models.panels_sm90 import GROUP_ROWS
-from flashgen.planner.quantities import ITEMSIZE, Number
+from flashgen.planner.quantities import Number
 from flashgen.planner.windows import Learned, added_by_scores
 
 PATHS: dict[str, dict[tuple[str, int], KernelModel]] = {
@@ -156,7 +157,7 @@ class TileProblem:
             "copy_ops": fitted_sm80.VECTOR_COPY_INSTRUCTIONS
             if vectors
             else fitted_sm80.ELEMENT_COPY_INSTRUCTIONS,
-            "factors": 6 if self.itemsize == 4 else 1,
+            "factors": OPERANDS[self.dtype].products,
             "tensor_rate": self.arch.tensor_rate(self.path),
             "l2_rate": self.arch.l2_bytes_per_clock,
             "score_ops": self.score_ops,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashgen.analysis import Window, kind_of_sum, window_of
-from flashgen.dtypes import bytes_of_sums
+from flashgen.dtypes import OPERANDS
 from flashgen.language import Element, elements_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
@@ -34,7 +34,7 @@ def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
             yield window
 
 
-def window_bytes(kernel: str, itemsize: int, learned: Learned, rows: int, keys: int) -> int:
+def window_bytes(kernel: str, dtype: str, learned: Learned, rows: int, keys: int) -> int:
     """Bytes of shared memory for the windows of one warp."""
     entries = sum(window.entries for window in windows_of(learned, rows, keys))
-    return (8 if kernel == "captured_exact" else bytes_of_sums(itemsize)) * entries
+    return (8 if kernel == "captured_exact" else OPERANDS[dtype].sums.itemsize) * entries

@@ -13,6 +13,7 @@ from flashgen.arch import WARP
 from flashgen.call import CheckedCall
 from flashgen.codegen import walk_of_kernel
 from flashgen.codegen.sparse import blocks_are_bits
+from flashgen.dtypes import OPERANDS
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, analysed
 from flashgen.planner import (
@@ -145,9 +146,7 @@ def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
     """Multiply-adds of the tensor cores for score elements; None without a prediction."""
     dims = plan.head_dim + plan.head_dim_v
     macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
-    # float32 is split into three parts of bfloat16, which takes six products.
-    products = 6 if plan.dtype == "float32" else 1
-    return None if macs is None else products * macs * scores
+    return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
 
 
 def _of_sink(

@@ -8,6 +8,7 @@ import sympy
 
 from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
 from flashgen.arch import Arch
+from flashgen.dtypes import ITEMSIZE
 from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
@@ -15,7 +16,6 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
-from flashgen.planner.quantities import ITEMSIZE
 
 # ---- instructions per score element --------------------------------------------------------------
 
