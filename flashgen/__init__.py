@@ -76,11 +76,11 @@ if TYPE_CHECKING:
     from flashgen.ops import Layout as Layout
     from flashgen.ops import append_kv as append_kv
     from flashgen.ops import attention as attention
-    from flashgen.pictures import visualize as visualize
     from flashgen.pipeline import build as build
     from flashgen.pipeline import emit as emit
     from flashgen.planner import plan as plan
     from flashgen.runtime.page_tables import page_table as page_table
+    from flashgen.views.visualize import visualize as visualize
 
 # The public names by the module that defines them, or by "" where they are packages themselves. The
 # imports above are the same, for type checkers.
@@ -99,7 +99,7 @@ _NAMES = {
     "language.spec_file": "load",
     "language.tensor": "Tensor",
     "ops": "Layout append_kv attention",
-    "pictures": "visualize",
+    "views.visualize": "visualize",
     "pipeline": "build emit",
     "planner": "plan",
     "runtime.page_tables": "page_table",

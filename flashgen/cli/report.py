@@ -23,7 +23,7 @@ from flashgen.language.spec_file import file_and_variable
 from flashgen.planner import Tile, feasible
 
 if TYPE_CHECKING:
-    from flashgen.page import Side
+    from flashgen.views.values import Side
 
 MOST_WORK = 5e10
 """Multiply-adds of the largest call that is executed: tens of minutes in the emulator."""
@@ -58,7 +58,8 @@ def report(arguments: ReportArguments) -> None:
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):
-        from flashgen.page import Page, html_of
+        from flashgen.views.render import html_of
+        from flashgen.views.values import Page
     sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
     title = " and ".join(dict.fromkeys(side.title for side in sides))
     with busy("writing the page"):
@@ -141,8 +142,8 @@ def _distance(tile: tuple[int, int], given: tuple[int, int] | None) -> float:
 
 
 def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
-    from flashgen.page.python_lines import file_text
-    from flashgen.report import CallResults, side_of
+    from flashgen.views.collect import CallResults, side_of
+    from flashgen.views.python_lines import file_text
 
     arguments = replace(chosen.arguments, arch=chosen.arch)
     tiles = _given_tile(spec, chosen)
@@ -179,8 +180,8 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
         InputError: its heads cannot share tiles as those of the executed call do.
     """
     from flashgen.cli.tune import problem_of
-    from flashgen.report import with_duration
     from flashgen.tune import predicted
+    from flashgen.views.launch import with_duration
 
     sizes = parse_shape(shape, "--predict")
     panes = [pane for pane in side.kernels if pane.schedule is not None]

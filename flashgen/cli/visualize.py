@@ -27,7 +27,7 @@ def visualize(arguments: VisualizeArguments) -> None:
     q_offset, k_offset = arguments.q_offset, arguments.k_offset
     with busy("loading torch"):
         from flashgen.cli.captured_tensors import tensor_values
-        from flashgen.pictures import visualize as map_of
+        from flashgen.views.visualize import visualize as map_of
     tensors, _ = tensor_values(spec, arguments.path, sizes, q_offset=q_offset, k_offset=k_offset)
     found = map_of(
         spec,
