@@ -77,7 +77,7 @@ def report(arguments: ReportArguments) -> None:
 
 def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
     for side in sides:
-        wrong = [each.name for each in side.errors if not each.passed]
+        wrong = [each.name for each in side.errors if not each.verdict.ok]
         right = f"{plural(len(side.errors), 'result')} within the error rule"
         right = right if side.errors else "no result was compared with the oracle"
         yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
@@ -181,10 +181,10 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
     """
     from flashgen.cli.tune import problem_of
     from flashgen.tune import predicted
-    from flashgen.views.launch import with_duration
+    from flashgen.views.kernel import with_duration
 
     sizes = parse_shape(shape, "--predict")
-    panes = [pane for pane in side.kernels if pane.schedule is not None]
+    panes = [pane for pane in side.kernels if pane.duration is not None]
     shared = max((pane.plan.heads_per_tile for pane in panes), default=1)
     if (sizes.heads_q // max(1, sizes.heads_kv)) % shared:
         raise InputError(

@@ -10,12 +10,12 @@ from flashgen.call import Inputs
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import BackwardRun, ForwardRun
 from flashgen.profile import Profile
-from flashgen.views.launch import pane_of_profile
+from flashgen.views.kernel import pane_of_profile
 from flashgen.views.numerics import MOST_SCORES, backward_errors, forward_errors
 from flashgen.views.python_lines import PythonText
+from flashgen.views.report_page import versions
 from flashgen.views.tiles import with_tile_map
 from flashgen.views.values import ErrorHistogram, Row, Side
-from flashgen.views.versions import versions
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flashgen.views.values import Figure, KernelPane, Side
+from flashgen.views.values import Figure, Side
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,19 @@ class Compared:
 def compared(first: Side, second: Side) -> tuple[Compared, ...]:
     """The figures of all kernels of either side, kernels of one role in one table."""
     found = []
-    ours = {pane.title: pane for pane in first.kernels}
-    theirs = {pane.title: pane for pane in second.kernels}
-    for title in dict.fromkeys([*ours, *theirs]):
-        rows = _rows(_figures(ours.get(title)), _figures(theirs.get(title)))
+    one, two = ({pane.title: pane.figures for pane in side.kernels} for side in (first, second))
+    for title in dict.fromkeys([*one, *two]):
+        rows = _rows(one.get(title, ()), two.get(title, ()))
         found.append(Compared(title, tuple(rows)))
-    errors = [{e.name: e for e in side.errors} for side in (first, second)]
-    rows = _rows(
-        *(
-            [Figure(f"largest error of {name}", each.max_error) for name, each in found_.items()]
-            for found_ in errors
-        )
+    ours, theirs = (
+        [Figure(f"largest error of {each.name}", each.verdict.max_error) for each in side.errors]
+        for side in (first, second)
     )
-    results = tuple(rows)
+    results = tuple(_rows(ours, theirs))
     return (*found, Compared("results", results)) if results else tuple(found)
 
 
-def _figures(pane: KernelPane | None) -> list[Figure]:
-    return [] if pane is None else list(pane.figures)
-
-
-def _rows(ours: list[Figure], theirs: list[Figure]) -> Iterator[Difference]:
+def _rows(ours: Sequence[Figure], theirs: Sequence[Figure]) -> Iterator[Difference]:
     at, other = ({each.name: each for each in figures} for figures in (ours, theirs))
     for name in dict.fromkeys([*at, *other]):
         one, two = at.get(name), other.get(name)

@@ -52,22 +52,17 @@ def backward_errors(
 
 
 def _histogram(name: str, found: Tensor, judged: Judged) -> ErrorHistogram:
-    verdict, exact = judged.verdict, judged.exact.double()
+    exact = judged.exact.double()
     errors, ordinary = (_errors(tensor, exact) for tensor in (found, judged.same))
     largest = max(float(each.max()) if each.numel() else 0.0 for each in (errors, ordinary))
     top = math.floor(math.log10(largest)) if largest > 0 else -1
     exponents = tuple(range(top - _DECADES + 1, top + 1))
     return ErrorHistogram(
         name=name,
-        verdict=str(verdict),
-        passed=verdict.ok,
+        verdict=judged.verdict,
         exponents=exponents,
         found=tuple(_counts(errors, exponents)),
         ordinary=tuple(_counts(ordinary, exponents)),
-        max_error=verdict.max_error,
-        max_allowed=verdict.max_allowed,
-        rms_error=verdict.rms_error,
-        rms_allowed=verdict.rms_allowed,
     )
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashgen.views.values import ErrorHistogram, RooflineFacts, Schedule
+from flashgen.arch import Arch, facts
+from flashgen.planner.duration import Duration, placed
+from flashgen.views.values import ErrorHistogram
+
+if TYPE_CHECKING:
+    from flashgen.profile import Profile
+
+MOST_TILES = 2000
+"""Work tiles that a page shows: those of the first SMs where there are more."""
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 12, 44
@@ -26,7 +35,7 @@ class RooflinePlot:
 
     Attributes:
         slopes: a line from the left end to the ceiling for HBM and L2: name, x0, y0, x1, y1.
-        ceiling: the height of the ceiling.
+        ceiling: the height of the ceiling; peak: its rate in FLOP per second.
         marks: the intensity by HBM bytes and by bytes requested from L2: name, x, y.
     """
 
@@ -34,17 +43,21 @@ class RooflinePlot:
     y: tuple[Tick, ...]
     slopes: tuple[tuple[str, float, float, float, float], ...]
     ceiling: float
+    peak: float
     marks: tuple[tuple[str, float, float], ...]
 
 
-def roofline_plot(facts: RooflineFacts) -> RooflinePlot:
+def roofline_plot(profile: Profile) -> RooflinePlot:
     """The roofline of a launch on logarithmic axes."""
-    corners = {"HBM": facts.peak / facts.hbm, "L2": facts.peak / facts.l2}
-    intensities = {"HBM bytes": facts.intensity, "bytes requested from L2": facts.intensity_l2}
-    places = [*corners.values(), *filter(None, intensities.values())]
+    found, arch = profile.roofline, profile.arch
+    chip = arch.sms * arch.clock_hz
+    peak = 2.0 * arch.tensor_rate(profile.plan.path) * chip
+    rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
+    intensities = {"HBM bytes": found.intensity, "bytes requested from L2": found.intensity_l2}
+    places = [*(peak / rate for rate in rates.values()), *filter(None, intensities.values())]
     low, high = math.log10(min(places) / 8), math.log10(max(places) * 8)
-    top = math.log10(2 * facts.peak)
-    bottom = min(math.log10(facts.hbm) + low, math.log10(facts.attainable or facts.peak)) - 0.1
+    top = math.log10(2 * peak)
+    bottom = min(math.log10(rates["HBM"]) + low, math.log10(found.attainable or peak)) - 0.1
 
     def x(value: float) -> float:
         return LEFT + (math.log10(value) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
@@ -53,7 +66,6 @@ def roofline_plot(facts: RooflineFacts) -> RooflinePlot:
         part = (math.log10(value) - bottom) / (top - bottom)
         return HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)
 
-    rates = {"HBM": facts.hbm, "L2": facts.l2}
     start = 10.0**low
     least = 10.0**bottom
     return RooflinePlot(
@@ -64,16 +76,17 @@ def roofline_plot(facts: RooflineFacts) -> RooflinePlot:
                 name,
                 x(max(start, least / rate)),
                 y(max(rate * start, least)),
-                x(corners[name]),
-                y(facts.peak),
+                x(peak / rate),
+                y(peak),
             )
             for name, rate in rates.items()
         ),
-        ceiling=y(facts.peak),
+        ceiling=y(peak),
+        peak=peak,
         marks=tuple(
-            (name, x(value), y(facts.attainable))
+            (name, x(value), y(found.attainable))
             for name, value in intensities.items()
-            if value and facts.attainable
+            if value and found.attainable
         ),
     )
 
@@ -153,61 +166,68 @@ class SchedulePlot:
     """Work tiles over SMs (down) and steps (across).
 
     Attributes:
-        busy, shown: the SMs that have work, and those that are drawn.
+        total: the number of all work tiles of the launch.
+        makespan: steps until the last one ends.
+        busy: the SMs that have work.
     """
 
+    arch: Arch
     height: float
     tiles: tuple[ScheduledTile, ...]
     x: tuple[Tick, ...]
     y: tuple[Tick, ...]
+    total: int
+    makespan: float
     busy: int
-    shown: int
 
 
 SHADES = 6
 """The number of colours by which neighbouring heads can be told apart."""
 
 
-def schedule_plot(schedule: Schedule) -> SchedulePlot:
-    """The schedule of a launch."""
-    rows = sorted({_row(schedule, each.slot) for each in schedule.work_tiles})
+def schedule_plot(duration: Duration) -> SchedulePlot:
+    """The schedule on which a predicted duration rests: each free slot runs the next block."""
+    arch = facts(duration.plan.arch)
+    blocks = list(placed(duration.parts, arch.sms * duration.plan.blocks_per_sm))
+    begun = {line.name: line.value for line in duration.lines}.get("begun", 0)
+    makespan = max((end for _, _, end, _, _ in blocks), default=0.0)
+    shown, sms = blocks, arch.sms
+    while len(shown) > MOST_TILES and sms > 1:
+        sms = max(1, min(sms - 1, sms * MOST_TILES // len(shown)))
+        shown = [block for block in blocks if block[0] % arch.sms < sms]
+    # The SM of a slot, and which of its resident blocks it is: SMs get first blocks first.
+    placed_at = [(block[0] % arch.sms, block[0] // arch.sms) for block in shown[:MOST_TILES]]
+    rows = sorted(set(placed_at))
     place = {row: index for index, row in enumerate(rows)}
     row_height = max(3.0, min(14.0, 420 / max(len(rows), 1)))
     gap = 1.0 if row_height >= 5 else 0.0
-    height = TOP + row_height * len(rows) + BOTTOM
-    room = WIDTH - LEFT - RIGHT
-    scale = room / schedule.makespan if schedule.makespan else 0.0
+    scale = (WIDTH - LEFT - RIGHT) / makespan if makespan else 0.0
     tiles = tuple(
         ScheduledTile(
-            x=LEFT + each.start * scale,
-            y=TOP + row_height * place[_row(schedule, each.slot)],
-            width=max(0.5, (each.end - each.start) * scale - 0.5),
+            x=LEFT + start * scale,
+            y=TOP + row_height * place[row],
+            width=max(0.5, (end - start) * scale - 0.5),
             height=row_height - gap,
-            shade=each.head % SHADES,
-            text=f"SM {each.slot % schedule.sms}, tile {each.tile} of head {each.head}: "
-            f"{each.steps:,.0f} steps, from {each.start:,.1f} to {each.end:,.1f}",
+            shade=head % SHADES,
+            text=f"SM {row[0]}, tile {tile} of head {head}: "
+            f"{end - start - begun:,.0f} steps, from {start:,.1f} to {end:,.1f}",
         )
-        for each in schedule.work_tiles
+        for row, (_, start, end, tile, head) in zip(placed_at, shown, strict=False)
     )
     every = max(1, math.ceil(14 / row_height))
     return SchedulePlot(
-        height=height,
+        arch=arch,
+        height=TOP + row_height * len(rows) + BOTTOM,
         tiles=tiles,
-        x=tuple(
-            Tick(LEFT + value * scale, f"{value:,g}") for value in _round_steps(schedule.makespan)
-        ),
+        x=tuple(Tick(LEFT + value * scale, f"{value:,g}") for value in _round_steps(makespan)),
         y=tuple(
             Tick(TOP + row_height * (place[row] + 0.5), f"SM {row[0]}" + ("'" if row[1] else ""))
             for row in rows[::every]
         ),
-        busy=len({each.slot % schedule.sms for each in schedule.work_tiles}),
-        shown=len(rows),
+        total=len(blocks),
+        makespan=makespan,
+        busy=len({sm for sm, _ in placed_at}),
     )
-
-
-def _row(schedule: Schedule, slot: int) -> tuple[int, int]:
-    """The SM of a slot, and which of its resident blocks it is; SMs get first blocks first."""
-    return slot % schedule.sms, slot // schedule.sms
 
 
 def _round_steps(end: float) -> list[float]:

@@ -12,6 +12,7 @@ import jinja2
 
 from flashgen.codegen.environment import template_folder
 from flashgen.errors import RenderError
+from flashgen.planner.derivation import printed_line
 from flashgen.planner.formulas import counted
 from flashgen.planner.quantities import QUANTITIES
 from flashgen.views.code import METRICS, KernelCode, LinkedText
@@ -52,6 +53,7 @@ def _environment() -> jinja2.Environment:
         "quantity": quantity,
         "seconds": seconds,
         "counted": counted,
+        "printed": printed_line,
         "percent": lambda value: f"{100 * value:.1f} %",
         "change": _change,
     }

@@ -1,21 +1,26 @@
-"""The page of an operator's last call: its kernels, without a run of their own.
-
-Calls import it when they are asked for the page, because they run where jinja2 is not installed.
-"""
+"""The page of an operator's last call: its kernels, without a run of their own."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from flashgen import emulator
+from flashgen.codegen.environment import template_digest
+from flashgen.compile import nvrtc
 from flashgen.emulator.counters.ptx_lines import ptx_lines
+from flashgen.errors import CompileError
+from flashgen.version import __version__
+from flashgen.views.kernel import pane_of
+from flashgen.views.values import Figure, KernelPane, Page, Side
 
 if TYPE_CHECKING:
     from flashgen.runtime.reports import Report
-    from flashgen.views.values import KernelPane, Page
 
+_PACKAGES = ("torch", "numpy", "sympy", "cuda-bindings", "nvidia-cuda-nvdisasm")
 _NOT_MADE = (
     "The counts by step, the roofline, the tile map, the schedule and the errors need a run of "
     "their own: flashgen report SPEC."
@@ -28,9 +33,6 @@ _TILED = (
 
 def page_of(report: Report) -> Page:
     """The launches of a call: min/max tables, the kernel, and the merge of split keys."""
-    from flashgen.views.values import Page, Side
-    from flashgen.views.versions import versions
-
     launches = [*report.tables, report, *([] if report.merge is None else [report.merge])]
     panes: list[KernelPane] = []
     for each in launches:
@@ -49,9 +51,6 @@ def page_of(report: Report) -> Page:
 
 
 def _panes(report: Report, taken: list[str]) -> Iterator[KernelPane]:
-    from flashgen.views.kernel import pane_of
-    from flashgen.views.values import Figure
-
     build, counters = report.kernel, report.counters
     if build is None:
         return
@@ -71,3 +70,25 @@ def _panes(report: Report, taken: list[str]) -> Iterator[KernelPane]:
             Figure("global bytes written", counters.global_write_bytes, "B"),
         )
     yield replace(pane, figures=figures, notes=(_NOT_MADE,), tile_map_note=_NOT_MADE)
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The names and versions, "missing" for what is not installed; nothing is imported for it."""
+    found = [("flashgen", __version__), ("templates", template_digest())]
+    found.append(("Python", platform.python_version()))
+    found += [(name, _version_of(name)) for name in _PACKAGES]
+    try:
+        compiler = nvrtc.version()
+    except CompileError:
+        compiler = "missing"
+    return (*found, ("NVRTC", compiler))
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashgen.errors import InputError
-from flashgen.views.drawing import Drawing
+from flashgen.views.drawing import Drawing, text_of
 from flashgen.views.png import png_of
 from flashgen.views.svg import svg_of
-from flashgen.views.terminal import text_of
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -11,7 +11,6 @@ import numpy as np
 
 from flashgen.errors import InputError
 from flashgen.views.drawing import Drawing, Grid, LegendEntry, percent, ranges
-from flashgen.views.element_map import ElementMap
 from flashgen.views.mask_call import MaskCall, Pair, Place
 from flashgen.views.shown import Shown
 from flashgen.views.tile_kinds import Kind, elements_of
@@ -42,6 +41,39 @@ _BY_KERNEL = {
     "mixed": (Kind.MIXED, Kind.FULL_BUT_MASKED, Kind.EMPTY_BUT_VISITED, Kind.NOT_DECIDED),
     "full": (Kind.FULL,),
 }
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ElementMap(Shown):
+    """The scores of a few tiles: which of them the mask and the block layout keep.
+
+    Attributes:
+        title: the name of the spec and the place of the tiles.
+        elements: bool [queries, keys], true where the score is kept.
+        queries, keys: the first and the last global position, both inclusive.
+    """
+
+    title: str
+    elements: Array
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+    def drawing(self) -> Drawing:
+        """What the picture shows."""
+        cells = self.elements.astype(np.uint8)
+        kept, total = int(cells.sum()), cells.size
+        shares = [f"{n:,} ({percent(n, total)})" for n in (total - kept, kept)]
+        return Drawing(
+            title=self.title,
+            lines=(f"{cells.shape[0]:,} queries x {cells.shape[1]:,} keys, score by score",),
+            grids=(Grid("", cells, self.queries, self.keys),),
+            legend=(
+                LegendEntry(0, "skip", "·", "masked", shares[0]),
+                LegendEntry(1, "full", "█", "kept", shares[1]),
+            ),
+            cell="score",
+            partly=("full", "▒"),
+        )
 
 
 @dataclass(frozen=True, eq=False)
