@@ -7,11 +7,10 @@ from flashgen.codegen.captured import captured
 from flashgen.codegen.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
 from flashgen.codegen.source import Source
+from flashgen.codegen.streaming import convert_dq, delta
 from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.models.panels_sm90 import queries_of_sums
-from flashgen.planner.streaming_kernels import lanes_of_row
 
 
 def walk_of_kernel(role: str) -> WalkedAxis:
@@ -29,10 +28,9 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     if plan.kernel == "delta":
-        return _delta(spec, plan)
+        return delta(spec, plan)
     if plan.kernel == "convert_dq":
-        queries = queries_of_sums(plan.block_q, plan.head_dim)
-        return kernel("common/convert_dq.cu.j2", spec, plan, None, dq_queries=queries)
+        return convert_dq(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
     direction = QUERIES if plan.owns_keys else KEYS
@@ -49,18 +47,4 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         plan,
         KernelCode(functions, walk, score),
         exchanges=exchanges,
-    )
-
-
-def _delta(spec: AttentionSpec, plan: Plan) -> Source:
-    vectors = plan.head_dim_v * plan.itemsize // 16
-    lanes = lanes_of_row(vectors)
-    return kernel(
-        "common/delta.cu.j2",
-        spec,
-        plan,
-        None,
-        lanes=lanes,
-        uneven=vectors % lanes != 0,
-        has_sink=spec.sink is not None,
     )

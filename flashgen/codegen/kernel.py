@@ -28,8 +28,7 @@ from flashgen.codegen.readers import (
 )
 from flashgen.codegen.source import Param, Source, kernel_name
 from flashgen.codegen.spec_function import SpecFunction
-from flashgen.codegen.tidy import simplified, tidy
-from flashgen.codegen.unused import used
+from flashgen.codegen.tidy import simplified, tidy, used
 from flashgen.codegen.walk import ScoreCode, WalkCode
 from flashgen.dtypes import OPERANDS, POSITION_LIMIT
 from flashgen.language.scalar import Scalar

@@ -6,6 +6,8 @@ import base64
 import functools
 import json
 import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -16,9 +18,8 @@ from flashgen.planner.derivation import printed_line
 from flashgen.planner.formulas import counted
 from flashgen.planner.quantities import QUANTITIES
 from flashgen.views.code import METRICS, KernelCode, LinkedText
-from flashgen.views.figures import compared
 from flashgen.views.plots import histogram_plot, roofline_plot, schedule_plot
-from flashgen.views.values import Page
+from flashgen.views.values import Figure, Page, Side
 
 STYLES = ("page.css", "code.css", "plots.css")
 PROGRAMS = ("data.js", "text_pane.js", "links.js", "heat.js", "tile_map.js", "page.js")
@@ -31,7 +32,12 @@ def html_of(page: Page) -> str:
     Raises:
         RenderError: a template is missing, or it and the values disagree.
     """
-    return _filled("page.html", page=page, differences=_differences(page), data=_packed(page))
+    return _filled(
+        "page.html",
+        page=page,
+        differences=compared(*page.sides) if page.compares else (),
+        data=_packed(page),
+    )
 
 
 def notebook_html(page: Page) -> str:
@@ -85,10 +91,6 @@ def _filled(template: str, **fields: Any) -> str:
         ) from error
     # The name of a file may have bytes that are no UTF-8.
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _differences(page: Page) -> Any:
-    return compared(*page.sides) if page.compares else ()
 
 
 # ---- numbers in words ----------------------------------------------------------------------------
@@ -163,3 +165,69 @@ def _of_text(text: LinkedText) -> dict[str, Any]:
         "outer": text.outer,
         "note": text.note,
     }
+
+
+# ---- the figures of two reports beside each other ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A figure of two reports; None where one of them lacks it.
+
+    Attributes:
+        change: the second divided by the first, less 1; None where that says nothing.
+    """
+
+    name: str
+    unit: str
+    origin: str
+    first: float | None
+    second: float | None
+
+    @property
+    def change(self) -> float | None:
+        if self.first is None or self.second is None or self.first == 0:
+            return None
+        return self.second / self.first - 1
+
+    @property
+    def equal(self) -> bool:
+        return self.first == self.second
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The figures of a kernel of both reports, or of their results."""
+
+    title: str
+    rows: tuple[Difference, ...]
+
+
+def compared(first: Side, second: Side) -> tuple[Compared, ...]:
+    """The figures of all kernels of either side, kernels of one role in one table."""
+    found = []
+    one, two = ({pane.title: pane.figures for pane in side.kernels} for side in (first, second))
+    for title in dict.fromkeys([*one, *two]):
+        rows = _rows(one.get(title, ()), two.get(title, ()))
+        found.append(Compared(title, tuple(rows)))
+    ours, theirs = (
+        [Figure(f"largest error of {each.name}", each.verdict.max_error) for each in side.errors]
+        for side in (first, second)
+    )
+    results = tuple(_rows(ours, theirs))
+    return (*found, Compared("results", results)) if results else tuple(found)
+
+
+def _rows(ours: Sequence[Figure], theirs: Sequence[Figure]) -> Iterator[Difference]:
+    at, other = ({each.name: each for each in figures} for figures in (ours, theirs))
+    for name in dict.fromkeys([*at, *other]):
+        one, two = at.get(name), other.get(name)
+        known = one or two
+        assert known is not None, "the name is of one of them"
+        yield Difference(
+            name,
+            known.unit,
+            known.origin,
+            None if one is None else one.value,
+            None if two is None else two.value,
+        )
