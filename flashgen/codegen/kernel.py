@@ -30,7 +30,7 @@ from flashgen.codegen.source import Param, Source, kernel_name
 from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.tidy import simplified, tidy, used
 from flashgen.codegen.walk import ScoreCode, WalkCode
-from flashgen.dtypes import OPERANDS, POSITION_LIMIT
+from flashgen.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.launch_facts import SPAN
@@ -108,6 +108,7 @@ def kernel(
         params,
         spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
         element=OPERANDS[plan.dtype],
+        stored=ELEMENTS[plan.dtype].stored,
         span=SPAN,
         sparse=spec.block_sparse if code else None,
         walk=code.walk if code else None,
