@@ -22,6 +22,7 @@ import re
 from dataclasses import dataclass, replace
 
 from flashgen.errors import PlanError
+from flashgen.paths import PATHS, CodePath, path_on
 
 __all__ = ["Arch", "facts", "known", "paths_of"]
 
@@ -43,7 +44,6 @@ class Arch:
     """Facts about one architecture. Sizes in bytes, rates per clock and per SM unless named."""
 
     name: str  # as in NVRTC's option --gpu-architecture
-    path: str  # the code path, which names the templates
     smem_per_sm: int
     smem_per_block: int  # with opt-in
     threads_per_sm: int
@@ -56,9 +56,19 @@ class Arch:
     l2_bytes: int
     hbm_bytes_per_s: float
     tensor_16bit: int  # multiply-adds, dense, fp16 or bf16 operands, fp32 sums, fastest path
-    mma_16bit: int  # the same with mma.sync, the instruction of the sm_80 path
+    mma_16bit: int  # the same with mma.sync
     l2_bytes_per_clock: float
     memory_latency: int  # clocks from a load of global memory, not in L2, to its data
+
+    @property
+    def code_path(self) -> CodePath:
+        """The code path of the architecture's own kernels."""
+        return path_on(self.name)
+
+    @property
+    def path(self) -> str:
+        """The name of the code path."""
+        return self.code_path.name
 
     @property
     def major(self) -> int:
@@ -72,13 +82,12 @@ class Arch:
         return self.threads_per_sm // WARP
 
     def tensor_rate(self, path: str) -> int:
-        """Multiply-adds per clock and SM, with wgmma on the sm_90a path and mma.sync elsewhere."""
-        return self.tensor_16bit if path == "sm_90a" else self.mma_16bit
+        """Multiply-adds per clock and SM with the instructions of a code path, by its name."""
+        return int(getattr(self, PATHS[path].tensor_rate))
 
 
 _SM_80 = Arch(
     name="sm_80",
-    path="sm_80",
     smem_per_sm=164 * KIB,
     smem_per_block=163 * KIB,
     threads_per_sm=2048,
@@ -99,7 +108,6 @@ _SM_80 = Arch(
 )
 _SM_86 = Arch(
     name="sm_86",
-    path="sm_80",
     smem_per_sm=100 * KIB,
     smem_per_block=99 * KIB,
     threads_per_sm=1536,
@@ -175,8 +183,6 @@ _SM_120 = replace(
     hbm_bytes_per_s=1792e9,
 )
 
-# Architectures with instructions of their own, and the code paths that use them.
-_PATHS = {"sm_90a": "sm_90a"}
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
 # From 9.0 on a name may end in "a" or "f": the same chip with its non-portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
@@ -201,7 +207,7 @@ def facts(name: str) -> Arch:
     if match is not None:
         base = _FACTS.get(name.removesuffix(match["suffix"]))
         if base is not None and (not match["suffix"] or int(match["major"]) >= 9):
-            return replace(base, name=name, path=_PATHS.get(name, base.path))
+            return replace(base, name=name)
     raise PlanError(
         "flashgen has no facts about this architecture",
         where=f"arch={name!r}",
@@ -226,7 +232,7 @@ def paths_of(device: str) -> tuple[str, ...]:
     fitting = [name for name in known() if name[:-1] == major and int(name[-1]) <= minor]
     newest = facts(fitting[-1] if fitting else device).name
     own = f"{device}a"
-    return (own, newest) if own in _PATHS else (newest,)
+    return (own, newest) if path_on(own).only_on else (newest,)
 
 
 def _way_out(match: re.Match[str] | None) -> str:

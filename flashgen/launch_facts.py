@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashgen.errors import PlanError
+from flashgen.paths import PATHS, CodePath
 from flashgen.signature import GradientTerm
 
 KEY_KERNELS = ("dkdv", "fused")
@@ -106,6 +107,11 @@ class LaunchRules(ABC):
         """The facts of the GPU on which launches depend."""
 
     @property
+    def code_path(self) -> CodePath:
+        """The code path whose name is `path`."""
+        return PATHS[self.path]
+
+    @property
     def head_places(self) -> int:
         """Heads for which a forward tile has rows, those without a head included."""
         return head_places(self.block_q, self.heads_per_tile)
@@ -123,7 +129,7 @@ class LaunchRules(ABC):
     @property
     def is_persistent(self) -> bool:
         """Whether the kernel is persistent: a block computes one work tile after another."""
-        return self.path == "sm_90a" and self.kernel == "forward"
+        return self.kernel in self.code_path.persistent
 
     @property
     def streams(self) -> bool:
