@@ -15,7 +15,6 @@ from flashgen.planner.api import (
 )
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.launches import facts_of
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.planner.schedule import choose_heads
 from flashgen.planner.split_keys import plan_splits
@@ -38,7 +37,6 @@ __all__ = [
     "Tile",
     "backward_traffic",
     "choose_heads",
-    "facts_of",
     "feasible",
     "forward_traffic",
     "plan",

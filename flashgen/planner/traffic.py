@@ -61,7 +61,7 @@ def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
     """Heads of other tiles whose Q the forward tiles of a batch entry read: TMA fills the rows of a
     tile that have no head with those of the next heads, as far as these exist."""
     spare = plan.head_places - plan.heads_per_tile
-    if not spare or plan.path == "sm_80":
+    if not spare or not plan.code_path.copies_by_tma:
         return 0
     ends = range(plan.heads_per_tile, heads_q + 1, plan.heads_per_tile)
     return sum(min(spare, heads_q - end) for end in ends)
