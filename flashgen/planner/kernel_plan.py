@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from flashgen.arch import facts
+from flashgen.language.block_layout import BlockSparse
 from flashgen.launch_facts import Box, LaunchFacts, LaunchMachine, LaunchRules, ParamFacts
 from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
-from flashgen.planner.models.fitted_common import L2_SHARE_OF_HEADS, MASK_LOOP_HEAD_DIM
+from flashgen.planner.models.fitted_common import (
+    L2_SHARE_OF_HEADS,
+    MASK_LOOP_HEAD_DIM,
+    PING_PONG_HEAD_DIM,
+)
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS, KernelModel
 from flashgen.planner.models.panels_sm90 import panels_of_kernel
@@ -120,6 +125,30 @@ class Plan(LaunchRules):
         The loop includes keys past the end of the sequence.
         """
         return self.kernel == "forward" and self.head_dim_v <= MASK_LOOP_HEAD_DIM
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether consumer warpgroups of the forward kernel of path "sm_90a" run in ping-pong."""
+        return max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
+
+    def ranges_as_bits(self, ends: int) -> bool:
+        """Whether the columns outside a row's own range are a bit mask instead of comparisons.
+
+        Comparing columns with a range takes one instruction per column and end of the range. A bit
+        mask takes about eight instructions per row and eight per end, and the compiler then tests
+        seven bits at a time (counted by benchmarks/instructions.py). A range that all rows share is
+        compared once.
+
+        Args:
+            ends: the ends of the range that a row has, 1 or 2.
+        """
+        columns = self.block_k // 4  # the columns of a row that one lane has
+        return ends * columns > 8 * (1 + ends)
+
+    def blocks_as_bits(self, layout: BlockSparse) -> bool:
+        """Whether the blocks of a layout in a row of scores fit in 32 bits: a tile has at most 256
+        columns."""
+        return (layout.block_k if self.rows_are_queries else layout.block_q) >= 16
 
     @property
     def of_captured(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.analysis import window_of
@@ -12,7 +12,7 @@ from flashgen.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models.fitted_time import STATED_ERROR
 from flashgen.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
-from flashgen.planner.quantities import ITEMSIZE, Quantities
+from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
 from flashgen.planner.search import Evaluated, best_occupancy, larger
 from flashgen.planner.tile_problem import TileProblem
 
@@ -68,7 +68,7 @@ def plan_of_tile(
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         heads_per_tile=problem.heads_per_tile,
         partial=spec.partial or (spec.split and at["e"] == 2),
-        sums_tile=_tile_of_sums(problem, found),
+        sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),
         registers_needed=math.ceil(at["registers"]),
         blocks_per_sm=tile.blocks,
@@ -80,13 +80,13 @@ def plan_of_tile(
     )
 
 
-def _tile_of_sums(problem: TileProblem, found: Evaluated) -> tuple[int, int] | None:
+def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, int] | None:
     """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows."""
     if problem.kernel != "fused":
         return None
-    head_dim = int(found.quantities["d_qk"])
+    head_dim = int(at["d_qk"])
     strips = MMA_ROWS * -(-head_dim // MMA_ROWS)
-    return int(found.quantities["block_q"]), strips if problem.path.dq_strips else head_dim
+    return int(at["block_q"]), strips if problem.path.dq_strips else head_dim
 
 
 def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:

@@ -38,18 +38,15 @@ class Evaluated:
         tile: the tile.
         model: the cost model of the form of the kernel that the tile is for.
         quantities: what the tile needs and what it costs.
+        cost: predicted clocks of one SM per score element.
         excesses: the limits that it exceeds, the most informative first; () where it fits.
     """
 
     tile: Tile
     model: KernelModel
     quantities: Mapping[str, Number]
+    cost: float
     excesses: tuple[Excess, ...]
-
-    @property
-    def cost(self) -> float:
-        """Predicted clocks of one SM per score element."""
-        return float(self.quantities["cost"])
 
     @property
     def rank(self) -> tuple[float, Tile]:
@@ -80,7 +77,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(problem.kernel, int(at["e"]), problem.learned, rows, tile.step)
     at = model.costs(model.needs(at))
-    return Evaluated(tile, model, at, tuple(_excesses(problem, model, tile, at)))
+    excesses = tuple(_excesses(problem, model, tile, at))
+    return Evaluated(tile, model, at, float(at["cost"]), excesses)
 
 
 def _excesses(

@@ -284,6 +284,21 @@ def test_three_warpgroups_compute_where_the_softmax_outlasts_the_products(head_d
     assert two_suffice == (rows == 128)
 
 
+def test_decisions_of_the_schedule_are_the_plans():
+    """Ping-pong up to head dim 128; bits instead of comparisons where a lane has many columns."""
+    wide = plan(spec_of(64, 192, "float16"), "sm_90a")
+    assert [plan_of(d, arch="sm_90a").ping_pong for d in (64, 128, 136)] == [True, True, False]
+    assert not wide.ping_pong
+    few, many = (replace(plan_of(64), block_k=keys) for keys in (48, 80))
+    assert [each.ranges_as_bits(ends) for each in (few, many) for ends in (1, 2)] == [
+        *(False, False),
+        *(True, True),
+    ]
+    text = fg.emit(spec_of(64, 192, "float16"), "sm_90a").forward.text
+    assert "BARRIER_PING_PONG" not in text
+    assert "BARRIER_PING_PONG" in fg.emit(spec_of(64, 64, "float16"), "sm_90a").forward.text
+
+
 def test_quantities_are_immutable_and_can_be_pickled():
     quantities = plan_of(64).quantities
     with pytest.raises(TypeError):
