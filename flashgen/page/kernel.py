@@ -9,7 +9,6 @@ from flashgen.page.code import KernelCode, code_of
 from flashgen.page.python_lines import PythonText
 from flashgen.page.values import Figure, KernelPane, Row
 from flashgen.pipeline import Build
-from flashgen.planner.smem_map import smem_map
 
 
 def pane_of(
@@ -33,7 +32,7 @@ def pane_of(
         code=code,
         facts=_facts(build),
         figures=tuple(_static_figures(build, code)),
-        smem=smem_map(build.plan),
+        smem=build.plan.smem_map,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from flashgen.compile import Resources
 from flashgen.page.code import KernelCode
 from flashgen.planner import Plan
-from flashgen.planner.smem_map import SmemRegion
+from flashgen.planner.kernel_plan import SmemRegion
 
 Row = tuple[str, str]
 """The name of a fact, and its value."""

@@ -20,8 +20,6 @@ from flashgen.planner.schedule import choose_heads
 from flashgen.planner.split_keys import plan_splits
 from flashgen.planner.tile_problem import Tile
 from flashgen.planner.traffic import (
-    BackwardTraffic,
-    ForwardTraffic,
     backward_traffic,
     forward_traffic,
 )
@@ -30,8 +28,6 @@ __all__ = [
     "NO_TILES",
     "BackwardPlan",
     "BackwardPlanRequest",
-    "BackwardTraffic",
-    "ForwardTraffic",
     "Plan",
     "PlanRequest",
     "Tile",

@@ -21,6 +21,31 @@ from flashgen.planner.quantities import QUANTITIES, Quantities
 from flashgen.planner.tile_problem import MODELS, Tile
 from flashgen.signature import GradientTerm
 
+_TITLES = {
+    "smem_q": "Q",
+    "smem_k": "K",
+    "smem_v": "V",
+    "smem_do": "dO",
+    "smem_rows": "LSE and delta",
+    "smem_p": "P",
+    "smem_ds": "dS",
+    "smem_windows": "sums of learned elements",
+}
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """A range of dynamic shared memory.
+
+    Attributes:
+        title: what it holds, as a person names it: "K", "dS", "mbarriers".
+        offset, size: bytes.
+    """
+
+    title: str
+    offset: int
+    size: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(LaunchRules):
@@ -264,6 +289,24 @@ class Plan(LaunchRules):
             ("v", (panel_v, self.block_k, 1)),
         )
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
+
+    @property
+    def smem_map(self) -> tuple[SmemRegion, ...]:
+        """The regions of a block's dynamic shared memory, in the order of their offsets.
+
+        They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
+        the forward kernel of the path sm_80 stages O over Q, K and V.
+        """
+        found, end = [], 0
+        only = "a tile of dQ" if self.kernel == "convert_dq" else "other"
+        for name, size in self.smem_parts or ((only, self.smem_bytes),):
+            title = _TITLES.get(name, name)
+            if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
+                title += f" ({self.stages} buffers)"
+            if size:
+                found.append(SmemRegion(title, end, size))
+            end += size
+        return tuple(found)
 
     def launch_facts(
         self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()

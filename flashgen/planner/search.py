@@ -25,9 +25,9 @@ from flashgen.planner.derivation import Excess
 from flashgen.planner.formulas import tidy
 from flashgen.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.planner.models.spec_terms import window_bytes
 from flashgen.planner.quantities import Number
 from flashgen.planner.tile_problem import Tile, TileProblem
-from flashgen.planner.windows import window_bytes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
-from flashgen.planner.windows import Learned, added_by_scores
 
 MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
     path.name: {
@@ -87,7 +86,7 @@ class TileProblem:
     path: CodePath
     given: Quantities
     heads_per_tile: int
-    learned: Learned
+    learned: spec_terms.Learned
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -147,5 +146,5 @@ def problem_of(
         "dropout_ops": dropout_ops,
         **CONSTANTS,
     }
-    learned = added_by_scores(spec, kernel)
+    learned = spec_terms.added_by_scores(spec, kernel)
     return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned)

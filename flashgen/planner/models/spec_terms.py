@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import sympy
 
-from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
+from flashgen.analysis import (
+    Level,
+    LeveledCode,
+    Window,
+    analyse_score,
+    kind_of_sum,
+    row_interval,
+    window_of,
+)
 from flashgen.arch import Arch
-from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
+from flashgen.dtypes import bytes_of_sums
+from flashgen.language import SCORE, Element, FloorDiv, FloorMod, elements_of
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
@@ -227,3 +237,35 @@ def _mask_reads_elements(spec: AttentionSpec) -> bool:
 
 def _reads_elements(spec: AttentionSpec) -> bool:
     return next(iter(elements_of(spec.mask)), None) is not None
+
+
+# ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
+
+Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
+"""Elements of learned tensors, each with the dims of its tensor."""
+
+
+def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
+    """The elements to whose gradients each score of a kernel adds for itself."""
+    if kernel not in LEARNED_KERNELS:
+        return ()
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors if tensor.grad}
+    return tuple(
+        (element, dims[element.tensor])
+        for element in elements_of(spec.score)
+        if element.tensor in dims and kind_of_sum(element) == "element"
+    )
+
+
+def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
+    """The windows of a warp with this part of a tile, in the order of ``learned``."""
+    for element, dims in learned:
+        window = window_of(element, dims, rows, keys)
+        if window is not None:
+            yield window
+
+
+def window_bytes(kernel: str, itemsize: int, learned: Learned, rows: int, keys: int) -> int:
+    """Bytes of shared memory for the windows of one warp."""
+    entries = sum(window.entries for window in windows_of(learned, rows, keys))
+    return (8 if kernel == "captured_exact" else bytes_of_sums(itemsize)) * entries
