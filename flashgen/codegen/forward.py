@@ -6,7 +6,7 @@ from flashgen.analysis import Analysis
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.kernel import KernelCode, head_of, kernel
 from flashgen.codegen.source import Source
-from flashgen.codegen.walk import ScoreCode, WalkCode, walk_of
+from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
@@ -24,19 +24,7 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         spec,
         plan,
         KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
-        range_bits=_pays_for_range_bits(walk, plan),
+        range_bits=walk.row_has_q and plan.ranges_as_bits(1 + walk.row_has_lo),
         # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
         mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,
     )
-
-
-def _pays_for_range_bits(walk: WalkCode, plan: Plan) -> bool:
-    """Whether a bit mask of the columns outside a row's range costs less than comparisons.
-
-    Comparing columns with a range takes one instruction per column and end of the range. A bit mask
-    takes about eight instructions per row and eight per end, and the compiler then tests seven bits
-    at a time (counted by benchmarks/instructions.py). A range that all rows share is compared once.
-    """
-    ends = 1 + walk.row_has_lo
-    columns = plan.block_k // 4  # the columns of a row that one lane has
-    return walk.row_has_q and ends * columns > 8 * (1 + ends)

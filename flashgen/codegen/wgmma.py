@@ -11,10 +11,6 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.panels_sm90 import panel_of_scores, panels_of_kernel, queries_of_sums
 
-# Consumer warpgroups run in ping-pong up to this head dim. Beyond it a tile has so few keys that
-# the barriers cost more than the alternation gains, as in FlashAttention-3's tile table.
-PING_PONG_UP_TO = 128
-
 
 class Product(NamedTuple):
     """One form of wgmma, on accumulators ``float d[columns / 8][4]``.
@@ -50,7 +46,7 @@ def fields_of(
         "panels": panels,
         "panel_v": panel_v,
         "panels_v": panels_v,
-        "ping_pong": max(plan.head_dim, plan.head_dim_v) <= PING_PONG_UP_TO,
+        "ping_pong": plan.ping_pong,
         # With a score function or dropout, P and dS are computed together, after dP arrived.
         "one_pass": bool(score.call or spec.dropout),
         "row_has_hi": ends or bool(score.call),

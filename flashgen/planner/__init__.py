@@ -15,14 +15,11 @@ from flashgen.planner.api import (
 )
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.launches import facts_of
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.planner.schedule import choose_heads
 from flashgen.planner.split_keys import plan_splits
 from flashgen.planner.tile_problem import Tile
 from flashgen.planner.traffic import (
-    BackwardTraffic,
-    ForwardTraffic,
     backward_traffic,
     forward_traffic,
 )
@@ -31,14 +28,11 @@ __all__ = [
     "NO_TILES",
     "BackwardPlan",
     "BackwardPlanRequest",
-    "BackwardTraffic",
-    "ForwardTraffic",
     "Plan",
     "PlanRequest",
     "Tile",
     "backward_traffic",
     "choose_heads",
-    "facts_of",
     "feasible",
     "forward_traffic",
     "plan",

@@ -137,12 +137,16 @@ QUANTITIES = {
 
 
 class Quantities(Mapping[str, Number]):
-    """Values of quantities by name; immutable."""
+    """Values of quantities by name; immutable and hashable."""
 
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Number]) -> None:
         self._values = dict(values)
+
+    def copy(self) -> dict[str, Number]:
+        """The values as a new dict."""
+        return dict(self._values)
 
     def __getitem__(self, name: str) -> Number:
         return self._values[name]
@@ -152,6 +156,9 @@ class Quantities(Mapping[str, Number]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
 
     def __repr__(self) -> str:
         return f"Quantities({self._values!r})"

@@ -17,7 +17,6 @@ from flashgen.emulator.counters.recorder import SECTOR_BYTES
 from flashgen.errors import InputError
 from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.quantities import Number
-from flashgen.planner.tile_problem import PATHS
 from flashgen.profile.kernel_profile import Profile, Roofline, RooflineBound
 
 _RESOURCES = {
@@ -86,12 +85,11 @@ def counted_cost(profile: Profile) -> float:
     instructions are counted, which the assembler translates to other ones.
     """
     plan = profile.plan
-    model = PATHS[plan.path][plan.kernel, plan.itemsize]
     counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
     at: dict[str, Number] = dict(plan.quantities)
     at |= counted
     at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
-    for formula in model.cost_steps:
+    for formula in plan.model.cost_steps:
         if formula.name in ("busiest", "alone", "pace", "cost"):
             at[formula.name] = formula(at)
     return float(at["cost"])

@@ -13,7 +13,7 @@ from flashgen.compile import Resources
 from flashgen.pipeline import Build
 from flashgen.planner import Plan
 from flashgen.planner.duration import Duration
-from flashgen.planner.smem_map import SmemRegion, smem_map
+from flashgen.planner.kernel_plan import SmemRegion
 from flashgen.views.code import KernelCode
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class KernelPane:
 
     @property
     def smem(self) -> tuple[SmemRegion, ...]:
-        return smem_map(self.plan)
+        return self.plan.smem_map
 
 
 @dataclass(frozen=True)

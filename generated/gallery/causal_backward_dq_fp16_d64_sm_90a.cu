@@ -49,8 +49,6 @@
 //           waits = (2 - stages)*e*d_qk/block_q/l2_rate = (2 - 2)*2*64/128/35 = 0 clk
 //           cost = pace + exposed*(alone - pace) + queued*l2 + barriers + waits
 //             = 0.1027 + 0.37*(0.2055 - 0.1027) + 0.12*0.05714 + 0.01831 + 0 = 0.1659 clk
-//           alone = max(busiest, max(tensor, shared) + special + issue)
-//             = max(0.09375, max(0.09375, 0.07812) + 0.0625 + 0.04922) = 0.2055 clk
 //           busy = tensor/cost = 0.09375/0.1659 = 0.5651
 //           refused block_k 144: needs 144 keys per step, 128 allowed
 //           refused block_q 256 by 16 warps: needs 16 warps, 8 allowed

@@ -16,38 +16,35 @@
 //           sm_90a: M 232,448 B, M_sm 233,472 B, R 65,536; rates of H100 SXM; clk: clocks of an
 //               SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           depth = 64*ceil(d_qk/64) = 64*ceil(64/64) = 64
-//           depth_v = 16*column_warps*ceil(d_v/(16*column_warps)) = 16*1*ceil(64/(16*1)) = 64
+//           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
 //           dq_groups = 1 + depth/64 - 2*floor(depth/128) = 1 + 64/64 - 2*floor(64/128) = 2
 //           stages = max(1, min(2, floor((min(M, M_sm/blocks - reserved) - 8 - e*block_k*(depth +
-//               depth_v) - block_q*(2*e*max(1, exchanged)*block_k + 4*depth))/(block_q*(e*(depth +
-//               depth_v) + query_bytes) + 16 + 32))))
+//               depth_v) - block_q*(2*e*block_k + 4*depth))/(block_q*(e*(depth + depth_v) +
+//               query_bytes) + 16 + 32))))
 //             = max(1, min(2, floor((min(232448, 233472/1 - 1024) - 8 - 2*128*(64 + 64) -
-//             128*(2*2*max(1, 0)*128 + 4*64))/(128*(2*(64 + 64) + 12) + 16 + 32)))) = 2
+//             128*(2*2*128 + 4*64))/(128*(2*(64 + 64) + 12) + 16 + 32)))) = 2
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
 //           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
 //           smem = e*block_k*(depth + depth_v) + 1024*ceil(stages*block_q*e*depth_v/1024) +
-//               block_q*(stages*e*depth + 2*e*max(1, exchanged)*block_k + 4*depth) +
-//               stages*(query_bytes*block_q + 16) + 8*(1 + 4*stages)
-//             = 2*128*(64 + 64) + 1024*ceil(2*128*2*64/1024) + 128*(2*2*64 + 2*2*max(1, 0)*128 +
-//             4*64) + 2*(12*128 + 16) + 8*(1 + 4*2) = 199,784 B of 232,448 B
+//               block_q*(stages*e*depth + 2*e*block_k + 4*depth) + stages*(query_bytes*block_q +
+//               16) + 8*(1 + 4*stages)
+//             = 2*128*(64 + 64) + 1024*ceil(2*128*2*64/1024) + 128*(2*2*64 + 2*2*128 + 4*64) +
+//             2*(12*128 + 16) + 8*(1 + 4*2) = 199,784 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(199784 + 1024) = 200,808 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
-//           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_q*(1 +
-//             pending)/score_warps = 20 + max(0, 128 - 256)/10 + 0 + 128/2 + 128*(1 + 0.125)/1
-//             = 228 of 240
+//           registers = 20 + max(0, columns - 256)/10 + extra + columns/2 + block_q*(1 + pending)
+//             = 20 + max(0, 128 - 256)/10 + 0 + 128/2 + 128*(1 + 0.125) = 228 of 240
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(depth + depth_v) - 16*stages
-//               - 8*(1 + 4*stages))/(stages*(e*(depth + depth_v) + query_bytes) + 2*e*max(1,
-//               exchanged)*block_k + 4*depth)
+//               - 8*(1 + 4*stages))/(stages*(e*(depth + depth_v) + query_bytes) + 2*e*block_k +
+//               4*depth)
 //             = (min(232448, 233472/1 - 1024) - 2*128*(64 + 64) - 16*2 - 8*(1 + 4*2))/(2*(2*(64 +
-//             64) + 12) + 2*2*max(1, 0)*128 + 4*64) = 153.0491
-//           block_q <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/((1
-//               + pending)/score_warps)
-//             = (240 - (20 + max(0, 128 - 256)/10 + 0 + 128/2))/((1 + 0.125)/1) = 138.6667
+//             64) + 12) + 2*2*128 + 4*64) = 153.0491
+//           block_q <= (register_limit - (20 + max(0, columns - 256)/10 + extra + columns/2))/(1
+//             + pending) = (240 - (20 + max(0, 128 - 256)/10 + 0 + 128/2))/(1 + 0.125) = 138.6667
 //           tensor = macs/tensor_rate = 320/2048 = 0.1562 clk
-//           shared = (reads + e*(depth + depth_v)/block_k + e*max(1, exchanged) +
-//             8*dq_columns/block_k)/128 = (14 + 2*(64 + 64)/128 + 2*max(1, 0) + 8*64/128)/128
-//             = 0.1719 clk
+//           shared = (reads + e*(depth + depth_v)/block_k + e + 8*dq_columns/block_k)/128
+//             = (14 + 2*(64 + 64)/128 + 2 + 8*64/128)/128 = 0.1719 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/128/35 = 0.0571 clk
 //           atomics = 4*d_qk/block_k/(atomic_share*l2_rate) = 4*64/128/(0.25*35) = 0.2286 clk
 //           issue = (products + rest)/128 = (1.875 + 5.5)/128 = 0.0576 clk
@@ -59,8 +56,6 @@
 //           waits = (2 - stages)*e*d_qk/block_k/l2_rate = (2 - 2)*2*64/128/35 = 0 clk
 //           cost = pace + exposed*(alone - pace) + queued*l2 + barriers + waits
 //             = 0.2286 + 0.37*(0.292 - 0.2286) + 0.12*0.05714 + 0.01831 + 0 = 0.2772 clk
-//           alone = max(busiest, max(tensor, shared) + special + issue)
-//             = max(0.2286, max(0.1562, 0.1719) + 0.0625 + 0.05762) = 0.2920 clk
 //           busy = tensor/cost = 0.1562/0.2772 = 0.5637
 //           refused block_q 144: needs 144 queries per step, 128 allowed
 //           refused block_k 256 by 16 warps: needs 16 warps, 8 allowed

@@ -17,6 +17,8 @@ Q has two buffers. dO has one, whose next tile arrives while dQ is computed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
@@ -34,6 +36,7 @@ from flashgen.planner.models.forward_sm90 import (
 )
 from flashgen.planner.models.kernel_model import KernelModel, rates
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.planner.models.spec_terms import registers_sm90
 
 WARPS = 8  # two consumer warpgroups
 ROW_GROUPS = tuple(range(1, 9))  # of 16 keys each; head dims with room for more have another form
@@ -61,6 +64,22 @@ BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"({_ROOM} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
 )
+
+
+def _parts(at: Mapping[str, int]) -> dict[str, int]:
+    queries, keys, stages = at["e"] * at["block_q"], at["e"] * at["block_k"], at["stages"]
+    return {
+        "smem_k": keys * at["depth"],
+        "smem_v": keys * at["depth_v"],
+        "smem_q": stages * queries * at["depth"],
+        "smem_do": queries * at["depth_v"],
+        "smem_p": at["block_q"] * keys,
+        "smem_ds": at["block_q"] * keys,
+        "smem_rows": stages * (at["block_q"] * ROW_BYTES + TILE_BYTES),
+        "mbarriers": 8 * (3 + 2 * stages),
+    }
+
+
 _OWN = fitted.COLUMNS_REGISTERS
 # The registers of a pass: P, and values that are pending, for each key; and accumulators, first of
 # S and then of dP, in groups of 8 registers for 16 keys. dQ takes their place: 64 columns of
@@ -148,6 +167,8 @@ def _model(kernel: str) -> KernelModel:
         SMEM,
         BLOCK_K_BY_SMEM,
         *_registers(kernel),
+        _parts,
+        registers_sm90,
         (REPEATS, *_cost_steps(kernel)),
         register_limit=CONSUMER,
         of_limit=(ROOM, FITTING, PASSES, PASS_KEYS),
@@ -157,7 +178,6 @@ def _model(kernel: str) -> KernelModel:
         row_groups=ROW_GROUPS,
         max_step=GROUP_ROWS,
         other_warps=PRODUCER_WARPS,
-        copies_rows=False,
     )
 
 

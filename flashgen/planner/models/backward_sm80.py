@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.launch_facts import KEY_KERNELS
@@ -41,6 +42,7 @@ from flashgen.planner.models.kernel_model import (
     sides,
     solved_registers,
 )
+from flashgen.planner.models.spec_terms import registers_sm80
 
 ROW_BYTES = 8  # LSE and delta of a query, as a float2
 
@@ -120,6 +122,26 @@ def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
     return solved_registers(kernel, own, of_step)
 
 
+def _parts(kernel: str, at: Mapping[str, int]) -> dict[str, int]:
+    e, block_q, block_k = at["e"], at["block_q"], at["block_k"]
+    q, k = e * block_q * at["d_qk"], e * block_k * at["d_qk"]
+    do, v = e * block_q * at["d_v"], e * block_k * at["d_v"]
+    if kernel not in KEY_KERNELS:
+        sums = at["warps"] * at["windows"]
+        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v, "smem_windows": sums}
+    scores = e * block_q * block_k
+    exchanged = at["exchanged"]
+    return {
+        "smem_k": k,
+        "smem_v": v,
+        "smem_q": 2 * q,
+        "smem_do": do,
+        "smem_rows": 2 * ROW_BYTES * block_q,
+        "smem_p": scores if exchanged else 0,
+        "smem_ds": scores if exchanged or kernel == "fused" else 0,
+    }
+
+
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
 TENSOR = Formula("tensor", "factors*macs/tensor_rate", "clk")
@@ -189,6 +211,8 @@ MODELS = {
         SIZES[kernel],
         *_smem(kernel),
         *_registers(kernel, itemsize),
+        functools.partial(_parts, kernel),
+        registers_sm80,
         _cost_steps(kernel, itemsize),
         sharing=SHARING[kernel],
     )

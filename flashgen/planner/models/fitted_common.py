@@ -57,3 +57,7 @@ HEADS_PER_TILE_GAIN = 1.1
 # of O leaves too few registers for the loop: tiles would be smaller, and full tiles would need a
 # tenth more instructions.
 MASK_LOOP_HEAD_DIM = 128
+
+# Chosen. Consumer warpgroups run in ping-pong up to this head dim. Beyond it a tile has so few keys
+# that the barriers cost more than the alternation gains, as in FlashAttention-3's tile table.
+PING_PONG_HEAD_DIM = 128

@@ -11,11 +11,14 @@ Source of the overlap: FlashAttention-3 (Shah et al., 2024), section 3.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
 from flashgen.planner.models.kernel_model import KernelModel, rates, time_alone
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.planner.models.spec_terms import registers_sm90
 
 PRODUCER_WARPS = 4
 BARRIER_BYTES = 8
@@ -37,6 +40,17 @@ BLOCK_K_BY_SMEM = Formula(
     f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
     "/(stages*(depth + depth_v))",
 )
+
+
+def _parts(at: Mapping[str, int]) -> dict[str, int]:
+    keys = at["stages"] * at["e"] * at["block_k"]
+    return {
+        "smem_q": at["e"] * at["block_q"] * at["depth"],
+        "smem_k": keys * at["depth"],
+        "smem_v": keys * at["depth_v"],
+        "mbarriers and work tiles": BARRIER_BYTES * (3 + 4 * at["stages"]) + 2 * at["warps"],
+    }
+
 
 # At launch all threads of a block have equal shares of the registers. Then the producer warpgroup
 # releases all but `producer` of its registers (setmaxnreg), which the consumers share.
@@ -84,6 +98,8 @@ FORWARD = KernelModel(
     smem_bound=BLOCK_K_BY_SMEM,
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
+    parts=_parts,
+    registers_of=registers_sm90,
     cost_steps=(
         PRODUCTS,
         REST,
@@ -102,7 +118,6 @@ FORWARD = KernelModel(
     row_groups=(1,),
     max_step=256,
     other_warps=PRODUCER_WARPS,
-    copies_rows=False,
 )
 
 MODELS = {("forward", 2): FORWARD}

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flashgen.arch import MAX_REGISTERS, REGISTER_STEP, SCHEDULERS, SPECIAL_PER_CLOCK, WARP
+from flashgen.arch import MAX_REGISTERS, REGISTER_STEP, SCHEDULERS, SPECIAL_PER_CLOCK, WARP, Arch
+from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula, FormulaSequence
+from flashgen.planner.quantities import Number
 
 # The granularity of mma.m16n8k16.
 MMA_ROWS = 16
@@ -102,6 +105,10 @@ def scaled(text: str, factor: Fraction) -> str:
     return product if factor.denominator == 1 else f"{product}/{factor.denominator}"
 
 
+Parts = Callable[[Mapping[str, int]], dict[str, int]]
+RegistersOf = Callable[[AttentionSpec, Arch, str, int], dict[str, Number]]
+
+
 @dataclass(frozen=True)
 class KernelModel:
     """The formulas of one kernel for one operand size; by default, limits of the sm_80 path.
@@ -115,6 +122,10 @@ class KernelModel:
             and what fragments, row statistics and addresses add.
         register_bound: the walked block size that the register limit allows: ``registers`` solved
             for it.
+        parts: the bytes of each part of shared memory, in their order, made from the quantities
+            that are whole numbers. Names that begin with "smem" are those of `Plan`'s offsets.
+        registers_of: the given quantities "extra", "pending" and "searching" that a spec, an
+            architecture, a kernel and a number of registers to keep free result in.
         cost_steps: formulas of the cost, each after those it depends on. "products" and "rest" are
             instructions per score element and thread; "cost" is among the last.
         register_limit: the registers that a thread can have.
@@ -125,7 +136,6 @@ class KernelModel:
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
-        copies_rows: whether threads copy rows themselves, one 16-byte vector at a time.
         other_form: the model of the kernel's other form, where it has two; the pairs of its
             ``sharing`` are other ones.
     """
@@ -136,6 +146,8 @@ class KernelModel:
     smem_bound: Formula
     registers: Formula
     register_bound: Formula
+    parts: Parts
+    registers_of: RegistersOf
     cost_steps: tuple[Formula, ...]
     register_limit: Formula = REGISTER_LIMIT
     of_limit: tuple[Formula, ...] = ()
@@ -145,7 +157,6 @@ class KernelModel:
     row_groups: tuple[int, ...] = ROW_GROUPS
     max_step: int = MAX_STEP
     other_warps: int = 0
-    copies_rows: bool = True
     other_form: KernelModel | None = None
 
     @property

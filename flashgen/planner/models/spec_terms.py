@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import sympy
 
-from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
+from flashgen.analysis import (
+    Level,
+    LeveledCode,
+    Window,
+    analyse_score,
+    kind_of_sum,
+    row_interval,
+    window_of,
+)
 from flashgen.arch import Arch
-from flashgen.dtypes import ITEMSIZE
-from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
+from flashgen.dtypes import ITEMSIZE, OPERANDS
+from flashgen.language import SCORE, Element, FloorDiv, FloorMod, elements_of
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
+from flashgen.planner.quantities import Number
 
 # ---- instructions per score element --------------------------------------------------------------
 
@@ -94,7 +104,28 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
 # ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
 
 
-def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
+def registers_sm80(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec and an architecture add to a kernel's registers."""
+    extra = _extra_sm80(spec, arch, kernel) + served_registers(spec, "sm_80") + spare
+    if kernel == "forward":  # its formulas have a constant of their own for what is pending
+        return {"extra": extra}
+    pending = fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]]
+    pending += fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
+    return {"extra": extra, "pending": pending}
+
+
+def served_registers(spec: AttentionSpec, path: str) -> int:
+    """The registers that calls with split keys or pages take beyond those of other calls."""
+    if not spec.is_served:
+        return 0
+    if path == "sm_80":
+        return fitted_sm80.FORWARD_SERVED_REGISTERS
+    wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
+    needed = wide or _reads_for_each_score(spec)
+    return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+
+
+def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     """Registers that do not depend on the tile."""
     fitted = fitted_sm80
     d_v = spec.head_dim_v or spec.head_dim
@@ -118,12 +149,6 @@ def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     return newer + score + mask + unequal + dropout + indices + _kept_registers(spec, kernel)
 
 
-def pending_sm80(spec: AttentionSpec) -> float:
-    """Registers of a backward kernel per accumulator element of S and dP."""
-    dropout = fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
-    return fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]] + dropout
-
-
 def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
     """The largest number of indices but one of a learned element that each score adds to."""
     if kernel not in LEARNED_KERNELS:
@@ -138,7 +163,18 @@ def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
 # ---- registers of path sm_90a --------------------------------------------------------------------
 
 
-def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
+def registers_sm90(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec adds to the registers of producers and consumers."""
+    forward = kernel == "forward"  # a spec adds the same to the forward kernels of both paths
+    extra = _extra_sm80(spec, arch, kernel) if forward else _extra_sm90(spec, kernel)
+    return {
+        "extra": extra + served_registers(spec, "sm_90a") + spare,
+        "searching": _searching_sm90(spec, kernel, spare),
+        **({} if forward else {"pending": _pending_sm90(spec, kernel)}),
+    }
+
+
+def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     """Registers of a consumer thread of a backward kernel that do not depend on the tile."""
     fitted = fitted_sm90
     has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
@@ -149,7 +185,7 @@ def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     return score + mask + dropout + indices + _kept_registers(spec, kernel)
 
 
-def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
+def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
     """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
     dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
     # Where rows are queries, the compiler reads the layout of all keys of a step at once.
@@ -158,7 +194,7 @@ def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
     return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
 
 
-def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
+def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     """Registers of a producer thread, where it needs more than to evaluate one bound; else 0.
 
     Args:
@@ -180,7 +216,7 @@ def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
 
 
-def reads_for_each_score(spec: AttentionSpec) -> bool:
+def _reads_for_each_score(spec: AttentionSpec) -> bool:
     """Whether the score function reads an element of a tensor for each score of a tile.
 
     Where heads share a tile, that includes elements which depend on the head and the key.
@@ -201,3 +237,35 @@ def _mask_reads_elements(spec: AttentionSpec) -> bool:
 
 def _reads_elements(spec: AttentionSpec) -> bool:
     return next(iter(elements_of(spec.mask)), None) is not None
+
+
+# ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
+
+Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
+"""Elements of learned tensors, each with the dims of its tensor."""
+
+
+def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
+    """The elements to whose gradients each score of a kernel adds for itself."""
+    if kernel not in LEARNED_KERNELS:
+        return ()
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors if tensor.grad}
+    return tuple(
+        (element, dims[element.tensor])
+        for element in elements_of(spec.score)
+        if element.tensor in dims and kind_of_sum(element) == "element"
+    )
+
+
+def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
+    """The windows of a warp with this part of a tile, in the order of ``learned``."""
+    for element, dims in learned:
+        window = window_of(element, dims, rows, keys)
+        if window is not None:
+            yield window
+
+
+def window_bytes(kernel: str, dtype: str, learned: Learned, rows: int, keys: int) -> int:
+    """Bytes of shared memory for the windows of one warp."""
+    entries = sum(window.entries for window in windows_of(learned, rows, keys))
+    return (8 if kernel == "captured_exact" else OPERANDS[dtype].sums.itemsize) * entries
