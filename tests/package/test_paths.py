@@ -10,6 +10,7 @@ import pytest
 from flashgen.arch import Arch, facts, known
 from flashgen.paths import PATHS, CodePath, path_on
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 EACH = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
@@ -76,3 +77,25 @@ def test_the_architectures_with_instructions_of_their_own_have_a_path_of_their_o
     assert [str(facts(name).code_path) for path in PATHS.values() for name in path.only_on] == [
         path.name for path in PATHS.values() if path.only_on
     ]
+
+
+FURTHER = """
+from dataclasses import replace
+import flashgen as fg
+from flashgen.paths import PATHS
+like = PATHS["sm_90a"]
+PATHS["sm_100a"] = replace(like, name="sm_100a", only_on=("sm_100a",))
+for name in ("causal", "t5_bias"):
+    spec = fg.load(f"specs/{name}.py")
+    made, wanted = (fg.emit(spec, arch=arch) for arch in ("sm_100a", "sm_90a"))
+    for one, other in zip((made.forward, *made.backward), (wanted.forward, *wanted.backward)):
+        code, as_there = (each.text.partition("// ---- plan")[2] for each in (one, other))
+        assert code == as_there, one.name
+        print(one.plan.kernel, one.plan.path)
+"""
+
+
+def test_a_further_code_path_is_one_value() -> None:
+    """A path with another name and Hopper's templates has Hopper's kernels."""
+    found = set(run_python("-c", FURTHER).stdout.splitlines())
+    assert {f"{role} sm_100a" for role in ("forward", "fused", "captured")} <= found

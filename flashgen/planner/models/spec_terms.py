@@ -23,6 +23,7 @@ from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
+from flashgen.paths import PATHS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.planner.quantities import Number
@@ -118,7 +119,7 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     """The registers that calls with split keys or pages take beyond those of other calls."""
     if not spec.is_served:
         return 0
-    if path == "sm_80":
+    if not PATHS[path].copies_by_tma:
         return fitted_sm80.FORWARD_SERVED_REGISTERS
     wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
     needed = wide or _reads_for_each_score(spec)
