@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from flashgen.arch import facts
 from flashgen.language.spec import AttentionSpec
-from flashgen.planner import paper_policy, streaming_kernels
+from flashgen.planner import paper_policy
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.planner.models.spec_terms import served_registers
@@ -138,42 +138,6 @@ def plan_backward(
     """
     pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
     return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
-
-
-def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
-    """The plan of the kernels that make the min/max tables of a mask's captured tensors.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_minmax_table(spec, facts(arch))
-
-
-def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
-    """The plan of the kernel that merges partial results.
-
-    Args:
-        spec: only its head_dim_v and its dtype, that of the merged output, are read.
-        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
-            block then share the parts of one row.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_merge(spec, facts(arch), splits=splits)
-
-
-def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that appends to a paged cache.
-
-    Args:
-        spec: nothing of it is read: the kernel copies bytes.
-        access_bytes: the bytes that a lane copies at once.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_append_kv(spec, facts(arch), access_bytes)
 
 
 def feasible(

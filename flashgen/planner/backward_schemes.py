@@ -88,8 +88,12 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     parts = [found[name] for name in SCHEMES[scheme]]
     sums_tile = parts[0].sums_tile
     if sums_tile is not None:
-        parts.append(plan_convert_dq(spec, arch, parts[0].path, sums_tile))
-    kernels = (plan_delta(spec, arch, sums_tile), *parts, *(found[name] for name in of_learned))
+        parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
+    kernels = (
+        plan_delta(spec, request.arch, sums_tile),
+        *parts,
+        *(found[name] for name in of_learned),
+    )
     if deterministic:
         why = "split, because every sum must have a fixed order: atomic additions have none"
     elif fixed:

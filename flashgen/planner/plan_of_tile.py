@@ -40,7 +40,7 @@ def plan_of_tile(
     binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
     # The sink of split keys counts once, in the merge.
     sink = spec.sink if problem.kernel == "forward" and not spec.split else None
-    parts = found.model.parts({name: int(value) for name, value in at.items()})
+    parts = {part.name: int(part(at)) for part in found.model.parts}
     offsets, end = {}, 0
     for name, size in parts.items():
         if size and name.startswith("smem"):

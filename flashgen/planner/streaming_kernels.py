@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.arch import SMEM_RESERVED, WARP, Arch
+from flashgen.arch import SMEM_RESERVED, WARP, facts
 from flashgen.dtypes import ITEMSIZE
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.derivation import line_of
@@ -56,7 +56,7 @@ MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
 MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes, in "append_kv"
 
 
-def plan_delta(spec: AttentionSpec, arch: Arch, sums_tile: tuple[int, int] | None = None) -> Plan:
+def plan_delta(spec: AttentionSpec, arch: str, sums_tile: tuple[int, int] | None = None) -> Plan:
     """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
 
     Args:
@@ -81,7 +81,7 @@ def plan_delta(spec: AttentionSpec, arch: Arch, sums_tile: tuple[int, int] | Non
     return _plan("delta", spec, arch, at, formulas, note, **sizes)
 
 
-def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple[int, int]) -> Plan:
+def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[int, int]) -> Plan:
     """The plan of the kernel that makes dQ from its float32 sums, which is bound by memory.
 
     Args:
@@ -93,25 +93,30 @@ def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple
         "d_qk": spec.head_dim,
         "block_q": block_q,
         "sum_columns": columns,
-        "M_sm": arch.smem_per_sm,
+        "M_sm": facts(arch).smem_per_sm,
         "reserved": SMEM_RESERVED,
         "loads": CONVERT_LOADS,
         "chained_loads": 1,
     }
     smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **at}))
     _, most, _ = SHAPES["convert_dq"]
-    at["blocks"] = min(most, arch.smem_per_sm // (smem + SMEM_RESERVED))
+    at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
     formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
     note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
     sizes = {"path": path, "block_q": block_q, "smem_bytes": smem, "sums_tile": sums_tile}
     return _plan("convert_dq", spec, arch, at, formulas, note, **sizes)
 
 
-def plan_merge(spec: AttentionSpec, arch: Arch, *, splits: bool = False) -> Plan:
-    """The plan of the kernel that merges partial results into an output of the spec's dtype.
+def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
+    """The plan of the kernel that merges partial results.
 
     Args:
-        splits: whether the parts are those of split keys, many of few rows.
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
+            block then share the parts of one row.
+
+    Raises:
+        PlanError: the architecture is unknown.
     """
     vectors = PART_BYTES * (spec.head_dim_v or spec.head_dim) // 16
     lanes = lanes_of_row(vectors)
@@ -139,8 +144,16 @@ def plan_merge(spec: AttentionSpec, arch: Arch, *, splits: bool = False) -> Plan
     return _plan("merge", spec, arch, at, formulas, note, block_q=1)
 
 
-def plan_append_kv(spec: AttentionSpec, arch: Arch, access_bytes: int) -> Plan:
-    """The plan of the kernel that copies new keys and values to the pages of a cache."""
+def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that copies new keys and values to the pages of a cache.
+
+    Args:
+        spec: nothing of it is read: the kernel copies bytes.
+        access_bytes: the bytes that a lane copies at once.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
     note = (
         "Bound by memory: each byte of a new row is read once and written once. The call decides "
         "how many lanes share a row."
@@ -154,8 +167,12 @@ def lane_bits_of_append(vectors: int) -> int:
     return lanes_of_row(min(vectors, MOST_VECTORS_AT_ONCE)).bit_length() - 1
 
 
-def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
-    """The plan of the kernel that makes a captured tensor's min/max table."""
+def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that makes a captured tensor's min/max table.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
     note = (
         "One block per line of the tensor. Bound by memory: each element is read once, and each "
         "level of the table is made from the level below."
@@ -166,7 +183,7 @@ def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
 def _plan(
     kernel: str,
     spec: AttentionSpec,
-    arch: Arch,
+    arch: str,
     own: Mapping[str, Number],
     formulas: tuple[Formula, ...],
     note: str,
@@ -178,23 +195,23 @@ def _plan(
         own: the quantities that only this kernel has.
         fields: the fields that not every kernel has.
     """
-    warps, blocks, registers = SHAPES[kernel]
+    gpu, (warps, blocks, registers) = facts(arch), SHAPES[kernel]
     at: dict[str, Number] = {
         "e": ITEMSIZE[spec.dtype],
         "d_v": spec.head_dim_v or spec.head_dim,
-        "R": arch.registers_per_sm,
+        "R": gpu.registers_per_sm,
         "warps": warps,
         "blocks": blocks,
-        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+        "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
         **own,
     }
     FormulaSequence(*formulas)(at)
     machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
-    rates = f"; rates of {arch.product}; " if "cost" in at else ". "
+    rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
     given = {"path": "sm_80", "block_q": 0, "smem_bytes": int(at.get("smem", 0))} | fields
     return Plan(
         kernel=kernel,
-        arch=arch.name,
+        arch=arch,
         policy="derived",
         dtype=spec.dtype,
         itemsize=int(at["e"]),
@@ -208,7 +225,7 @@ def _plan(
         cost=float(at.get("cost", 0.0)),
         sink_bytes=int(at.get("logit", 0)),
         derivation=tuple(line_of(formula, at) for formula in formulas),
-        notes=(f"{arch.name}: {machine}{rates}{note}",),
+        notes=(f"{arch}: {machine}{rates}{note}",),
         quantities=Quantities(at),
         **given,
     )

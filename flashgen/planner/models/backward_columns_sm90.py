@@ -17,8 +17,6 @@ Q has two buffers. dO has one, whose next tile arrives while dQ is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
@@ -34,7 +32,7 @@ from flashgen.planner.models.forward_sm90 import (
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.planner.models.kernel_model import KernelModel, rates
+from flashgen.planner.models.kernel_model import KernelModel, rates, sum_of
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.planner.models.spec_terms import registers_sm90
 
@@ -55,29 +53,22 @@ SIZES = (
     # A warp has 16 of the 64 columns of each strip that its warpgroup computes.
     Formula("columns", "16*ceil((depth + depth_v)/(16*warps))"),
 )
-SMEM = Formula(
-    "smem",
-    f"e*block_k*(depth + depth_v) + block_q*({_OF_QUERY} + 2*e*block_k) + {_BARRIERS}",
-    "B",
+SMEM, PARTS = sum_of(
+    {
+        "smem_k": "e*block_k*depth",
+        "smem_v": "e*block_k*depth_v",
+        "smem_q": "stages*e*block_q*depth",
+        "smem_do": "e*block_q*depth_v",
+        "smem_p": "e*block_q*block_k",
+        "smem_ds": "e*block_q*block_k",
+        "smem_rows": f"stages*({ROW_BYTES}*block_q + {TILE_BYTES})",
+        "mbarriers": "8*(3 + 2*stages)",
+    }
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"({_ROOM} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
 )
-
-
-def _parts(at: Mapping[str, int]) -> dict[str, int]:
-    queries, keys, stages = at["e"] * at["block_q"], at["e"] * at["block_k"], at["stages"]
-    return {
-        "smem_k": keys * at["depth"],
-        "smem_v": keys * at["depth_v"],
-        "smem_q": stages * queries * at["depth"],
-        "smem_do": queries * at["depth_v"],
-        "smem_p": at["block_q"] * keys,
-        "smem_ds": at["block_q"] * keys,
-        "smem_rows": stages * (at["block_q"] * ROW_BYTES + TILE_BYTES),
-        "mbarriers": 8 * (3 + 2 * stages),
-    }
 
 
 _OWN = fitted.COLUMNS_REGISTERS
@@ -165,9 +156,9 @@ def _model(kernel: str) -> KernelModel:
         kernel,
         (*SIZES, LAUNCHED, PRODUCER),
         SMEM,
+        PARTS,
         BLOCK_K_BY_SMEM,
         *_registers(kernel),
-        _parts,
         registers_sm90,
         (REPEATS, *_cost_steps(kernel)),
         register_limit=CONSUMER,

@@ -20,9 +20,6 @@ one.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-
 from flashgen.arch import SMEM_BYTES_PER_CLOCK
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula
@@ -47,6 +44,7 @@ from flashgen.planner.models.kernel_model import (
     rates,
     sides,
     solved_registers,
+    sum_of,
 )
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.planner.models.spec_terms import registers_sm90
@@ -78,38 +76,47 @@ SIZES = {
 } | dict.fromkeys(LEARNED_KERNELS, (DEPTH, DEPTH_V, Formula("columns", "0")))
 
 
-def _smem(kernel: str) -> tuple[Formula, Formula, Formula]:
-    """Stages, shared memory of a block, and the same solved for the walked block size."""
+def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
+    """Stages, shared memory of a block and its parts, and the walked block size that it allows."""
     owned, walked = sides(kernel)
     room = "min(M, M_sm/blocks - reserved)"
-    # K and V, or Q and dO, which the block owns, and what it keeps whatever the stages.
+    # K and V, or Q and dO, which the block owns.
     mine = f"e*{owned}*(depth + depth_v)"
-    more, less = (" + warps*windows", " - warps*windows") if kernel in LEARNED_KERNELS else ("", "")
-    kept = ""
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
-    of_row = "e*(depth + depth_v)"
-    barriers = "8*(1 + 4*stages)"
+    of_row, kept = "e*(depth + depth_v)", ""
+    parts = {
+        "smem_q": "e*block_q*depth",
+        "smem_do": "e*block_q*depth_v",
+        "smem_k": "stages*e*block_k*depth",
+        "smem_v": "stages*e*block_k*depth_v",
+        "smem_rows": f"{TILE_BYTES}*stages",
+        "mbarriers": "8*(1 + 4*stages)",
+    }
+    if kernel in LEARNED_KERNELS:
+        parts["smem_windows"] = "warps*windows"
+        mine += " - warps*windows"
     if kernel in KEY_KERNELS:
-        # dS with two buffers, and the outgoing dQ tile; LSE, delta.
-        kept = f"{DS_BUFFERS}*e*block_k + 4*depth" if kernel == "fused" else ""
         of_row = f"({of_row} + query_bytes)"
-        smem = (
-            f"{mine} + {ALIGNED}*ceil(stages*block_q*e*depth_v/{ALIGNED})"
-            f" + block_q*({' + '.join(filter(None, ('stages*e*depth', kept)))})"
-            f" + stages*(query_bytes*block_q + {TILE_BYTES}) + {barriers}"
-        )
-    else:
-        smem = f"{mine}{more} + stages*(block_k*{of_row} + {TILE_BYTES}) + {barriers}"
-    left = f"{room} - 8 - {mine}{less}" + (f" - block_q*({kept})" if kept else "")
+        parts = {
+            "smem_k": "e*block_k*depth",
+            "smem_v": "e*block_k*depth_v",
+            "smem_q": "stages*e*block_q*depth",
+            "smem_do": f"{ALIGNED}*ceil(stages*e*block_q*depth_v/{ALIGNED})",
+            # dS with two buffers, and the outgoing dQ tile.
+            "smem_ds": f"{DS_BUFFERS}*e*block_q*block_k",
+            "sums of dQ": "4*block_q*depth",
+            "smem_rows": f"stages*(query_bytes*block_q + {TILE_BYTES})",
+            "mbarriers": parts["mbarriers"],
+        }
+        if kernel == "fused":
+            kept = f"{DS_BUFFERS}*e*block_k + 4*depth"
+        else:
+            del parts["smem_ds"], parts["sums of dQ"]
+    left = f"{room} - 8 - {mine}" + (f" - block_q*({kept})" if kept else "")
+    stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))"
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
-    return (
-        Formula(
-            "stages",
-            f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))",
-        ),
-        Formula("smem", smem, "B"),
-        Formula(walked, f"({room} - {mine}{less} - {TILE_BYTES}*stages - {barriers})/({per_row})"),
-    )
+    bound = f"({room} - {mine} - {TILE_BYTES}*stages - {parts['mbarriers']})/({per_row})"
+    return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))
 
 
 def _registers(kernel: str) -> tuple[Formula, Formula]:
@@ -126,33 +133,6 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
             f"/{fitted.WIDE_COLUMNS_PER_REGISTER} + extra + columns/2"
         )
     return solved_registers(kernel, own, "(1 + pending)")
-
-
-def _parts(kernel: str, at: Mapping[str, int]) -> dict[str, int]:
-    stages, depth, depth_v = at["stages"], at["depth"], at["depth_v"]
-    block_q, queries, keys = at["block_q"], at["e"] * at["block_q"], at["e"] * at["block_k"]
-    barriers = 8 * (1 + 4 * stages)
-    if kernel not in KEY_KERNELS:
-        return {
-            "smem_q": queries * depth,
-            "smem_do": queries * depth_v,
-            "smem_k": stages * keys * depth,
-            "smem_v": stages * keys * depth_v,
-            "smem_rows": TILE_BYTES * stages,
-            "mbarriers": barriers,
-            "smem_windows": at["warps"] * at["windows"],
-        }
-    fused = kernel == "fused"
-    return {
-        "smem_k": keys * depth,
-        "smem_v": keys * depth_v,
-        "smem_q": stages * queries * depth,
-        "smem_do": ALIGNED * -(-stages * queries * depth_v // ALIGNED),
-        "smem_ds": DS_BUFFERS * block_q * keys if fused else 0,
-        "sums of dQ": 4 * block_q * depth if fused else 0,
-        "smem_rows": stages * (block_q * at["query_bytes"] + TILE_BYTES),
-        "mbarriers": barriers,
-    }
 
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
@@ -205,14 +185,14 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
 
 
 def _model(kernel: str) -> KernelModel:
-    stages, smem, smem_bound = _smem(kernel)
+    stages, smem, parts, smem_bound = _smem(kernel)
     return KernelModel(
         kernel,
         (*SIZES[kernel], stages, LAUNCHED, PRODUCER),
         smem,
+        parts,
         smem_bound,
         *_registers(kernel),
-        functools.partial(_parts, kernel),
         registers_sm90,
         _cost_steps(kernel),
         register_limit=CONSUMER,

@@ -8,8 +8,6 @@ in registers. At the end, O is staged in shared memory over Q, K and V.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from flashgen.arch import SMEM_BYTES_PER_CLOCK
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
@@ -19,17 +17,16 @@ from flashgen.planner.models.spec_terms import registers_sm80
 # ---- what a tile needs ---------------------------------------------------------------------------
 
 SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
+# Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
+PARTS = (
+    Formula("smem_q", "e*block_q*d_qk"),
+    Formula("O's end", "e*max(0, block_q*(d_v - d_qk) - stages*block_k*(d_qk + d_v))"),
+    Formula("smem_k", "e*stages*block_k*d_qk"),
+    Formula("smem_v", "e*stages*block_k*d_v"),
+)
 BLOCK_K_BY_SMEM = Formula(
     "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
 )
-
-
-def _parts(at: Mapping[str, int]) -> dict[str, int]:
-    """Q comes first; where O is larger than Q, K and V together, the gap is between Q and K."""
-    e, q, keys = at["e"], at["e"] * at["block_q"] * at["d_qk"], at["e"] * at["block_k"]
-    k, v = keys * at["d_qk"], keys * at["d_v"]
-    gap = max(0, e * at["block_q"] * at["d_v"] - q - k - v)
-    return {"smem_q": q, "O's end": gap, "smem_k": k, "smem_v": v}
 
 
 # ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
@@ -77,6 +74,7 @@ def _forward(itemsize: int) -> KernelModel:
         name="forward",
         sizes=(),
         smem=SMEM,
+        parts=PARTS,
         smem_bound=BLOCK_K_BY_SMEM,
         registers=Formula(
             "registers",
@@ -87,7 +85,6 @@ def _forward(itemsize: int) -> KernelModel:
             "block_k",
             f"(register_limit - {own} - extra - row_groups*d_v/2)/(row_groups*(1/2 + {pending}))",
         ),
-        parts=_parts,
         registers_of=registers_sm80,
         cost_steps=(
             Formula("products", PRODUCTS[itemsize]),

@@ -11,12 +11,10 @@ Source of the overlap: FlashAttention-3 (Shah et al., 2024), section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
-from flashgen.planner.models.kernel_model import KernelModel, rates, time_alone
+from flashgen.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.planner.models.spec_terms import registers_sm90
 
@@ -30,26 +28,19 @@ DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 # For each buffer a "full" and an "empty" barrier, the same for the next work tile's number, and
 # that number; and for each warpgroup a barrier for its Q.
 _BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
-SMEM = Formula(
-    "smem",
-    f"e*(block_q*depth + stages*block_k*(depth + depth_v)) + {_BARRIERS}",
-    "B",
+SMEM, PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages*block_k*depth_v",
+        "mbarriers and work tiles": _BARRIERS,
+    }
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
     "/(stages*(depth + depth_v))",
 )
-
-
-def _parts(at: Mapping[str, int]) -> dict[str, int]:
-    keys = at["stages"] * at["e"] * at["block_k"]
-    return {
-        "smem_q": at["e"] * at["block_q"] * at["depth"],
-        "smem_k": keys * at["depth"],
-        "smem_v": keys * at["depth_v"],
-        "mbarriers and work tiles": BARRIER_BYTES * (3 + 4 * at["stages"]) + 2 * at["warps"],
-    }
 
 
 # At launch all threads of a block have equal shares of the registers. Then the producer warpgroup
@@ -95,10 +86,10 @@ FORWARD = KernelModel(
     name="forward",
     sizes=(DEPTH, DEPTH_V, LAUNCHED, PRODUCER),
     smem=SMEM,
+    parts=PARTS,
     smem_bound=BLOCK_K_BY_SMEM,
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
-    parts=_parts,
     registers_of=registers_sm90,
     cost_steps=(
         PRODUCTS,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -99,13 +99,18 @@ def solved_registers(kernel: str, own: str, of_step: str) -> tuple[Formula, Form
     )
 
 
+def sum_of(parts: dict[str, str]) -> tuple[Formula, tuple[Formula, ...]]:
+    """Shared memory of a block, and its parts in their order, given as text by their names."""
+    each = tuple(Formula(name, text, "B") for name, text in parts.items())
+    return Formula("smem", " + ".join(parts.values()), "B"), each
+
+
 def scaled(text: str, factor: Fraction) -> str:
     """The formula ``text`` times a fraction: "x/8" for 1/8, "x*5/16" for 5/16."""
     product = text if factor.numerator == 1 else f"{text}*{factor.numerator}"
     return product if factor.denominator == 1 else f"{product}/{factor.denominator}"
 
 
-Parts = Callable[[Mapping[str, int]], dict[str, int]]
 RegistersOf = Callable[[AttentionSpec, Arch, str, int], dict[str, Number]]
 
 
@@ -117,13 +122,13 @@ class KernelModel:
         name: the kernel's name, as in `Plan.kernel`.
         sizes: quantities from which the formulas below are made.
         smem: shared memory of a thread block.
+        parts: the bytes of each of its parts, in their order. Names that begin with "smem" are
+            those of `Plan`'s offsets.
         smem_bound: the walked block size that shared memory allows: ``smem`` solved for it.
         registers: registers per thread: the accumulators (16 x n per row group are n/2 registers)
             and what fragments, row statistics and addresses add.
         register_bound: the walked block size that the register limit allows: ``registers`` solved
             for it.
-        parts: the bytes of each part of shared memory, in their order, made from the quantities
-            that are whole numbers. Names that begin with "smem" are those of `Plan`'s offsets.
         registers_of: the given quantities "extra", "pending" and "searching" that a spec, an
             architecture, a kernel and a number of registers to keep free result in.
         cost_steps: formulas of the cost, each after those it depends on. "products" and "rest" are
@@ -143,10 +148,10 @@ class KernelModel:
     name: str
     sizes: tuple[Formula, ...]
     smem: Formula
+    parts: tuple[Formula, ...]
     smem_bound: Formula
     registers: Formula
     register_bound: Formula
-    parts: Parts
     registers_of: RegistersOf
     cost_steps: tuple[Formula, ...]
     register_limit: Formula = REGISTER_LIMIT
