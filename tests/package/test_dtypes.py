@@ -37,7 +37,7 @@ def test_sizes_and_ranges_are_those_of_torch() -> None:
 
 def sizes_by_choice(source: str) -> list[int]:
     """The lines that choose between two sizes of elements by a condition on a dtype."""
-    chosen = re.search(r"\b\d if .*dtype", source)
+    chosen = re.search(r"\b[1248]\s+if\b", source)
     return [
         node.lineno
         for node in (ast.walk(ast.parse(source)) if chosen else ())
