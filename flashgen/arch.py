@@ -24,21 +24,8 @@ from dataclasses import dataclass, replace
 from flashgen.errors import PlanError
 from flashgen.paths import PATHS, CodePath, path_on
 
-__all__ = [
-    "DEFAULT_ARCH",
-    "KNOWN",
-    "Arch",
-    "facts",
-    "known",
-    "paths_of",
-    "portable",
-    "runs_on",
-    "version_of",
-]
-
 DEFAULT_ARCH = "sm_80"
 """The architecture where none is named and there is no GPU: its kernels run on every newer one."""
-
 
 KIB = 1024
 MIB = 1024 * KIB
