@@ -165,7 +165,6 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     # The buffers that are handed over in a step. With one buffer, a step waits for its Q (where a
     # block owns queries: for its K) to arrive.
     clocks = f"{2 if kernel in LEARNED_KERNELS else 3}*{fitted.HANDOVER_CLOCKS}"
-    clocks += f" + (2 - stages)*{fitted.COPY_LATENCY_CLOCKS}"
     return (
         Formula("macs", macs),
         Formula("reads", reads, "B"),
@@ -177,7 +176,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         *rates(kernel),
         ALONE,
         PACE,
-        Formula("barriers", f"({clocks})/(block_q*block_k*blocks)", "clk"),
+        Formula("barriers", f"{clocks}/(block_q*block_k*blocks)", "clk"),
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
         COST,
         BUSY,

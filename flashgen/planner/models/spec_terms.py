@@ -9,7 +9,6 @@ import sympy
 
 from flashgen.analysis import (
     Level,
-    LeveledCode,
     Window,
     analyse_score,
     kind_of_sum,
@@ -39,7 +38,8 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     """
     if spec.score == SCORE:
         return 0
-    code = _code_of_score(spec, kernel)
+    found = analyse_score(spec.score)
+    code = found.value if kernel == "forward" else found.value_and_derivative
     values = dict(code.block.lets)
     parts = {level: [values[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
@@ -53,22 +53,6 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
     return math.ceil(count(Level.SCORE) + results + shared)
-
-
-def _code_of_score(spec: AttentionSpec, kernel: str) -> LeveledCode:
-    """The code of the score function, with its derivative in backward kernels."""
-    found = analyse_score(spec.score)
-    return found.value if kernel == "forward" else found.value_and_derivative
-
-
-def _kept_registers(spec: AttentionSpec, kernel: str) -> int:
-    """Registers of the values that scores share, beyond those that every score function has."""
-    if spec.score == SCORE:
-        return 0
-    code = _code_of_score(spec, kernel)
-    heads = len(code.values(Level.HEAD))
-    others = len(code.values(Level.QUERY)) + len(code.values(Level.KEY))
-    return max(0, heads + 2 * others - fitted_common.KEPT_VALUES)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
@@ -137,7 +121,7 @@ def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
         mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
         dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
-        return newer + score + mask + longer + dropout + _kept_registers(spec, kernel)
+        return newer + score + mask + longer + dropout
     if arch.major >= 9:
         newer = fitted.BACKWARD_NEWER_ARCH_REGISTERS[ITEMSIZE[spec.dtype]]
     else:
@@ -147,7 +131,7 @@ def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     dropout = fitted.BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = fitted.UNEQUAL_HEAD_DIM_REGISTERS if spec.head_dim != d_v else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return newer + score + mask + unequal + dropout + indices + _kept_registers(spec, kernel)
+    return newer + score + mask + unequal + dropout + indices
 
 
 def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
@@ -180,10 +164,9 @@ def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     fitted = fitted_sm90
     has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
     score = fitted.SCORE_MOD_REGISTERS if has_score else 0
-    mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
     dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return score + mask + dropout + indices + _kept_registers(spec, kernel)
+    return score + dropout + indices
 
 
 def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
