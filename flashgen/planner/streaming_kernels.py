@@ -103,7 +103,7 @@ def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[
     at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
     formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
     note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
-    sizes = {"path": path, "block_q": block_q, "smem_bytes": smem, "sums_tile": sums_tile}
+    sizes = {"path": path, "block_q": block_q, "sums_tile": sums_tile}
     return _plan("convert_dq", spec, arch, at, formulas, note, **sizes)
 
 
@@ -208,7 +208,7 @@ def _plan(
     FormulaSequence(*formulas)(at)
     machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
     rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
-    given = {"path": "sm_80", "block_q": 0, "smem_bytes": int(at.get("smem", 0))} | fields
+    given: dict[str, Any] = {"path": "sm_80", "block_q": 0} | fields
     return Plan(
         kernel=kernel,
         arch=arch,
@@ -218,6 +218,7 @@ def _plan(
         head_dim=spec.head_dim,
         head_dim_v=int(at["d_v"]),
         block_k=0,
+        smem_bytes=int(at.get("smem", 0)),
         warps=int(at["warps"]),
         registers=int(at["register_limit"]),
         registers_needed=registers,

@@ -110,7 +110,8 @@ class Traffic:
     @property
     def issued(self) -> int:
         """Bytes of all loads and stores, without atomic additions."""
-        return sum(vars(self).values()) - self.added - self.compulsory - self.scores
+        total: int = sum(vars(self).values())
+        return total - self.added - self.compulsory - self.scores
 
     @property
     def written(self) -> int:

@@ -14,22 +14,24 @@
 // plan      dkdv  block_q 112  block_k 64  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
-//           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + exchanged*block_k) +
-//             16) = 2*64*(64 + 64) + 112*(2*(64 + 64 + 64 + 0*64) + 16) = 61,184 B of 166,912 B
+//           smem = e*block_k*d_qk + e*block_k*d_v + 2*e*block_q*d_qk + e*block_q*d_v + 16*block_q
+//               + min(1, exchanged)*e*block_q*block_k + min(1, exchanged)*e*block_q*block_k
+//             = 2*64*64 + 2*64*64 + 2*2*112*64 + 2*112*64 + 16*112 + min(1, 0)*2*112*64 + min(1,
+//             0)*2*112*64 = 61,184 B of 166,912 B
 //           smem_sm = blocks*(smem + reserved) = 2*(61184 + 1024) = 124,416 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
 //           registers = 56 + extra + row_groups*columns/2 + block_q*row_groups*(1 +
 //             pending)/score_warps = 56 + 0 + 1*128/2 + 112*1*(1 + 0.125)/1 = 246 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
-//               d_qk + exchanged*block_k) + 16)
-//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + 0*64) + 16)
-//             = 166.4000
+//               d_qk + 2*min(1, exchanged)*block_k) + 16)
+//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + 2*min(1,
+//             0)*64) + 16) = 166.4000
 //           block_q <= (register_limit - (56 + extra + row_groups*columns/2))/(row_groups*(1 +
 //             pending)/score_warps) = (255 - (56 + 0 + 1*128/2))/(1*(1 + 0.125)/1) = 120
 //           tensor = factors*macs/tensor_rate = 1*256/1024 = 0.2500 clk
-//           shared = (reads + e*(d_qk + d_v)/block_k + e*exchanged)/128
-//             = (34.29 + 2*(64 + 64)/64 + 2*0)/128 = 0.2991 clk
+//           shared = (reads + e*(d_qk + d_v)/block_k + e*2*min(1, exchanged))/128
+//             = (34.29 + 2*(64 + 64)/64 + 2*2*min(1, 0))/128 = 0.2991 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
 //           issue = (products + rest)/128 = (6.143 + 6.768)/128 = 0.1009 clk
 //           alone = max(busiest, max(tensor/0.87, shared) + special + issue)

@@ -22,9 +22,10 @@
 //             64))/(128*(2*(64 + 64) + 12) + 16 + 32)))) = 2
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
 //           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
-//           smem = e*block_k*(depth + depth_v) + 1024*ceil(stages*block_q*e*depth_v/1024) +
-//               block_q*(stages*e*depth) + stages*(query_bytes*block_q + 16) + 8*(1 + 4*stages)
-//             = 2*128*(64 + 64) + 1024*ceil(2*128*2*64/1024) + 128*(2*2*64) + 2*(12*128 + 16) +
+//           smem = e*block_k*depth + e*block_k*depth_v + stages*e*block_q*depth +
+//               1024*ceil(stages*e*block_q*depth_v/1024) + stages*(query_bytes*block_q + 16) + 8*(1
+//               + 4*stages)
+//             = 2*128*64 + 2*128*64 + 2*2*128*64 + 1024*ceil(2*2*128*64/1024) + 2*(12*128 + 16) +
 //             8*(1 + 4*2) = 101,480 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(101480 + 1024) = 102,504 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
@@ -45,8 +46,7 @@
 //           alone = max(busiest, max(tensor, shared) + special + issue)
 //             = max(0.125, max(0.125, 0.09375) + 0.0625 + 0.04834) = 0.2358 clk
 //           pace = max(busiest, alone/(blocks*warps/4)) = max(0.125, 0.2358/(1*8/4)) = 0.1250 clk
-//           barriers = (3*100 + (2 - stages)*600)/(block_q*block_k*blocks)
-//             = (3*100 + (2 - 2)*600)/(128*128*1) = 0.0183 clk
+//           barriers = 3*100/(block_q*block_k*blocks) = 3*100/(128*128*1) = 0.0183 clk
 //           waits = (2 - stages)*e*d_qk/block_k/l2_rate = (2 - 2)*2*64/128/35 = 0 clk
 //           cost = pace + exposed*(alone - pace) + queued*l2 + barriers + waits
 //             = 0.125 + 0.37*(0.2358 - 0.125) + 0.12*0.05714 + 0.01831 + 0 = 0.1912 clk

@@ -14,8 +14,8 @@
 // plan      dq  block_q 128  block_k 48  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
-//           smem = e*block_q*(d_qk + d_v) + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 48*(2*(64 + 64 + 64)) = 51,200 B of 166,912 B
+//           smem = e*block_q*d_qk + e*block_q*d_v + 2*e*block_k*d_qk + e*block_k*d_v
+//             = 2*128*64 + 2*128*64 + 2*2*48*64 + 2*48*64 = 51,200 B of 166,912 B
 //           smem_sm = blocks*(smem + reserved) = 2*(51200 + 1024) = 104,448 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255

@@ -22,8 +22,9 @@
 //             64))/(128*2*(64 + 64) + 16 + 32)))) = 2
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
 //           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
-//           smem = e*block_q*(depth + depth_v) + stages*(block_k*e*(depth + depth_v) + 16) + 8*(1
-//             + 4*stages) = 2*128*(64 + 64) + 2*(128*2*(64 + 64) + 16) + 8*(1 + 4*2)
+//           smem = e*block_q*depth + e*block_q*depth_v + stages*e*block_k*depth +
+//               stages*e*block_k*depth_v + 16*stages + 8*(1 + 4*stages)
+//             = 2*128*64 + 2*128*64 + 2*2*128*64 + 2*2*128*64 + 16*2 + 8*(1 + 4*2)
 //             = 98,408 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(98408 + 1024) = 99,432 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
@@ -44,8 +45,7 @@
 //           alone = max(busiest, max(tensor, shared) + special + issue)
 //             = max(0.09375, max(0.09375, 0.07812) + 0.0625 + 0.04922) = 0.2055 clk
 //           pace = max(busiest, alone/(blocks*warps/4)) = max(0.09375, 0.2055/(1*8/4)) = 0.1027 clk
-//           barriers = (3*100 + (2 - stages)*600)/(block_q*block_k*blocks)
-//             = (3*100 + (2 - 2)*600)/(128*128*1) = 0.0183 clk
+//           barriers = 3*100/(block_q*block_k*blocks) = 3*100/(128*128*1) = 0.0183 clk
 //           waits = (2 - stages)*e*d_qk/block_q/l2_rate = (2 - 2)*2*64/128/35 = 0 clk
 //           cost = pace + exposed*(alone - pace) + queued*l2 + barriers + waits
 //             = 0.1027 + 0.37*(0.2055 - 0.1027) + 0.12*0.05714 + 0.01831 + 0 = 0.1659 clk

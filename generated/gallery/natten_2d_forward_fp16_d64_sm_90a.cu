@@ -18,8 +18,9 @@
 //           depth_v = 16*ceil(d_v/16) = 16*ceil(64/16) = 64
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(12 + 4))) = 128
 //           producer = max(2*warps + 8, searching) = max(2*12 + 8, 56) = 56
-//           smem = e*(block_q*depth + stages*block_k*(depth + depth_v)) + 8*(3 + 4*stages) +
-//             2*warps = 2*(192*64 + 2*96*(64 + 64)) + 8*(3 + 4*2) + 2*12 = 73,840 B of 232,448 B
+//           smem = e*block_q*depth + e*stages*block_k*depth + e*stages*block_k*depth_v + 8*(3 +
+//             4*stages) + 2*warps = 2*192*64 + 2*2*96*64 + 2*2*96*64 + 8*(3 + 4*2) + 2*12
+//             = 73,840 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(73840 + 1024) = 74,864 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((128*(12 + 4) - 4*56)/(8*12)) = 152

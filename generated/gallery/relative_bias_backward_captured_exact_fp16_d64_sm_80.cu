@@ -20,8 +20,9 @@
 //               multiples of a unit. Where up to 2^n contributions are added to one element, the
 //               unit is at most 2^(n - 60) of the greatest: for n = 36 this is 2^-24 of it, the
 //               rounding error of float32.
-//           smem = e*block_q*(d_qk + d_v) + warps*windows + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 4*504 + 32*(2*(64 + 64 + 64)) = 47,072 B of 166,912 B
+//           smem = e*block_q*d_qk + e*block_q*d_v + 2*e*block_k*d_qk + e*block_k*d_v +
+//             warps*windows = 2*128*64 + 2*128*64 + 2*2*32*64 + 2*32*64 + 4*504
+//             = 47,072 B of 166,912 B
 //           smem_sm = blocks*(smem + reserved) = 3*(47072 + 1024) = 144,288 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168

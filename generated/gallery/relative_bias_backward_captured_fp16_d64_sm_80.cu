@@ -15,8 +15,9 @@
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
 //           dtable: a warp adds 32 x 32 scores to 63 sums in shared memory, and these to global
 //               memory once per step
-//           smem = e*block_q*(d_qk + d_v) + warps*windows + block_k*(e*(d_qk + d_v + d_qk))
-//             = 2*128*(64 + 64) + 4*252 + 32*(2*(64 + 64 + 64)) = 46,064 B of 166,912 B
+//           smem = e*block_q*d_qk + e*block_q*d_v + 2*e*block_k*d_qk + e*block_k*d_v +
+//             warps*windows = 2*128*64 + 2*128*64 + 2*2*32*64 + 2*32*64 + 4*252
+//             = 46,064 B of 166,912 B
 //           smem_sm = blocks*(smem + reserved) = 3*(46064 + 1024) = 141,264 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(3*4/4))) = 168

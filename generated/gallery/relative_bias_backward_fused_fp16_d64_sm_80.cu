@@ -14,9 +14,10 @@
 // plan      fused  block_q 96  block_k 64  warps 4  blocks per SM 2
 //           sm_80: M 166,912 B, M_sm 167,936 B, R 65,536; rates of A100 SXM 80GB; clk: clocks of
 //               an SM per score element, model error on 149 published timings: median 4%, worst 18%
-//           smem = e*block_k*(d_qk + d_v) + block_q*(e*(d_qk + d_v + d_qk + max(1,
-//               exchanged)*block_k) + 16)
-//             = 2*64*(64 + 64) + 96*(2*(64 + 64 + 64 + max(1, 0)*64) + 16) = 67,072 B of 166,912 B
+//           smem = e*block_k*d_qk + e*block_k*d_v + 2*e*block_q*d_qk + e*block_q*d_v + 16*block_q
+//               + min(1, exchanged)*e*block_q*block_k + e*block_q*block_k
+//             = 2*64*64 + 2*64*64 + 2*2*96*64 + 2*96*64 + 16*96 + min(1, 0)*2*96*64 + 2*96*64
+//             = 67,072 B of 166,912 B
 //           smem_sm = blocks*(smem + reserved) = 2*(67072 + 1024) = 136,192 B of 167,936 B
 //           register_limit = min(255, 8*floor(R/1024/ceil(blocks*warps/4)))
 //             = min(255, 8*floor(65536/1024/ceil(2*4/4))) = 255
@@ -24,15 +25,15 @@
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
 //             = 66 + 16 + 1*128/2 + 96*max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 254 of 255  (binds)
 //           block_q <= (min(M, M_sm/blocks - reserved) - e*block_k*(d_qk + d_v))/(e*(d_qk + d_v +
-//               d_qk + max(1, exchanged)*block_k) + 16)
-//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + max(1, 0)*64)
-//             + 16) = 126.0606
+//               d_qk + (1 + min(1, exchanged))*block_k) + 16)
+//             = (min(166912, 167936/2 - 1024) - 2*64*(64 + 64))/(2*(64 + 64 + 64 + (1 + min(1,
+//             0))*64) + 16) = 126.0606
 //           block_q <= (register_limit - (66 + extra + row_groups*columns/2))/max(row_groups*(1 +
 //               pending)/score_warps, (dq_columns*9/8)/(32*dq_row_warps))
 //             = (255 - (66 + 16 + 1*128/2))/max(1*(1 + 0.125)/1, (32*9/8)/(32*2)) = 96.8889
 //           tensor = factors*macs/tensor_rate = 1*320/1024 = 0.3125 clk
-//           shared = (reads + e*(d_qk + d_v)/block_k + e*max(1, exchanged))/128
-//             = (41.33 + 2*(64 + 64)/64 + 2*max(1, 0))/128 = 0.3698 clk
+//           shared = (reads + e*(d_qk + d_v)/block_k + e*(1 + min(1, exchanged)))/128
+//             = (41.33 + 2*(64 + 64)/64 + 2*(1 + min(1, 0)))/128 = 0.3698 clk
 //           l2 = e*(d_qk + d_v)/block_k/l2_rate = 2*(64 + 64)/64/35 = 0.1143 clk
 //           atomics = 4*d_qk/block_k/(atomic_share*l2_rate) = 4*64/64/(0.25*35) = 0.4571 clk
 //           issue = (products + rest)/128 = (7.583 + 22.04)/128 = 0.2314 clk

@@ -25,11 +25,11 @@
 //             128*(2*2*128 + 4*64))/(128*(2*(64 + 64) + 12) + 16 + 32)))) = 2
 //           launched = 8*floor(R/256/(blocks*(warps + 4))) = 8*floor(65536/256/(1*(8 + 4))) = 168
 //           producer = max(2*warps + 8, searching) = max(2*8 + 8, 0) = 24
-//           smem = e*block_k*(depth + depth_v) + 1024*ceil(stages*block_q*e*depth_v/1024) +
-//               block_q*(stages*e*depth + 2*e*block_k + 4*depth) + stages*(query_bytes*block_q +
-//               16) + 8*(1 + 4*stages)
-//             = 2*128*(64 + 64) + 1024*ceil(2*128*2*64/1024) + 128*(2*2*64 + 2*2*128 + 4*64) +
-//             2*(12*128 + 16) + 8*(1 + 4*2) = 199,784 B of 232,448 B
+//           smem = e*block_k*depth + e*block_k*depth_v + stages*e*block_q*depth +
+//               1024*ceil(stages*e*block_q*depth_v/1024) + 2*e*block_q*block_k + 4*block_q*depth +
+//               stages*(query_bytes*block_q + 16) + 8*(1 + 4*stages)
+//             = 2*128*64 + 2*128*64 + 2*2*128*64 + 1024*ceil(2*2*128*64/1024) + 2*2*128*128 +
+//             4*128*64 + 2*(12*128 + 16) + 8*(1 + 4*2) = 199,784 B of 232,448 B
 //           smem_sm = blocks*(smem + reserved) = 1*(199784 + 1024) = 200,808 B of 233,472 B
 //           register_limit = 8*floor((launched*(warps + 4) - 4*producer)/(8*warps))
 //             = 8*floor((168*(8 + 4) - 4*24)/(8*8)) = 240
@@ -51,8 +51,7 @@
 //           alone = max(busiest, max(tensor, shared) + special + issue)
 //             = max(0.2286, max(0.1562, 0.1719) + 0.0625 + 0.05762) = 0.2920 clk
 //           pace = max(busiest, alone/(blocks*warps/4)) = max(0.2286, 0.292/(1*8/4)) = 0.2286 clk
-//           barriers = (3*100 + (2 - stages)*600)/(block_q*block_k*blocks)
-//             = (3*100 + (2 - 2)*600)/(128*128*1) = 0.0183 clk
+//           barriers = 3*100/(block_q*block_k*blocks) = 3*100/(128*128*1) = 0.0183 clk
 //           waits = (2 - stages)*e*d_qk/block_k/l2_rate = (2 - 2)*2*64/128/35 = 0 clk
 //           cost = pace + exposed*(alone - pace) + queued*l2 + barriers + waits
 //             = 0.2286 + 0.37*(0.292 - 0.2286) + 0.12*0.05714 + 0.01831 + 0 = 0.2772 clk

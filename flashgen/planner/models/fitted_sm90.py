@@ -66,6 +66,7 @@ MASK_PENDING = 1 / 4
 # Registers that a spec adds, whatever the step.
 DROPOUT_REGISTERS = 4
 SCORE_MOD_REGISTERS = 13
+MASK_OF_TENSORS_REGISTERS = 5
 # For each index but one of a learned element that every score adds to by itself: 64-bit strides.
 INDEX_REGISTERS = 8
 

@@ -164,9 +164,10 @@ def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     fitted = fitted_sm90
     has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
     score = fitted.SCORE_MOD_REGISTERS if has_score else 0
+    mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
     dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return score + dropout + indices
+    return score + mask + dropout + indices
 
 
 def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
