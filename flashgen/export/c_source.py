@@ -257,6 +257,7 @@ def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
     boxes, machine = dict(of.boxes), of.machine
     return {
         "facts": of,
+        "delta": of.kernel == "delta",
         "file": f"kernels/{record.stem}.cubin",
         "row_bytes": (of.head_dim + of.head_dim_v) * of.itemsize,
         "sums_tile": of.sums_tile or (0, 0),
