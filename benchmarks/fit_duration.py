@@ -38,13 +38,14 @@ from flashgen.arch import facts  # noqa: E402
 from flashgen.launch_facts import KEY_KERNELS  # noqa: E402
 from flashgen.planner import Plan, Tile  # noqa: E402
 from flashgen.planner.duration import duration_of  # noqa: E402
+from flashgen.planner.formulas import Formula  # noqa: E402
 from flashgen.planner.models.fitted_time import CONSTANTS  # noqa: E402
 from flashgen.planner.models.kernel_model import MMA_ROWS  # noqa: E402
 from flashgen.planner.plan_of_tile import plan_of_tile  # noqa: E402
 from flashgen.planner.quantities import Number, Quantities  # noqa: E402
-from flashgen.planner.search import quantities  # noqa: E402
+from flashgen.planner.search import Evaluated, evaluated  # noqa: E402
 from flashgen.planner.streaming_kernels import plan_delta  # noqa: E402
-from flashgen.planner.tile_problem import TileProblem, problem_of  # noqa: E402
+from flashgen.planner.tile_problem import problem_of  # noqa: E402
 from flashgen.planner.traffic import LaunchSizes, Visited  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
@@ -59,6 +60,16 @@ FLOPS = {"forward": 4, "backward": 10, "both": 14}
 _PASSES = {name: name for name in FLOPS} | {"both": "forward and backward"}
 # Bytes per element of dQ beside the main kernel's: zeros written, sums read, dQ written.
 CONVERSION_BYTES = 4 + 4 + 2
+
+# FlashAttention-4's backward kernel at head dim 256 on Hopper: two warpgroups own the same keys.
+# Each computes the scores of half of the queries and half of the columns of dK and dV, and they
+# exchange P and dS through shared memory. By the name of a quantity: its value beside the model's.
+SAME_KEYS = {
+    "reads": Formula("reads", "reads + e*((depth + depth_v)/block_q + 4)"),
+    "products": Formula("products", "2*products"),
+    "rest": Formula("rest", "rest + 1"),  # two more stores of 16 bits
+    "shared": Formula("shared", "shared + e/128"),
+}
 
 Constants = Mapping[str, Number]
 
@@ -105,7 +116,7 @@ def points() -> list[Point]:
 
 
 @functools.cache
-def _kernels(place: int) -> tuple[tuple[TileProblem, Plan], ...]:
+def _kernels(place: int) -> tuple[tuple[Evaluated, Plan], ...]:
     """The kernels of a series as plans of this project's models, whether or not they would fit."""
     series = published()[place]
     spec = fg.AttentionSpec(head_dim=series["head_dim"], dtype=series["dtype"])
@@ -124,16 +135,20 @@ def _kernels(place: int) -> tuple[tuple[TileProblem, Plan], ...]:
             column_warps=column_warps,
             score_warps=kernel.get("score_warps", 1),
         )
-        found.append((problem, plan_of_tile(problem, tile, "given")))
+        each = evaluated(problem, tile)
+        found.append((each, plan_of_tile(problem, each, "given")))
     return tuple(found)
 
 
-def _with_cost(place: int, problem: TileProblem, plan: Plan, constants: Constants) -> Plan:
+def _with_cost(place: int, kernel: Evaluated, plan: Plan, constants: Constants) -> Plan:
     """The plan, its cost by these constants and by what is known of the published kernel."""
     series = published()[place]
-    at = quantities(problem, plan.tile) | dict(constants)
-    for formula in problem.model.cost_steps:
+    at = {**kernel.quantities, **constants}
+    shared = SAME_KEYS if plan.code_path.copies_by_tma and plan.column_warps == 2 else {}
+    for formula in kernel.model.cost_steps:
         at[formula.name] = formula(at)
+        if formula.name in shared:
+            at[formula.name] = shared[formula.name](at)
         if formula.name == "rest" and "instructions" in series:
             at["rest"] = series["instructions"] - at["products"]
         if formula.name == "l2":
@@ -148,15 +163,16 @@ def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
     heads, head_dim, causal = series["heads"], series["head_dim"], series["causal"]
     sizes = LaunchSizes(batch, heads, heads, seq, seq)
     seconds = 0.0
-    for problem, plan in _kernels(point.series):
-        plan = _with_cost(point.series, problem, plan, constants)
+    arch = facts(series["arch"])
+    for kernel, plan in _kernels(point.series):
+        plan = _with_cost(point.series, kernel, plan, constants)
         visited = _causal_tiles(plan, seq) if causal else None
         seconds += duration_of(plan, [(sizes, visited)], uneven=causal).seconds
         if plan.owns_keys:
             spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
-            seconds += duration_of(plan_delta(spec, problem.arch), [(sizes, None)]).seconds
+            seconds += duration_of(plan_delta(spec, series["arch"]), [(sizes, None)]).seconds
             elements = batch * heads * seq * head_dim
-            seconds += CONVERSION_BYTES * elements / problem.arch.hbm_bytes_per_s
+            seconds += CONVERSION_BYTES * elements / arch.hbm_bytes_per_s
     flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)
     return flops / seconds / 1e12
 

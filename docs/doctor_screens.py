@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flashgen.doctor import Cache, CodePath, Diagnosis, MachineFacts, Nvrtc, ProblemResult
+from flashgen.doctor import Cache, Diagnosis, MachineFacts, Nvrtc, PathOfGpu, ProblemResult
 from flashgen.doctor.diagnosis import PathRun
 from flashgen.doctor.machine import unfit
 from flashgen.doctor.problems import PROBLEMS
@@ -59,7 +59,7 @@ def no_driver() -> Diagnosis:
         torch_sees=False,
         no_gpu="no NVIDIA driver is installed (libcuda.so.1 cannot be loaded)",
     )
-    path = CodePath(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
+    path = PathOfGpu(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
     return Diagnosis(machine, None, (path,), results(DEFAULT_ARCH)[:1], unfit(machine))
 
 
@@ -71,7 +71,7 @@ def old_driver() -> Diagnosis:
 
 def all_well() -> Diagnosis:
     machine = replace(BARE, gpus=(A100,))
-    path = CodePath("sm_80", True, "sm_80 passed on this GPU, driver and compiler")
+    path = PathOfGpu("sm_80", True, "sm_80 passed on this GPU, driver and compiler")
     return Diagnosis(machine, A100, (path,), results("sm_80"), unfit(machine))
 
 
@@ -84,8 +84,8 @@ def failing_path() -> Diagnosis:
     verdict = run.verdict
     assert verdict is not None, "a problem is wrong"
     paths = (
-        CodePath("sm_90a", False, f"sm_90a failed on this GPU: {verdict.failure}"),
-        CodePath("sm_90", True, "sm_90 passed on this GPU, driver and compiler"),
+        PathOfGpu("sm_90a", False, f"sm_90a failed on this GPU: {verdict.failure}"),
+        PathOfGpu("sm_90", True, "sm_90 passed on this GPU, driver and compiler"),
     )
     every = (*run.results, *results("sm_90"))
     return Diagnosis(machine, H100, paths, every, (*unfit(machine), *run.findings))

@@ -21,9 +21,9 @@ from flashgen.cli.captured_tensors import tensor_values
 from flashgen.cli.inputs import Shape, example_scalars
 from flashgen.language import Element, python_text
 from flashgen.language.tensor import SIZES
-from flashgen.pictures import TileMap
 from flashgen.planner import plan_backward
 from flashgen.signature import LAYOUT_NAMES
+from flashgen.views.tile_map import TileMap
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen import codegen
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.compile import override
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, analysed, compiled
@@ -12,7 +13,7 @@ __all__ = ["build_append_kv"]
 
 
 @override.cached(maxsize=64)
-def build_append_kv(access_bytes: int, arch: str = "sm_80") -> Build:
+def build_append_kv(access_bytes: int, arch: str = DEFAULT_ARCH) -> Build:
     """The kernel that appends to a paged cache, compiled; it serves all dtypes and head dims.
 
     Args:

@@ -22,8 +22,10 @@ import re
 from dataclasses import dataclass, replace
 
 from flashgen.errors import PlanError
+from flashgen.paths import PATHS, CodePath, path_on
 
-__all__ = ["Arch", "facts", "known", "paths_of"]
+DEFAULT_ARCH = "sm_80"
+"""The architecture where none is named and there is no GPU: its kernels run on every newer one."""
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -43,7 +45,6 @@ class Arch:
     """Facts about one architecture. Sizes in bytes, rates per clock and per SM unless named."""
 
     name: str  # as in NVRTC's option --gpu-architecture
-    path: str  # the code path, which names the templates
     smem_per_sm: int
     smem_per_block: int  # with opt-in
     threads_per_sm: int
@@ -56,29 +57,37 @@ class Arch:
     l2_bytes: int
     hbm_bytes_per_s: float
     tensor_16bit: int  # multiply-adds, dense, fp16 or bf16 operands, fp32 sums, fastest path
-    mma_16bit: int  # the same with mma.sync, the instruction of the sm_80 path
+    mma_16bit: int  # the same with mma.sync
     l2_bytes_per_clock: float
     memory_latency: int  # clocks from a load of global memory, not in L2, to its data
+    link_bytes_per_s: float = 32e9  # to another GPU; PCI Express 4.0 with 16 lanes
+
+    @property
+    def code_path(self) -> CodePath:
+        """The code path of the architecture's own kernels."""
+        return path_on(self.name)
+
+    @property
+    def path(self) -> str:
+        """The name of the code path."""
+        return self.code_path.name
 
     @property
     def major(self) -> int:
         """The major version of the compute capability: 9 for sm_90a."""
-        match = _NAME.fullmatch(self.name)
-        assert match is not None, "rows are named as NVRTC names them"
-        return int(match["major"])
+        return version_of(self.name)[0]
 
     @property
     def warps_per_sm(self) -> int:
         return self.threads_per_sm // WARP
 
     def tensor_rate(self, path: str) -> int:
-        """Multiply-adds per clock and SM, with wgmma on the sm_90a path and mma.sync elsewhere."""
-        return self.tensor_16bit if path == "sm_90a" else self.mma_16bit
+        """Multiply-adds per clock and SM with the instructions of a code path, by its name."""
+        return int(getattr(self, PATHS[path].tensor_rate))
 
 
 _SM_80 = Arch(
     name="sm_80",
-    path="sm_80",
     smem_per_sm=164 * KIB,
     smem_per_block=163 * KIB,
     threads_per_sm=2048,
@@ -86,7 +95,7 @@ _SM_80 = Arch(
     registers_per_sm=64 * KIB,
     fp32_per_clock=64,
     # NVIDIA A100 whitepaper and A100 80GB datasheet: 312 TFLOPS fp16, 40 MB of
-    # L2, 2,039 GB/s.
+    # L2, 2,039 GB/s; NVLink's 600 GB/s count both directions.
     product="A100 SXM 80GB",
     sms=108,
     clock_hz=1410e6,
@@ -96,10 +105,10 @@ _SM_80 = Arch(
     mma_16bit=1024,
     l2_bytes_per_clock=35,
     memory_latency=570,
+    link_bytes_per_s=300e9,
 )
 _SM_86 = Arch(
     name="sm_86",
-    path="sm_80",
     smem_per_sm=100 * KIB,
     smem_per_block=99 * KIB,
     threads_per_sm=1536,
@@ -137,8 +146,8 @@ _SM_90 = replace(
     smem_per_sm=228 * KIB,
     smem_per_block=227 * KIB,
     fp32_per_clock=128,
-    # NVIDIA H100 whitepaper, H100 SXM5: 989.4 TFLOPS fp16, 50 MB of L2,
-    # 3.35 TB/s. mma.sync reaches 62.9 % of that: Luo et al., arXiv 2402.13499, measured.
+    # NVIDIA H100 whitepaper, H100 SXM5: 989.4 TFLOPS fp16, 50 MB of L2, 3.35 TB/s, 900 GB/s of
+    # NVLink. mma.sync reaches 62.9 % of these TFLOPS: Luo et al., arXiv 2402.13499, measured.
     product="H100 SXM",
     sms=132,
     clock_hz=1830e6,
@@ -148,13 +157,14 @@ _SM_90 = replace(
     mma_16bit=1288,
     l2_bytes_per_clock=35,
     memory_latency=650,
+    link_bytes_per_s=450e9,
 )
 _SM_100 = replace(
     _SM_90,
     name="sm_100",
-    # NVIDIA DGX B200 datasheet, an eighth of it: 2.25 PFLOPS fp16, 8 TB/s; 148 SMs at 1.86 GHz and
-    # 126 MB of L2 as the device reports. No rate of mma.sync is published: sm_80's is assumed; nor
-    # one of L2: H100's is assumed.
+    # NVIDIA DGX B200 datasheet, an eighth of it: 2.25 PFLOPS fp16, 8 TB/s, 1.8 TB/s of NVLink; 148
+    # SMs at 1.86 GHz and 126 MB of L2 as the device reports. No rate of mma.sync is published:
+    # sm_80's is assumed; nor one of L2: H100's is assumed.
     product="B200",
     sms=148,
     clock_hz=1860e6,
@@ -162,6 +172,7 @@ _SM_100 = replace(
     hbm_bytes_per_s=8000e9,
     tensor_16bit=4096,
     mma_16bit=1024,
+    link_bytes_per_s=900e9,
 )
 _SM_120 = replace(
     _SM_89,
@@ -175,8 +186,6 @@ _SM_120 = replace(
     hbm_bytes_per_s=1792e9,
 )
 
-# Architectures with instructions of their own, and the code paths that use them.
-_PATHS = {"sm_90a": "sm_90a"}
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
 # From 9.0 on a name may end in "a" or "f": the same chip with its non-portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
@@ -201,13 +210,36 @@ def facts(name: str) -> Arch:
     if match is not None:
         base = _FACTS.get(name.removesuffix(match["suffix"]))
         if base is not None and (not match["suffix"] or int(match["major"]) >= 9):
-            return replace(base, name=name, path=_PATHS.get(name, base.path))
+            return replace(base, name=name)
     raise PlanError(
         "flashgen has no facts about this architecture",
         where=f"arch={name!r}",
         numbers=f"known: {KNOWN}",
         way_out=_way_out(match),
     )
+
+
+def version_of(arch: str) -> tuple[int, int, bool]:
+    """The compute capability of an architecture, and whether its name ends in a or f.
+
+    The order of these is the precedence of kernels on a device that runs several of them.
+    """
+    number = arch.removeprefix("sm_").rstrip("af")
+    return int(number[:-1]), int(number[-1]), portable(arch) != arch
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether a device runs cubins of an architecture: those of its major version, but of none
+    newer; with the suffix "a" those of its own version."""
+    major, minor, own = version_of(arch)
+    if own:
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
+def portable(arch: str) -> str:
+    """The architecture without the instructions that exist on it alone: "sm_90" for "sm_90a"."""
+    return arch.rstrip("af")
 
 
 def paths_of(device: str) -> tuple[str, ...]:
@@ -222,20 +254,19 @@ def paths_of(device: str) -> tuple[str, ...]:
     Raises:
         PlanError: there is no such architecture.
     """
-    major, minor = device[:-1], int(device[-1])
-    fitting = [name for name in known() if name[:-1] == major and int(name[-1]) <= minor]
+    capability = version_of(device)[:2]
+    fitting = [name for name in known() if runs_on(name, capability)]
     newest = facts(fitting[-1] if fitting else device).name
     own = f"{device}a"
-    return (own, newest) if own in _PATHS else (newest,)
+    return (own, newest) if path_on(own).only_on else (newest,)
 
 
 def _way_out(match: re.Match[str] | None) -> str:
     """A known architecture whose kernels also run on the unknown one, where there is one."""
     if match is None:
-        return 'a name such as "sm_80"'
+        return f'a name such as "{DEFAULT_ARCH}"'
     name = f"sm_{match['major']}{match['minor']}"
-    # A cubin runs on the same major version with the same or a higher minor version.
     for base in reversed(_FACTS):
-        if base[:-1] == name[:-1] and int(base[-1]) <= int(match["minor"]):
+        if runs_on(base, version_of(name)[:2]):
             return f'arch="{base}"; its kernels also run on {name}'
-    return 'arch="sm_80", whose kernels run on every newer architecture'
+    return f'arch="{DEFAULT_ARCH}", whose kernels run on every newer architecture'

@@ -11,7 +11,7 @@ from flashgen.codegen import Source
 from flashgen.compile import Binary
 from flashgen.language import B, H, K, Q
 from flashgen.launch_facts import LaunchBlocks, LaunchFacts, ParamFacts
-from flashgen.planner import Plan, facts_of
+from flashgen.planner import Plan
 from flashgen.planner.schedule import blocks_of
 from flashgen.signature import GradientTerm
 
@@ -33,7 +33,7 @@ class Build:
         """What launches need of the plan, as plain values."""
         params = [ParamFacts(param.name, param.ctype) for param in self.source.params]
         terms = gradient_terms(self) if self.plan.kernel == "captured_exact" else ()
-        return facts_of(self.plan, self.source.name, params, terms)
+        return self.plan.launch_facts(self.source.name, params, terms)
 
     def blocks(
         self, work_tiles: int, sms: int | None = None, given: int | None = None

@@ -4,7 +4,7 @@
 variable              meaning
 ====================  ==========================================================================
 FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
-                      sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100 or sm_120
+                      a name of `flashgen.arch.known`, such as sm_80 or sm_90a
 FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" (or "emulator:7", the
                       emulator with the order drawn from 7) or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)

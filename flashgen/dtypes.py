@@ -27,31 +27,101 @@ COUNT_LIMIT = 2**20
 SCALAR_LIMIT = 2**30
 """Largest magnitude of an int32 scalar. Every call is checked against it."""
 
-OPERAND_DTYPES = ("float16", "bfloat16", "float32")
-"""Dtypes of q, k, v and the output."""
 
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-ELEMENT_RANGES = {
-    "int32": (-(2**31), INT32_MAX),
-    "int64": (-(2**60), 2**60),
-    "int16": (-(2**15), 2**15 - 1),
-    "int8": (-(2**7), 2**7 - 1),
-    "uint8": (0, 2**8 - 1),
-    "bool": (0, 1),
-}
-"""Minimum and maximum element of an integer captured tensor; the bounds of kernel arithmetic."""
+@dataclass(frozen=True)
+class ElementDtype:
+    """How kernels hold the elements of one dtype.
 
-TENSOR_DTYPES = (*FLOAT_DTYPES, *ELEMENT_RANGES)
-"""Dtypes of captured tensors."""
-
-
-def bytes_of_sums(itemsize: int) -> int:
-    """Bytes of one float sum for the gradient of a learned tensor; ``itemsize`` is that of q, k, v.
-
-    Float32 problems have sums in float64: sums of thousands of terms in float32 have larger errors
-    than the error rule allows for float32 results.
+    Attributes:
+        itemsize: bytes per element in memory.
+        stored: C++ type of an element in memory. 16-bit floats are integers: types need headers.
+        value: C++ type of the value of an element.
+        conversion: C++ of this value, with {} in place of the element.
+        range: the least and the greatest integer, the bounds of kernel arithmetic; None for floats.
     """
-    return 2 * itemsize
+
+    itemsize: int
+    stored: str
+    value: str
+    conversion: str = "{}"
+    range: tuple[int, int] | None = None
+
+    @property
+    def value_dtype(self) -> str:
+        """The name of the dtype of this value, as min/max tables hold it."""
+        return {"float": "float32", "int": "int32", "long long": "int64"}[self.value]
+
+
+@dataclass(frozen=True)
+class FloatSums:
+    """The float sums to which kernels add the gradients of learned tensors.
+
+    Attributes:
+        dtype: the name of their dtype.
+        itemsize: bytes per sum.
+        stored: their C++ type.
+    """
+
+    dtype: str
+    itemsize: int
+    stored: str
+
+
+@dataclass(frozen=True)
+class OperandDtype:
+    """What is particular to kernels whose q, k and v have one dtype.
+
+    Attributes:
+        short: its name in the names of kernels.
+        mma: the type of the factors of matrix products, in PTX.
+        bits, constraint: an element in PTX, and its letter in inline assembly.
+        nan: 32 bits that hold NaN in each of their elements.
+        parts: numbers of the type ``mma`` into which an element is split.
+        products: matrix products in place of one, for the parts.
+        approximates: whether mods may use the hardware's approximations of functions.
+        sums: the sums for learned tensors. Those of float32 problems are float64: sums of thousands
+            of terms in float32 have larger errors than the error rule allows for their results.
+    """
+
+    short: str
+    mma: str
+    bits: str
+    constraint: str
+    nan: str
+    parts: int
+    products: int
+    approximates: bool
+    sums: FloatSums
+
+
+_SINGLE, _DOUBLE = FloatSums("float32", 4, "float"), FloatSums("float64", 8, "double")
+
+OPERANDS = {
+    "float16": OperandDtype("fp16", "f16", "b16", "h", "0x7fff7fff", 1, 1, True, _SINGLE),
+    "bfloat16": OperandDtype("bf16", "bf16", "b16", "h", "0x7fff7fff", 1, 1, True, _SINGLE),
+    "float32": OperandDtype("fp32", "bf16", "f32", "f", "0x7fc00000", 3, 6, False, _DOUBLE),
+}
+"""Dtypes of q, k, v and the output, by their names."""
+
+OPERAND_DTYPES = tuple(OPERANDS)
+
+ELEMENTS = {
+    "float32": ElementDtype(4, "float", "float"),
+    "float16": ElementDtype(2, "unsigned short", "float", "half_to_float({})"),
+    "bfloat16": ElementDtype(2, "unsigned short", "float", "__uint_as_float(unsigned({}) << 16)"),
+    "int32": ElementDtype(4, "int", "int", range=(-(2**31), INT32_MAX)),
+    "int64": ElementDtype(8, "long long", "long long", range=(-(2**60), 2**60)),
+    "int16": ElementDtype(2, "short", "int", range=(-(2**15), 2**15 - 1)),
+    "int8": ElementDtype(1, "signed char", "int", range=(-(2**7), 2**7 - 1)),
+    "uint8": ElementDtype(1, "unsigned char", "int", range=(0, 2**8 - 1)),
+    "bool": ElementDtype(1, "unsigned char", "int", range=(0, 1)),
+}
+"""Dtypes of captured tensors, those of operands among them, by their names."""
+
+TENSOR_DTYPES = tuple(ELEMENTS)
+FLOAT_DTYPES = tuple(name for name, each in ELEMENTS.items() if each.range is None)
+ELEMENT_RANGES = {name: each.range for name, each in ELEMENTS.items() if each.range is not None}
+ITEMSIZE = {name: each.itemsize for name, each in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """What a launch needs of a kernel and of its plan, as plain values: no expressions, no derivation.
 
-`Plan` and `LaunchFacts` share the rules of launches in `LaunchRules`. The facts of a kernel are
-made from its plan by `flashgen.planner.launches`; an export stores them, so that its kernels
-are launched without the planner.
+A plan is a `LaunchRules`, and so is the `LaunchFacts` that it makes for its compiled kernel. An
+export stores the latter, so that its kernels are launched without the planner.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashgen.errors import PlanError
+from flashgen.paths import PATHS, CodePath
 from flashgen.signature import GradientTerm
 
 KEY_KERNELS = ("dkdv", "fused")
@@ -85,11 +85,17 @@ class LaunchMachine(NamedTuple):
     clear_clocks: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class LaunchRules(ABC):
-    """The grid of a launch and the sizes of its buffers; a plan or its facts have the values."""
+    """What the launches of a kernel depend on, and their rules: the grid and the sizes of buffers.
 
-    kernel: str
+    Attributes: as in `flashgen.planner.Plan`.
+    """
+
+    kernel: str = "forward"
+    arch: str
     path: str
+    dtype: str
     itemsize: int
     head_dim: int
     head_dim_v: int
@@ -97,13 +103,21 @@ class LaunchRules(ABC):
     block_k: int
     warps: int
     blocks_per_sm: int
-    heads_per_tile: int
-    sums_tile: tuple[int, int] | None
+    heads_per_tile: int = 1
+    access_bytes: int = 16
+    smem_bytes: int = 0
+    sums_tile: tuple[int, int] | None = None
+    integer_bits: int = 32
 
     @property
     @abstractmethod
     def machine(self) -> LaunchMachine:
         """The facts of the GPU on which launches depend."""
+
+    @property
+    def code_path(self) -> CodePath:
+        """The code path whose name is `path`."""
+        return PATHS[self.path]
 
     @property
     def head_places(self) -> int:
@@ -123,7 +137,7 @@ class LaunchRules(ABC):
     @property
     def is_persistent(self) -> bool:
         """Whether the kernel is persistent: a block computes one work tile after another."""
-        return self.path == "sm_90a" and self.kernel == "forward"
+        return self.kernel in self.code_path.persistent
 
     @property
     def streams(self) -> bool:
@@ -275,32 +289,16 @@ class LaunchFacts(LaunchRules):
     Attributes:
         name: the name of the ``extern "C"`` kernel.
         params: the fields of its parameter struct, in order.
-        access_bytes: bytes per access to global memory, as in `Plan`.
-        threads, smem_bytes: threads and bytes of dynamic shared memory of a thread block.
+        threads: threads of a thread block.
+        of_gpu: the facts of the GPU on which launches depend.
         boxes: the boxes that TMA copies of each operand, by its name: columns, rows and heads.
         terms: for exact sums of learned tensors, the elements to whose gradients it adds.
-        others: as in `flashgen.planner.Plan`.
+        others: those of the kernel's plan.
     """
 
     name: str
     params: tuple[ParamFacts, ...]
-    arch: str
-    kernel: str
-    path: str
-    dtype: str
-    itemsize: int
-    head_dim: int
-    head_dim_v: int
-    block_q: int
-    block_k: int
-    warps: int
-    blocks_per_sm: int
-    heads_per_tile: int
-    integer_bits: int
-    access_bytes: int
     threads: int
-    smem_bytes: int
-    sums_tile: tuple[int, int] | None
     of_gpu: LaunchMachine
     boxes: tuple[tuple[str, Box], ...] = ()
     terms: tuple[GradientTerm, ...] = ()

@@ -7,12 +7,13 @@ cubins, without a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from flashgen import codegen, config
 from flashgen.analysis import Analysis, WalkedAxis, analyse
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.built_kernel import Build, gradient_terms
 from flashgen.call import CallRanges
 from flashgen.codegen import Source
@@ -77,7 +78,7 @@ class Kernels:
 
 def emit(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     policy: str = "derived",
@@ -92,7 +93,7 @@ def emit(
 
     Args:
         spec: the variant to emit.
-        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
+        arch: one of `flashgen.arch.KNOWN`, such as "sm_90a".
         sram: shared memory per block in bytes to plan for, instead of the architecture's.
         policy: "derived", or "paper" for the block sizes of Algorithm 1 of FlashAttention (Dao et
             al., 2022) in the forward kernel.
@@ -178,7 +179,7 @@ def analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
 
 def build(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     policy: str = "derived",
@@ -237,28 +238,62 @@ def _beyond_int32(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges
 
 @override.cached(maxsize=512)
 def _build_forward(request: PlanRequest, wide: bool) -> Build:
-    analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
-    best: Build | None = None
-    spare = 0
-    while spare <= MOST_SPARE_REGISTERS:
-        try:
-            source = _emit_forward(replace(request, spare_registers=spare), wide)
-        except PlanError:
-            if best is None:
-                raise
-            break  # no tile leaves these registers free; the best build has warnings on spills
-        made = compiled(source, analysis, _names(request.spec, request.arch))
-        if best is None or _spilled(made) < _spilled(best):
-            best = made
-        if not _spilled(made) or request.tile is not None or request.spec.is_served:
-            break  # a given tile is kept, and so is that of all calls which serve
-        spare = _after_spill(made, spare)
-    assert best is not None, "the first round gives a build or raises"
-    return _asynchronous(best)
+    # A given tile is kept, and so is that of all calls which serve.
+    kept = {"forward"} if request.tile is not None or request.spec.is_served else set()
+
+    def emitted(spare: Mapping[str, int]) -> tuple[Source]:
+        registers = spare.get("forward", 0)
+        return (_emit_forward(replace(request, spare_registers=registers), wide),)
+
+    return _without_spills(emitted, kept, request)[0]
 
 
 @override.cached(maxsize=512)
-def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build, ...]:
+def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
+    def emitted(spare: Mapping[str, int]) -> tuple[Source, ...]:
+        return _emit_backward(replace(request, spare_registers=tuple(spare.items())), wide)
+
+    return _without_spills(emitted, dict(request.tiles), request)
+
+
+def _without_spills(
+    emitted: Callable[[Mapping[str, int]], tuple[Source, ...]],
+    kept: Container[str],
+    request: PlanRequest | BackwardPlanRequest,
+) -> tuple[Build, ...]:
+    """The kernels with the fewest spills: those that spill are planned again with spare registers.
+
+    Args:
+        emitted: the sources with these numbers of registers left free, by the roles of kernels.
+        kept: the roles of the kernels whose tiles stay.
+    """
+    names, spare = _names(request.spec, request.arch), dict[str, int]()
+    best: tuple[Build, ...] | None = None
+    while all(each <= MOST_SPARE_REGISTERS for each in spare.values()):
+        try:
+            sources = emitted(spare)
+        except PlanError:
+            if best is None:
+                raise
+            break  # no tile leaves these registers free; the best kernels have warnings on spills
+        made = tuple(
+            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
+            for source in sources
+        )
+        spilling = [each for each in made if _spilled(each) and each.source.role not in kept]
+        if best is None or not spilling or sum(map(_spilled, made)) < sum(map(_spilled, best)):
+            best = made
+        if not spilling:
+            break
+        for each in spilling:
+            role = each.source.role
+            spare[role] = _after_spill(each, spare.get(role, 0))
+    assert best is not None, "the first round gives kernels or raises"
+    return tuple(map(_asynchronous, best))
+
+
+@override.cached(maxsize=512)
+def build_minmax_tables(spec: AttentionSpec, arch: str = DEFAULT_ARCH) -> tuple[Build, ...]:
     """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
 
     Raises:
@@ -270,7 +305,9 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = "sm_80") -> tuple[Build
 
 
 @override.cached(maxsize=64)
-def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: bool = False) -> Build:
+def build_merge(
+    head_dim_v: int, dtype: str, arch: str = DEFAULT_ARCH, *, splits: bool = False
+) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
 
     Args:
@@ -287,7 +324,7 @@ def build_merge(head_dim_v: int, dtype: str, arch: str = "sm_80", *, splits: boo
 
 def build_backward(
     spec: AttentionSpec,
-    arch: str = "sm_80",
+    arch: str = DEFAULT_ARCH,
     *,
     sram: int | None = None,
     deterministic: bool = False,
@@ -305,36 +342,6 @@ def build_backward(
     """
     request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
     return _build_backward(request, _needs_wide(request, ranges))
-
-
-@override.cached(maxsize=512)
-def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
-    fixed, names = dict(request.tiles), _names(request.spec, request.arch)
-    spare: dict[str, int] = {}
-    best: tuple[Build, ...] | None = None
-    while True:
-        try:
-            sources = _emit_backward(replace(request, spare_registers=tuple(spare.items())), wide)
-        except PlanError:
-            if best is None:
-                raise
-            break  # there is no smaller tile; the best kernels have warnings on spills
-        made = tuple(
-            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
-            for source in sources
-        )
-        if best is None or sum(map(_spilled, made)) < sum(map(_spilled, best)):
-            best = made
-        spilling = [build for build in made if _spilled(build) and build.source.role not in fixed]
-        for build in spilling:
-            role = build.source.role
-            spare[role] = _after_spill(build, spare.get(role, 0))
-        if any(each > MOST_SPARE_REGISTERS for each in spare.values()):
-            break
-        if not spilling:
-            best = made
-            break
-    return tuple(map(_asynchronous, best))
 
 
 def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.variants import FORMS, Form, Mods
+from flashgen.dtypes import ITEMSIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ("forward", "backward", "both")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 WINDOWED = "symmetric_window"
 """The spec of the part "sparsity"."""

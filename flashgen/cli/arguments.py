@@ -13,8 +13,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from flashgen.arch import KNOWN
-
-DEFAULT_ARCH = "sm_80"
+from flashgen.dtypes import OPERAND_DTYPES
 
 DECODING_SHAPE = "1,32,8,1,131072"
 """The shape of ``flashgen plan --decode`` where none is given."""
@@ -39,7 +38,7 @@ class SpecChanges:
     """What a spec gets instead of its own."""
 
     dtype: Annotated[
-        str | None, Option(metavar="DTYPE", help="float16, bfloat16 or float32 instead.")
+        str | None, Option(metavar="DTYPE", help=f"Instead: {', '.join(OPERAND_DTYPES)}.")
     ] = None
     head_dim: Annotated[int | None, Option(help="Another head dim: a multiple of 8 up to 256.")] = (
         None

@@ -10,8 +10,9 @@ from pathlib import Path
 import typer
 
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.cli import generated
-from flashgen.cli.arguments import DEFAULT_ARCH, EmitArguments
+from flashgen.cli.arguments import EmitArguments
 from flashgen.cli.console import busy, plural, say, write
 from flashgen.cli.ending import MISMATCH
 from flashgen.cli.inputs import check_folder

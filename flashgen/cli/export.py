@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from flashgen import config
-from flashgen.arch import facts
-from flashgen.cli.arguments import DEFAULT_ARCH, ExportArguments
+from flashgen.arch import DEFAULT_ARCH, facts
+from flashgen.cli.arguments import ExportArguments
 from flashgen.cli.console import busy, plural, say
 from flashgen.cli.inputs import changed_spec, check_folder, options_of
 from flashgen.errors import InputError

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from flashgen.codegen import Source
 from flashgen.errors import RenderError
+from flashgen.paths import PATHS
 
-ARCHS = ("sm_80", "sm_90a")
-"""One architecture for each code path."""
+ARCHS = tuple(PATHS)
+"""One architecture for each code path, which has its name."""
 
 DIGESTS = "DIGESTS"
 README = "README.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.cli.arguments import CallArguments, SpecArguments, SpecChanges
-from flashgen.dtypes import POSITION_LIMIT, SCALAR_DTYPES
+from flashgen.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
 from flashgen.errors import InputError, SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.spec_file import file_and_variable, load
@@ -42,7 +42,7 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
             "a command needs one dtype of q, k and v",
             where=path,
             numbers=f"spec {spec.name} has dtype None: each call has the dtype of its q",
-            way_out="--dtype bfloat16, or float16 or float32",
+            way_out=f"--dtype {', or '.join(OPERAND_DTYPES)}",
         )
     try:
         return spec.replace(**given) if given else spec

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, InspectArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import InspectArguments
 from flashgen.cli.console import busy, facts, seconds, write
 from flashgen.cli.inputs import load_spec
 from flashgen.compile.disassembly import disassembled

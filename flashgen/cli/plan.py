@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen import config
-from flashgen.cli.arguments import DECODING_SHAPE, DEFAULT_ARCH, CallArguments, PlanArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, write
 from flashgen.cli.decoding import capacity_of, decoding_plan, sizes_of

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, Progress, TextColumn
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, CallArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import CallArguments
 from flashgen.cli.call import RandomCall
 from flashgen.cli.console import busy, console
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, ReportArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import ReportArguments
 from flashgen.cli.call import random_call
 from flashgen.cli.console import busy, facts, plural
 from flashgen.cli.decoding import sizes_of
@@ -22,7 +23,7 @@ from flashgen.language.spec_file import file_and_variable
 from flashgen.planner import Tile, feasible
 
 if TYPE_CHECKING:
-    from flashgen.page import Side
+    from flashgen.views.values import Side
 
 MOST_WORK = 5e10
 """Multiply-adds of the largest call that is executed: tens of minutes in the emulator."""
@@ -57,7 +58,8 @@ def report(arguments: ReportArguments) -> None:
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):
-        from flashgen.page import Page, html_of
+        from flashgen.views.render import html_of
+        from flashgen.views.values import Page
     sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
     title = " and ".join(dict.fromkeys(side.title for side in sides))
     with busy("writing the page"):
@@ -75,7 +77,7 @@ def report(arguments: ReportArguments) -> None:
 
 def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
     for side in sides:
-        wrong = [each.name for each in side.errors if not each.passed]
+        wrong = [each.name for each in side.errors if not each.verdict.ok]
         right = f"{plural(len(side.errors), 'result')} within the error rule"
         right = right if side.errors else "no result was compared with the oracle"
         yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
@@ -140,8 +142,8 @@ def _distance(tile: tuple[int, int], given: tuple[int, int] | None) -> float:
 
 
 def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
-    from flashgen.page.python_lines import file_text
-    from flashgen.report import CallResults, side_of
+    from flashgen.views.collect import CallResults, side_of
+    from flashgen.views.python_lines import file_text
 
     arguments = replace(chosen.arguments, arch=chosen.arch)
     tiles = _given_tile(spec, chosen)
@@ -178,11 +180,11 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
         InputError: its heads cannot share tiles as those of the executed call do.
     """
     from flashgen.cli.tune import problem_of
-    from flashgen.report import with_duration
     from flashgen.tune import predicted
+    from flashgen.views.kernel import with_duration
 
     sizes = parse_shape(shape, "--predict")
-    panes = [pane for pane in side.kernels if pane.schedule is not None]
+    panes = [pane for pane in side.kernels if pane.duration is not None]
     shared = max((pane.plan.heads_per_tile for pane in panes), default=1)
     if (sizes.heads_q // max(1, sizes.heads_kv)) % shared:
         raise InputError(

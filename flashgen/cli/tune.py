@@ -7,8 +7,8 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from flashgen import config, launch
-from flashgen.arch import paths_of
-from flashgen.cli.arguments import DEFAULT_ARCH, TuneArguments
+from flashgen.arch import DEFAULT_ARCH, paths_of
+from flashgen.cli.arguments import TuneArguments
 from flashgen.cli.call import RandomCall, choose_backend, random_call
 from flashgen.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.cli.inputs import Shape, load_spec, parse_shape

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flashgen import config
-from flashgen.cli.arguments import DEFAULT_ARCH, VisualizeArguments
+from flashgen.arch import DEFAULT_ARCH
+from flashgen.cli.arguments import VisualizeArguments
 from flashgen.cli.console import busy, facts, write
 from flashgen.cli.inputs import changed_spec, check_file, parse_shape, parse_tile, scalar_values
 
@@ -26,7 +27,7 @@ def visualize(arguments: VisualizeArguments) -> None:
     q_offset, k_offset = arguments.q_offset, arguments.k_offset
     with busy("loading torch"):
         from flashgen.cli.captured_tensors import tensor_values
-        from flashgen.pictures import visualize as map_of
+        from flashgen.views.visualize import visualize as map_of
     tensors, _ = tensor_values(spec, arguments.path, sizes, q_offset=q_offset, k_offset=k_offset)
     found = map_of(
         spec,

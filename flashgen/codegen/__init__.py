@@ -6,13 +6,11 @@ the same bytes: no timestamp, no path of a machine, everything in a fixed order.
 
 from __future__ import annotations
 
-from flashgen.codegen.append_kv import append_kv
 from flashgen.codegen.backward import backward, walk_of_kernel
 from flashgen.codegen.forward import forward
 from flashgen.codegen.integer_ranges import beyond_int32
-from flashgen.codegen.merge import merge
-from flashgen.codegen.minmax_table import minmax_table
 from flashgen.codegen.source import Param, Source
+from flashgen.codegen.streaming import append_kv, merge, minmax_table
 
 __all__ = [
     "Param",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashgen.analysis import Analysis, WalkedAxis
 from flashgen.codegen.captured import captured
 from flashgen.codegen.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
 from flashgen.codegen.source import Source
+from flashgen.codegen.streaming import convert_dq, delta
 from flashgen.codegen.walk import ScoreCode, walk_of
-from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.models.panels_sm90 import panel_of_scores, queries_of_sums
-from flashgen.planner.streaming_kernels import lanes_of_row
 
 
 def walk_of_kernel(role: str) -> WalkedAxis:
@@ -32,71 +28,23 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     if plan.kernel == "delta":
-        return _delta(spec, plan)
+        return delta(spec, plan)
     if plan.kernel == "convert_dq":
-        queries = queries_of_sums(plan.block_q, plan.head_dim)
-        return kernel("common/convert_dq.cu.j2", spec, plan, None, dq_queries=queries)
+        return convert_dq(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
-    hopper = plan.path == "sm_90a"
     direction = QUERIES if plan.owns_keys else KEYS
     functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
-    element = ("prob[n][e]" if plan.in_passes else "s[n][e]") if hopper else "s[g][n][e]"
+    element = "prob[n][e]" if plan.in_passes else f"{plan.code_path.fragment}[e]"
     score = ScoreCode.of(functions, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, plan, **renamed)
-    fields: dict[str, Any] = {}
-    if hopper:
-        # Past the last query P and dP - delta are 0 without a mask, unless the score function
-        # changes them; past the last key they are not.
-        row = functions.mask.row
-        ends = not walk.row_has_lo or (row is not None and row.hi is not None)
-        fields = panels_of_plan(plan) | {
-            "products": products_of(plan, _shapes_of_products(plan)),
-            # With a score function or dropout, P and dS are computed together, after dP arrived.
-            "one_pass": bool(score.call or spec.dropout),
-            "dq_shares_queries": queries_of_sums(plan.block_q, plan.head_dim) < plan.block_q,
-            "row_has_hi": ends or bool(score.call),
-            "panel_s": panel_of_scores(plan.block_k),
-            "sum_queries": queries_of_sums(plan.block_q, plan.head_dim),
-        }
     exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None
     return kernel(
-        f"{'sm90' if hopper else 'sm80'}/backward_{'dkdv' if plan.owns_keys else 'dq'}.cu.j2",
+        f"{plan.code_path.templates}/backward_{'dkdv' if plan.owns_keys else 'dq'}.cu.j2",
         spec,
         plan,
         KernelCode(functions, walk, score),
         exchanges=exchanges,
-        **fields,
-    )
-
-
-def _shapes_of_products(plan: Plan) -> set[tuple[str, int]]:
-    """The names of the products of a Hopper kernel, each with a number of columns."""
-    if not plan.owns_keys:
-        return {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim)}
-    if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
-        shapes = {("multiply_rows", plan.pass_keys), ("multiply_columns", plan.block_k)}
-        if plan.kernel == "fused":
-            shapes.add(("multiply_queries", plan.block_q // (plan.warps // 4)))
-        return shapes
-    shapes = {("multiply_rows", plan.block_q)}
-    shapes |= {("multiply_columns", each) for each in (plan.head_dim, plan.head_dim_v)}
-    if plan.kernel == "fused":
-        shapes.add(("multiply_queries", queries_of_sums(plan.block_q, plan.head_dim)))
-    return shapes
-
-
-def _delta(spec: AttentionSpec, plan: Plan) -> Source:
-    vectors = plan.head_dim_v * plan.itemsize // 16
-    lanes = lanes_of_row(vectors)
-    return kernel(
-        "common/delta.cu.j2",
-        spec,
-        plan,
-        None,
-        lanes=lanes,
-        uneven=vectors % lanes != 0,
-        has_sink=spec.sink is not None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from flashgen import language as fx
 from flashgen.analysis import Analysis, kind_of_sum
@@ -14,7 +13,6 @@ from flashgen.codegen.shared_values import FunctionInParts
 from flashgen.codegen.source import Source
 from flashgen.codegen.spec_function import SpecFunction
 from flashgen.codegen.walk import ScoreCode, walk_of
-from flashgen.codegen.wgmma import panels_of_plan, products_of
 from flashgen.codegen.windows import WindowCode, codes_of_windows
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
@@ -81,8 +79,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
-    hopper = plan.path == "sm_90a"
-    fragment = "s[n]" if hopper else "s[g][n]"
+    fragment = plan.code_path.fragment
     score = ScoreCode.of(functions, element=f"{fragment}[e]")
     walk = walk_of(functions, plan)
     derivatives = functions.score_partials()
@@ -106,12 +103,8 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         for n, element in enumerate(elements)
     ]
     kinds = {part.kind for part in parts}
-    fields: dict[str, Any] = {"exchanges": None}
-    if hopper:
-        products = products_of(plan, {("multiply_rows", plan.block_k)})
-        fields |= panels_of_plan(plan) | {"products": products}
     return kernel(
-        "sm90/backward_learned.cu.j2" if hopper else "sm80/backward_learned.cu.j2",
+        f"{plan.code_path.templates}/backward_learned.cu.j2",
         spec,
         plan,
         KernelCode(
@@ -137,5 +130,5 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         # A column's sum needs all of its rows together.
         skewed=bool(windows) and "column" not in kinds,
         has_rows="row" in kinds,
-        **fields,
+        exchanges=None,
     )

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashgen.analysis import Analysis
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.kernel import KernelCode, head_of, kernel
 from flashgen.codegen.source import Source
-from flashgen.codegen.walk import ScoreCode, WalkCode, walk_of
-from flashgen.codegen.wgmma import panels_of_plan, products_of
+from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-
-# Consumer warpgroups run in ping-pong up to this head dim. Beyond it a tile has so few keys that
-# the barriers cost more than the alternation gains, as in FlashAttention-3's tile table.
-PING_PONG_UP_TO = 128
 
 
 def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
@@ -26,32 +19,12 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
     walk = walk_of(functions, plan)
-    fields: dict[str, Any] = {}
-    if plan.path == "sm_90a":
-        shapes = {("multiply_rows", plan.block_k), ("multiply_columns", plan.head_dim_v)}
-        fields = panels_of_plan(plan) | {
-            "products": products_of(plan, shapes),
-            "ping_pong": max(plan.head_dim, plan.head_dim_v) <= PING_PONG_UP_TO,
-        }
     return kernel(
-        "sm80/forward.cu.j2" if plan.path == "sm_80" else "sm90/forward.cu.j2",
+        f"{plan.code_path.templates}/forward.cu.j2",
         spec,
         plan,
         KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
-        range_bits=_pays_for_range_bits(walk, plan),
+        range_bits=walk.row_has_q and plan.ranges_as_bits(1 + walk.row_has_lo),
         # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
         mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,
-        **fields,
     )
-
-
-def _pays_for_range_bits(walk: WalkCode, plan: Plan) -> bool:
-    """Whether a bit mask of the columns outside a row's range costs less than comparisons.
-
-    Comparing columns with a range takes one instruction per column and end of the range. A bit mask
-    takes about eight instructions per row and eight per end, and the compiler then tests seven bits
-    at a time (counted by benchmarks/instructions.py). A range that all rows share is compared once.
-    """
-    ends = 1 + walk.row_has_lo
-    columns = plan.block_k // 4  # the columns of a row that one lane has
-    return walk.row_has_q and ends * columns > 8 * (1 + ends)

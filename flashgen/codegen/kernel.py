@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,11 @@ from flashgen.codegen.readers import (
     reader,
     type_of_sums,
 )
-from flashgen.codegen.source import ELEMENTS, Param, Source, kernel_name
+from flashgen.codegen.source import Param, Source, kernel_name
 from flashgen.codegen.spec_function import SpecFunction
-from flashgen.codegen.tidy import simplified, tidy
-from flashgen.codegen.unused import used
+from flashgen.codegen.tidy import simplified, tidy, used
 from flashgen.codegen.walk import ScoreCode, WalkCode
-from flashgen.dtypes import POSITION_LIMIT
+from flashgen.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.launch_facts import SPAN
@@ -91,7 +91,7 @@ def kernel(
     offsets = spec.offsets if code else ()
     split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
     by_entry = bool(offsets) or paged
-    params = [*params_of(spec, plan.kernel, plan.path), *WORK_TILES]
+    params = [*params_of(spec, plan.kernel, plan.code_path), *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
     params.append(SINK_SUMS)
@@ -107,7 +107,8 @@ def kernel(
         name,
         params,
         spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
-        element=ELEMENTS[plan.dtype],
+        element=OPERANDS[plan.dtype],
+        stored=ELEMENTS[plan.dtype].stored,
         span=SPAN,
         sparse=spec.block_sparse if code else None,
         walk=code.walk if code else None,
@@ -135,8 +136,18 @@ def kernel(
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
         outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
         calls_sines=any(f.calls_sines for f in printed),
+        **_fields_of_path(spec, plan, code),
         **fields,
     )
+
+
+def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) -> dict[str, object]:
+    """The fields that only the templates of the plan's code path have."""
+    if code is None or not plan.code_path.template_fields:
+        return {}
+    module = importlib.import_module(f"flashgen.codegen.{plan.code_path.template_fields}")
+    fields: dict[str, object] = module.fields_of(spec, plan, code.functions, code.walk, code.score)
+    return fields
 
 
 def rendered(

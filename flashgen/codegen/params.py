@@ -10,6 +10,7 @@ from flashgen.language import H
 from flashgen.language.scalar import Scalar
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import STREAMING_KERNELS
+from flashgen.paths import CodePath
 from flashgen.signature import WHOLE
 
 _SHAPES = {
@@ -116,19 +117,14 @@ _GRADIENTS = {
     "convert_dq": ("dq",),
     "dq": ("dq",),
 }
-_DQ_SUMS = {
-    "sm_80": "[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows",
-    "sm_90a": "[batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled",
-}
 
 
-def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Param, ...]:
+def params_of(spec: AttentionSpec, role: str, path: CodePath) -> tuple[Param, ...]:
     """The fields that a kernel of this role may use, in order: tensors, strides, numbers.
 
-    Args:
-        path: the code path; on "sm_90a" operands are tensor maps, which have their strides in them.
+    Operands that TMA copies are tensor maps, which have their strides in them.
     """
-    by_tma = path == "sm_90a" and role not in STREAMING_KERNELS
+    by_tma = path.copies_by_tma and role not in STREAMING_KERNELS
     first, rows = _FIRST.get(role, _BACKWARD)
     gradients = _GRADIENTS.get(role, ())
     written = ("o", *gradients) if role in ("forward", "merge") else gradients
@@ -148,7 +144,7 @@ def params_of(spec: AttentionSpec, role: str, path: str = "sm_80") -> tuple[Para
         rows = (Param("lse", "float*", _OF_SPLITS.format(_LSE[1:])), *_SPLITS)
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
-        params.append(Param("dq_sum", "float*", _DQ_SUMS[path]))
+        params.append(Param("dq_sum", "float*", path.dq_sums))
     in_memory = [name for name in (*first, *gradients) if name not in mapped]
     if paged:
         in_memory = [*(name for name in in_memory if name not in _CACHES), *_CACHES.values()]

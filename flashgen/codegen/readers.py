@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from flashgen.codegen.source import Param
 from flashgen.codegen.text import COLUMNS, DeviceFunction, comment
-from flashgen.dtypes import bytes_of_sums
+from flashgen.dtypes import ELEMENTS, OPERANDS
 from flashgen.language import Tensor
 from flashgen.planner import Plan
 from flashgen.signature import field_stem
 
 # The names of the index parameters, one per dimension, in order.
 INDICES = "ijklmnrs"
-
-# For each dtype: the C++ type of an element in memory, the type of the value that a reader returns,
-# and the conversion. 16-bit floats are read as integers, because their types need headers.
-_TYPES = {
-    "float32": ("float", "float", "{}"),
-    "float16": ("unsigned short", "float", "half_to_float({})"),
-    "bfloat16": ("unsigned short", "float", "__uint_as_float(unsigned({}) << 16)"),
-    "int64": ("long long", "long long", "{}"),
-    "int32": ("int", "int", "{}"),
-    "int16": ("short", "int", "{}"),
-    "int8": ("signed char", "int", "{}"),
-    "uint8": ("unsigned char", "int", "{}"),
-    "bool": ("unsigned char", "int", "{}"),
-}
 
 EXACT_SUM = "unsigned long long"
 
@@ -33,22 +19,22 @@ def type_of_sums(plan: Plan) -> str:
     """The C++ type of the sums to which a kernel for the gradients of learned tensors adds."""
     if plan.kernel == "captured_exact":
         return EXACT_SUM
-    return {4: "float", 8: "double"}[bytes_of_sums(plan.itemsize)]
+    return OPERANDS[plan.dtype].sums.stored
 
 
 def reader(tensor: Tensor) -> DeviceFunction:
     """``read_bias(p, i, j)``: the element at the nearest index inside the tensor."""
-    _, returns, convert = _TYPES[tensor.dtype]
+    element = ELEMENTS[tensor.dtype]
     why = f"The spec's {tensor.name}"
     if tensor.dims:
         why += ": an index outside it means its nearest element"
     place, before = _place("c", tensor)
     return DeviceFunction(
         name=f"read_{tensor.name}",
-        returns=returns,
+        returns=element.value,
         parameters=_parameters(tensor),
         comment=tuple(comment(f"{why}.")),
-        body=(*before, f"return {convert.format(f'__ldg({place})')};"),
+        body=(*before, f"return {element.conversion.format(f'__ldg({place})')};"),
     )
 
 
@@ -74,7 +60,7 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> DeviceFunction:
     The function reads the min/max table. The indices on the other axes, in order, come last.
     """
     kind, pick = ("least", "min") if least else ("greatest", "max")
-    name, returns = tensor.name, _TYPES[tensor.dtype][1]
+    name, returns = tensor.name, ELEMENTS[tensor.dtype].value
     size = f"p.c_{field_stem(name)}_size_{axis}"
     others = [other for other in range(len(tensor.dims)) if other != axis]
     indices = INDICES[: len(others)]
@@ -115,14 +101,9 @@ def param_of_table(tensor: Tensor, axis: int, *, written: bool = False) -> Param
     const = "" if written else "const "
     return Param(
         f"m_{tensor.name}_{axis}",
-        f"{const}{_TYPES[tensor.dtype][1]}*",
+        f"{const}{ELEMENTS[tensor.dtype].value}*",
         f"[levels, 2, lines, entries]: min, max of {tensor.name} along {tensor.dims[axis]}",
     )
-
-
-def stored_and_read(tensor: Tensor) -> tuple[str, str]:
-    """The C++ types of an element in memory and of the value that its reader returns."""
-    return _TYPES[tensor.dtype][:2]
 
 
 def _parameters(tensor: Tensor) -> tuple[str, ...]:
@@ -144,7 +125,7 @@ def _place(prefix: str, tensor: Tensor) -> tuple[str, list[str]]:
 
 def params_of_tensor(tensor: Tensor) -> list[Param]:
     """The fields of ``struct Params`` for a captured tensor: its address, sizes and strides."""
-    name, stored = f"c_{field_stem(tensor.name)}", _TYPES[tensor.dtype][0]
+    name, stored = f"c_{field_stem(tensor.name)}", ELEMENTS[tensor.dtype].stored
     pointer = Param(name, f"const {stored}*", f"{_shape(tensor)}, the spec's {tensor.name}")
     if len(pointer.line) > COLUMNS:
         pointer = Param(name, f"const {stored}*", _shape(tensor))

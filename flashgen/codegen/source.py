@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 from flashgen.call import CallRanges
 from flashgen.codegen.integer_ranges import AssumedBlock, beyond_int32
+from flashgen.dtypes import OPERANDS
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-
-DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-
 
 _CTYPES = {"long long": "int64", "int": "int32", "float": "float32", "TensorMap": "tensormap"}
 
@@ -109,27 +107,11 @@ class Source:
 def options(plan: Plan) -> tuple[str, ...]:
     """The options of the compiler for a kernel of this plan besides those for all kernels.
 
-    Kernels that multiply float32 operands are assembled at level 1 of optimisation. From level 2
+    Kernels that multiply operands in parts are assembled at level 1 of optimisation. From level 2
     on, ptxas loads and splits operands far ahead of their products, until it has taken all 255
     registers, and spills; level 1 takes 10 to 70 registers less, for about as many instructions.
     """
-    return ("--ptxas-options=-O1",) if plan.itemsize == 4 and not plan.streams else ()
-
-
-@dataclass(frozen=True)
-class PtxTypes:
-    """The names of the operands' dtype in PTX."""
-
-    mma: str
-    bits: str
-    constraint: str
-
-
-ELEMENTS = {
-    "float16": PtxTypes("f16", "b16", "h"),
-    "bfloat16": PtxTypes("bf16", "b16", "h"),
-    "float32": PtxTypes("bf16", "f32", "f"),
-}
+    return ("--ptxas-options=-O1",) if OPERANDS[plan.dtype].parts > 1 and not plan.streams else ()
 
 
 WITHOUT_SPEC = ("delta", "convert_dq", "merge", "append_kv")
@@ -145,21 +127,21 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """
     role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
-        return f"delta{_sink_of_delta(spec)}_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
+        return f"delta{_sink_of_delta(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     if role == "convert_dq":
         packed = "_packed" if spec.packed else ""
-        dtype = DTYPE_SHORT[spec.dtype]
+        dtype = OPERANDS[spec.dtype].short
         return f"convert_dq{packed}_{dtype}_d{spec.head_dim}_q{plan.block_q}"
     if role == "merge":
         splits = "_splits" if plan.lane_groups > 1 else ""
-        return f"merge{splits}_{DTYPE_SHORT[spec.dtype]}_d{spec.head_dim_v}"
+        return f"merge{splits}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
     place = role if role == "forward" else f"backward_{role}"
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""
-    return f"{spec.name}_{place}_{DTYPE_SHORT[spec.dtype]}_{dims}{heads}{wide}"
+    return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}_{dims}{heads}{wide}"
 
 
 def _sink_of_delta(spec: AttentionSpec) -> str:

@@ -21,10 +21,6 @@ from flashgen.language.lets import atoms_of, contains
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 
-LEAST_BLOCK = 16
-"""The narrowest blocks of which the bits of a row of scores fit in 32 bits: a tile has at most 256
-columns."""
-
 
 @dataclass(frozen=True)
 class _Side:
@@ -250,9 +246,7 @@ def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
     whose values in a row are not kept.
     """
     sparse = spec.block_sparse
-    if sparse is None or is_costly(mask):
-        return False
-    return (sparse.block_k if plan.rows_are_queries else sparse.block_q) >= LEAST_BLOCK
+    return sparse is not None and not is_costly(mask) and plan.blocks_as_bits(sparse)
 
 
 def is_costly(mask: sympy.Basic) -> bool:

@@ -1,12 +1,15 @@
-"""The forms of wgmma that a kernel uses, and the panels of their operands in shared memory."""
+"""The fields of Hopper's templates: forms of wgmma, and panels of operands in shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from flashgen.codegen.functions import SpecFunctions
+from flashgen.codegen.walk import ScoreCode, WalkCode
+from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
-from flashgen.planner.models.panels_sm90 import panels_of_kernel
+from flashgen.planner.models.panels_sm90 import panel_of_scores, panels_of_kernel, queries_of_sums
 
 
 class Product(NamedTuple):
@@ -23,16 +26,51 @@ class Product(NamedTuple):
     from_registers: bool
 
 
-def products_of(plan: Plan, shapes: Iterable[tuple[str, int]]) -> list[Product]:
-    """The products of a kernel: one for each name and number of columns in ``shapes``."""
-    return [
-        Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
-        for name, columns in sorted(set(shapes))
-    ]
-
-
-def panels_of_plan(plan: Plan) -> dict[str, int]:
-    """Template fields: the width of the shared-memory panels of each of the kernel's tiles."""
+def fields_of(
+    spec: AttentionSpec, plan: Plan, functions: SpecFunctions, walk: WalkCode, score: ScoreCode
+) -> dict[str, object]:
+    """The fields that only these templates have, for any kernel of scores."""
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
-    return {"panel": panel, "panels": panels, "panel_v": panel_v, "panels_v": panels_v}
+    sum_queries = queries_of_sums(plan.block_q, plan.head_dim)
+    # Past the last query P and dP - delta are 0 without a mask, unless the score function changes
+    # them; past the last key they are not.
+    row = functions.mask.row
+    ends = not walk.row_has_lo or (row is not None and row.hi is not None)
+    return {
+        "products": [
+            Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
+            for name, columns in sorted(set(_shapes_of_products(plan)))
+        ],
+        "panel": panel,
+        "panels": panels,
+        "panel_v": panel_v,
+        "panels_v": panels_v,
+        "ping_pong": plan.ping_pong,
+        # With a score function or dropout, P and dS are computed together, after dP arrived.
+        "one_pass": bool(score.call or spec.dropout),
+        "row_has_hi": ends or bool(score.call),
+        "panel_s": panel_of_scores(plan.block_k),
+        "sum_queries": sum_queries,
+        "dq_shares_queries": sum_queries < plan.block_q,
+    }
+
+
+def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
+    """The names of a kernel's products, each with a number of columns."""
+    if not plan.owns_keys:
+        yield "multiply_rows", plan.block_k
+        if not plan.of_captured:
+            yield "multiply_columns", plan.head_dim_v if plan.kernel == "forward" else plan.head_dim
+        return
+    if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
+        yield "multiply_rows", plan.pass_keys
+        yield "multiply_columns", plan.block_k
+        of_dq = plan.block_q // (plan.warps // 4)
+    else:
+        yield "multiply_rows", plan.block_q
+        yield "multiply_columns", plan.head_dim
+        yield "multiply_columns", plan.head_dim_v
+        of_dq = queries_of_sums(plan.block_q, plan.head_dim)
+    if plan.kernel == "fused":
+        yield "multiply_queries", of_dq

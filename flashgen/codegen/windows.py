@@ -18,7 +18,7 @@ from flashgen.language import Element, python_text
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.kernel_model import MMA_ROWS
-from flashgen.planner.windows import added_by_scores, windows_of
+from flashgen.planner.models.spec_terms import added_by_scores, windows_of
 from flashgen.signature import field_stem
 
 

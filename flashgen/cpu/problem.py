@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.analysis.tile_walk import TileAxis
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.cpu.chunks import (
     OWNED_ROWS,
     SequenceRows,
@@ -29,9 +30,6 @@ from flashgen.planner import plan, plan_backward
 from flashgen.signature import LAYOUT, LAYOUT_LISTS, heads_of
 
 Tensor = torch.Tensor
-
-ARCH = "sm_80"
-"""The architecture whose plans give the default tiles."""
 
 
 def exp_(x: Tensor, power_of_2: bool = False) -> Tensor:
@@ -92,13 +90,13 @@ def array(tensor: Tensor) -> Any:
 def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
     """block_q and block_k of the forward kernel, or of the backward kernel that makes dK and dV.
 
-    A spec without a backward kernel on `ARCH`, because no tile fits its shared memory, uses the
-    forward tiles in both passes, because the CPU has no shared memory to fit.
+    They are those of `DEFAULT_ARCH`. A spec without a backward kernel there, because no tile fits
+    its shared memory, uses the forward tiles in both passes: the CPU has no shared memory to fit.
     """
-    chosen = plan(spec, ARCH)
+    chosen = plan(spec, DEFAULT_ARCH)
     if backward:
         with suppress(PlanError):
-            chosen = plan_backward(spec, ARCH).of_keys
+            chosen = plan_backward(spec, DEFAULT_ARCH).of_keys
     return chosen.block_q, chosen.block_k
 
 

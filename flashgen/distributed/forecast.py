@@ -19,13 +19,6 @@ from flashgen.planner import plan
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-LINKS = {"sm_80": 300e9, "sm_90": 450e9, "sm_90a": 450e9}
-"""Bytes per second that one GPU sends over NVLink: half of the 600 GB/s of the A100 datasheet and
-of the 900 GB/s of the H100 and H200 datasheets, which count both directions."""
-
-PCIE = 32e9
-"""The same for the others: PCI Express 4.0 with 16 lanes."""
-
 MOST_TILES = 2048
 """Tiles of queries, and of keys, that are classified at most; longer sequences have larger ones."""
 
@@ -144,7 +137,7 @@ def forecast(
         arch: the architecture of the GPUs; the plan's predicted cost and the rates are its.
         method, shard: as for `flashgen.distributed.attention`.
         captures: the scalars and captured tensors that the mask reads.
-        link: bytes per second that a GPU can send; if None, that of `LINKS` or `PCIE`.
+        link: bytes per second that a GPU can send; if None, that of the architecture.
 
     Raises:
         InputError: the sequence cannot be divided, or there is no such method.
@@ -176,7 +169,7 @@ def forecast(
         shares = np.full(world, 1 / world)
     clocks = planned.cost * rows.sum() * tile * tile * batch * heads_q
     alone = clocks / (at.sms * at.clock_hz)
-    rate = link or LINKS.get(arch, PCIE)
+    rate = link or at.link_bytes_per_s
     item = planned.itemsize
     key_row = batch * heads_kv * (planned.head_dim + planned.head_dim_v) * item
     query_row = batch * heads_q * ((planned.head_dim + planned.head_dim_v) * item + 4)

@@ -5,16 +5,16 @@ ends no more than one of them.
 """
 
 from flashgen.doctor.check import ProblemResult
-from flashgen.doctor.diagnosis import CodePath, Diagnosis, diagnose
+from flashgen.doctor.diagnosis import Diagnosis, PathOfGpu, diagnose
 from flashgen.doctor.machine import Cache, Finding, MachineFacts, Nvrtc
 
 __all__ = [
     "Cache",
-    "CodePath",
     "Diagnosis",
     "Finding",
     "MachineFacts",
     "Nvrtc",
+    "PathOfGpu",
     "ProblemResult",
     "diagnose",
 ]

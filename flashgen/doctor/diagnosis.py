@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from flashgen import config
-from flashgen.arch import paths_of
+from flashgen.arch import DEFAULT_ARCH, paths_of
 from flashgen.doctor.check import ProblemResult
 from flashgen.doctor.machine import Finding, MachineFacts, inspect, unfit
 from flashgen.doctor.problems import PROBLEMS, Problem
 from flashgen.errors import LaunchError
 from flashgen.launch import Gpu
-from flashgen.runtime.backends import DEFAULT_ARCH
 from flashgen.trust import decision, trial, verdicts
 from flashgen.trust.verdicts import PathVerdict
 
@@ -33,7 +32,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class CodePath:
+class PathOfGpu:
     """A code path of the GPU.
 
     Attributes:
@@ -59,7 +58,7 @@ class Diagnosis:
 
     machine: MachineFacts
     gpu: Gpu | None
-    paths: tuple[CodePath, ...] = ()
+    paths: tuple[PathOfGpu, ...] = ()
     results: tuple[ProblemResult, ...] = ()
     findings: tuple[Finding, ...] = field(default=())
 
@@ -106,7 +105,7 @@ def diagnose(
         return Diagnosis(machine, gpu, findings=tuple(findings))
     if gpu is None:
         ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell)
-        path = CodePath(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
+        path = PathOfGpu(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
         return Diagnosis(machine, None, (path,), ran.results, ran.findings)
     results: list[ProblemResult] = []
     for arch in paths_of(gpu.arch):
@@ -188,7 +187,7 @@ def _result(event: trial.Event) -> ProblemResult:
     return ProblemResult(**{each.name: event[each.name] for each in fields(ProblemResult)})
 
 
-def _paths(gpu: Gpu, driver: Any) -> tuple[CodePath, ...]:
+def _paths(gpu: Gpu, driver: Any) -> tuple[PathOfGpu, ...]:
     """The code paths, and which one a call without the argument arch takes now."""
     known = {arch: decision.standing(gpu, arch) for arch in paths_of(gpu.arch)}
     why = {arch: each.why for arch, each in known.items()}
@@ -203,7 +202,7 @@ def _paths(gpu: Gpu, driver: Any) -> tuple[CodePath, ...]:
             taken = chosen.arch
             if not known[taken].passed:
                 why[taken] = chosen.why
-    return tuple(CodePath(arch, arch == taken, reason) for arch, reason in why.items())
+    return tuple(PathOfGpu(arch, arch == taken, reason) for arch, reason in why.items())
 
 
 # ---- the screen ----------------------------------------------------------------------------------

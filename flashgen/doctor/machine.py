@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from flashgen import config, launch
-from flashgen.arch import paths_of
+from flashgen.arch import DEFAULT_ARCH, paths_of
 from flashgen.compile import cache, nvrtc
 from flashgen.compile.ownership import hindrance
 from flashgen.errors import CompileError, FlashgenError, LaunchError, PlanError
@@ -157,7 +157,7 @@ def _nvrtc() -> Nvrtc:
 
     version, archs, begin = nvrtc.version(), nvrtc.supported_archs(), perf_counter()
     try:
-        nvrtc.run(_SOURCE, program="nothing.cu", arch="sm_80")
+        nvrtc.run(_SOURCE, program="nothing.cu", arch=DEFAULT_ARCH)
     except nvrtc.NvrtcRejection as error:
         raise CompileError(
             "NVRTC does not compile a small kernel",

@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flashgen.arch import facts
+from flashgen.arch import facts, portable, version_of
 from flashgen.codegen.environment import render_template
 from flashgen.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.dropout import BLOCK
-from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, bytes_of_sums
+from flashgen.dtypes import COUNT_LIMIT, ELEMENTS, ITEMSIZE, OPERANDS, POSITION_LIMIT
 from flashgen.exported.manifest import KernelRecord, Manifest, ProgramRecord
 from flashgen.language.block_layout import TENSORS
 from flashgen.launch_facts import SPAN, LaunchFacts, ParamFacts
@@ -56,7 +56,7 @@ def _fields(manifest: Manifest) -> Fields:
     record = manifest.programs[0]
     signature = record.signature
     captured = _captured(record)
-    archs = sorted(manifest.archs, key=lambda arch: (arch.rstrip("a"), arch), reverse=True)
+    archs = sorted(manifest.archs, key=version_of, reverse=True)
     forms = _forms(record, archs)
     tables = _tables(manifest, archs, captured)
     used = sorted(
@@ -71,7 +71,10 @@ def _fields(manifest: Manifest) -> Fields:
         each["kernels"] = [used.index(number) for number in each["kernels"]]
     learned = _learned(signature, captured)
     every = [tensor.name for tensor in signature.learned]
-    itemsize = 4 if signature.dtype == "float32" else 2
+    dtype, out_dtype = signature.dtype, signature.out_dtype
+    assert dtype is not None, "kernels are exported for one dtype"
+    assert out_dtype is not None
+    sums = OPERANDS[dtype].sums
     scale = signature.scale if signature.scale is not None else signature.head_dim**-0.5
     return {
         **forms,
@@ -81,10 +84,10 @@ def _fields(manifest: Manifest) -> Fields:
         "name": signature.name,
         "head_dim": signature.head_dim,
         "head_dim_v": signature.head_dim_v,
-        "dtype": signature.dtype,
-        "out_dtype": signature.out_dtype,
-        "itemsize": itemsize,
-        "out_itemsize": 4 if signature.out_dtype == "float32" else 2,
+        "dtype": dtype,
+        "out_dtype": out_dtype,
+        "itemsize": ITEMSIZE[dtype],
+        "out_itemsize": ITEMSIZE[out_dtype],
         "scale": repr(float(scale)),
         "dropout": signature.dropout,
         "dropout_block": BLOCK,
@@ -94,8 +97,8 @@ def _fields(manifest: Manifest) -> Fields:
         "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
         "learned": learned,
         "unlearned": ", ".join(every) if every and not learned else "",
-        "sum_dtype": {2: "float32", 4: "float64"}[itemsize],
-        "sum_bytes": bytes_of_sums(itemsize),
+        "sum_dtype": sums.dtype,
+        "sum_bytes": sums.itemsize,
         "backward": bool(forms["backwards"]),
         "tables": tables,
         "table_count": len({x["name"] for x in tables}),
@@ -126,11 +129,7 @@ def _learned(signature: CallSignature, captured: Sequence[TensorArgument]) -> li
     if signature.sink is not None and signature.sink.grad:
         return []
     return [
-        {
-            "name": tensor.name,
-            "place": place,
-            "rank": len(tensor.dims),
-        }
+        {"name": tensor.name, "place": place, "rank": len(tensor.dims)}
         for place, tensor in enumerate(captured)
         if tensor.grad
     ]
@@ -142,42 +141,18 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
     all_learned = sink is None or not sink.grad
     forwards, backwards, fallbacks = [], [], []
     for place, arch in enumerate(archs):
-        by_tma = facts(arch).path == "sm_90a"
+        by_tma = facts(arch).code_path.copies_by_tma
         fallbacks.append(int(by_tma))
-        served = {arch: 0} | ({arch.removesuffix("a"): 1} if by_tma else {})
+        served = {arch: 0} | ({portable(arch): 1} if by_tma else {})
         for form in record.forward:
             if form.arch in served and form.heads == 1:
-                forwards.append(
-                    {
-                        "arch": place,
-                        "fallback": served[form.arch],
-                        "access_bytes": form.access_bytes,
-                        "drops": int(form.drops),
-                        "wide": int(form.wide),
-                        "kernel": form.kernel,
-                    }
-                )
+                forwards.append({**vars(form), "arch": place, "fallback": served[form.arch]})
         for each in record.backward:
             # Exact sums of learned tensors need steps on the host between their launches.
-            if each.learns and (each.deterministic or not all_learned):
-                continue
-            if each.arch in served:
-                backwards.append(
-                    {
-                        "arch": place,
-                        "fallback": served[each.arch],
-                        "drops": int(each.drops),
-                        "learns": int(bool(each.learns)),
-                        "deterministic": int(each.deterministic),
-                        "wide": int(each.wide),
-                        "kernels": each.kernels,
-                    }
-                )
-    return {
-        "forwards": forwards,
-        "backwards": backwards,
-        "fallbacks": fallbacks,
-    }
+            exact = each.learns and (each.deterministic or not all_learned)
+            if each.arch in served and not exact:
+                backwards.append({**vars(each), "arch": place, "fallback": served[each.arch]})
+    return {"forwards": forwards, "backwards": backwards, "fallbacks": fallbacks}
 
 
 def _tables(
@@ -190,9 +165,8 @@ def _tables(
         for number in manifest.programs[0].tables.get(arch, ()):
             params = manifest.kernels[number].facts.params
             name = next(p.name for p in params if _TABLE.fullmatch(p.name))
-            match = _TABLE.fullmatch(name)
-            assert match is not None
-            at, tensor = next((i, x) for i, x in enumerate(captured) if x.name == match[1])
+            of, _, axis = name.removeprefix("m_").rpartition("_")
+            at, tensor = next((i, x) for i, x in enumerate(captured) if x.name == of)
             found.append(
                 {
                     "name": name,
@@ -200,9 +174,9 @@ def _tables(
                     "arch": place,
                     "table": names.setdefault(name, len(names)),
                     "captured": at,
-                    "axis": int(match[2]),
+                    "axis": int(axis),
                     "rank": len(tensor.dims),
-                    "element_bytes": 8 if tensor.dtype == "int64" else 4,
+                    "element_bytes": ITEMSIZE[ELEMENTS[tensor.dtype].value_dtype],
                 }
             )
     return found
@@ -222,13 +196,10 @@ class _Layouts:
         params = record.facts.params
         if params not in self._numbers:
             fields = [self._field(param) for param in params]
+            maps = any(field["kind"] == "map" for field in fields)
             self._numbers[params] = len(self.found)
             self.found.append(
-                {
-                    "fields": fields,
-                    "bytes": record.resources.param_bytes,
-                    "maps": any(field["kind"] == "map" for field in fields),
-                }
+                {"fields": fields, "bytes": record.resources.param_bytes, "maps": maps}
             )
         return self._numbers[params]
 
@@ -240,14 +211,8 @@ class _Layouts:
         strides, sizes = _STRIDE.fullmatch(name), _CAPTURED.fullmatch(name)
         if sizes and sizes[2] in self._places:
             kind = ("gradient_" if sizes[1] else "captured_") + sizes[3]
-            place = self._places[sizes[2]]
-            return {
-                **found,
-                "kind": kind,
-                "of": place,
-                "axis": sizes[4],
-                "rank": self._ranks[sizes[2]],
-            }
+            of, rank = self._places[sizes[2]], self._ranks[sizes[2]]
+            return {**found, "kind": kind, "of": of, "axis": sizes[4], "rank": rank}
         if strides and strides[1] in _TENSORS:
             axis = "bhn".index(strides[2])
             return {**found, "kind": "stride", "of": _c_field(strides[1]), "axis": axis}
@@ -289,48 +254,29 @@ def _c_argument(name: str) -> str:
 
 def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
     of: LaunchFacts = record.facts
-    boxes = dict(of.boxes)
-    rows, columns = of.sums_tile or (0, 0)
-    machine = of.machine
+    boxes, machine = dict(of.boxes), of.machine
     return {
+        "facts": of,
+        "delta": of.kernel == "delta",
         "file": f"kernels/{record.stem}.cubin",
-        "name": of.name,
-        "threads": of.threads,
-        "smem": of.smem_bytes,
-        "owns_keys": int(of.owns_keys),
-        "persistent": int(of.is_persistent),
-        "by_queries_only": int(of.kernel == "delta"),
-        "block_q": of.block_q,
-        "block_k": of.block_k,
-        "heads_per_tile": of.heads_per_tile,
-        "blocks_per_sm": of.blocks_per_sm,
         "row_bytes": (of.head_dim + of.head_dim_v) * of.itemsize,
-        "sum_rows": rows,
-        "sum_columns": columns,
-        "grouped": int(any(param.name == "head_bits" for param in of.params)),
-        "l2_room": repr(float(machine.l2_room)),
-        "start_clocks": repr(float(machine.start_clocks)),
-        "clear_clocks": repr(float(machine.clear_clocks)),
+        "sums_tile": of.sums_tile or (0, 0),
+        "grouped": any(param.name == "head_bits" for param in of.params),
+        "machine": [repr(float(each)) for each in machine[1:]],
         "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
         "layout": layouts.number(record),
     }
 
 
 def _arch(arch: str) -> Fields:
-    number = arch.removeprefix("sm_").rstrip("a")
-    exact = int(arch.endswith("a"))
-    return {"name": arch, "major": number[:-1], "minor": number[-1], "exact": exact}
+    major, minor, own = version_of(arch)
+    return {"name": arch, "major": major, "minor": minor, "exact": int(own)}
 
 
 def _of_tensor(tensor: TensorArgument) -> Fields:
-    dims = ", ".join(map(str, tensor.dims))
-    return {
-        "name": tensor.name,
-        "field": _c_argument(tensor.name),
-        "dtype": tensor.dtype,
-        "dims": dims,
-        "rank": len(tensor.dims),
-    }
+    dims, rank = ", ".join(map(str, tensor.dims)), len(tensor.dims)
+    field, name, dtype = _c_argument(tensor.name), tensor.name, tensor.dtype
+    return {"name": name, "field": field, "dtype": dtype, "dims": dims, "rank": rank}
 
 
 def _of_scalar(scalar: Any) -> Fields:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flashgen.arch import facts
+from flashgen.arch import facts, portable
 from flashgen.built_kernel import Build
+from flashgen.call import CallRanges
+from flashgen.codegen import beyond_int32
 from flashgen.codegen.text import printable
+from flashgen.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.errors import InputError, SpecError
-from flashgen.export.narrow import narrow_ranges, widest
 from flashgen.exported.manifest import (
     KERNELS,
     LAYOUT_TABLE,
@@ -32,10 +34,20 @@ from flashgen.launch_facts import LaunchFacts
 from flashgen.pipeline import build, build_backward, build_merge, build_minmax_tables
 from flashgen.planner.schedule import why_walks_differ
 from flashgen.runtime.programs import SpecProgram, Variant
-from flashgen.signature import OFFSETS, SPLIT, WHOLE
+from flashgen.signature import OFFSETS, SPLIT, WHOLE, CallSignature
 
 _OFFSETS = tuple(f"{name}:{dtype}" for name in OFFSETS for dtype in ("int32", "int64"))
 _CALLS = (SPLIT, "whole", "cu_seqlens_q", *_OFFSETS)
+
+
+_SIZES = {"batch": COUNT_LIMIT, "heads": COUNT_LIMIT}
+_SIZES |= {"seq_q": POSITION_LIMIT, "seq_k": POSITION_LIMIT}
+_POSITIONS = ("q", "k", "q_lo", "q_hi", "k_lo", "k_hi", "q_offset", "k_offset", "seq_q", "seq_k")
+_COUNTS = ("b", "batch", "h", "heads")
+_MOST_BITS = 30
+_LEAST_BITS = 11  # of positions: threads compute some past the end of their tile
+
+Ranges = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +181,7 @@ class Collection:
     def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
         records: list[ForwardRecord] = []
         builds: list[Build] = []
-        forms = [(16, heads) for heads in self._heads(spec)] + [(_itemsize(spec), 1)]
+        forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
         for drops, used in _with_and_without_dropout(spec):
             for arch in _with_fallbacks(self.request.archs):
                 for access, heads in dict.fromkeys(forms):
@@ -256,10 +268,6 @@ def _without_folder(build: Build) -> bytes:
     return build.cubin.replace(folder.encode(), KERNELS.encode().ljust(len(folder.encode()), b"/"))
 
 
-def _itemsize(spec: AttentionSpec) -> int:
-    return 4 if spec.dtype == "float32" else 2
-
-
 def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, AttentionSpec], ...]:
     plain = (False, without_dropout(spec))
     return (plain, (True, spec)) if spec.dropout else (plain,)
@@ -267,7 +275,7 @@ def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, Attentio
 
 def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
     """The architectures, and those whose kernels read operands over which TMA does not step."""
-    more = (arch.removesuffix("a") for arch in archs if facts(arch).path == "sm_90a")
+    more = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
     return tuple(dict.fromkeys((*archs, *more)))
 
 
@@ -285,3 +293,55 @@ def _why_no_backward(spec: AttentionSpec, request: ExportRequest) -> tuple[str, 
         "exported without --backward, and a gradient is required",
         f"{request.command} with --backward, or torch.no_grad()",
     )
+
+
+# ---- the ranges for which kernels with 32-bit integers serve ------------------------------------
+
+# They are found by trial: every call inside of one set of them keeps all assumed expressions within
+# int32. A call outside of all of them may too, and then takes the wider kernel all the same.
+
+
+def widest(signature: CallSignature) -> CallRanges:
+    """The ranges of all calls that are accepted."""
+    scalars = {x.name: 0 for x in signature.scalars if x.dtype != "float32"}
+    of_sequences = signature.packed or signature.paged
+    offsets: dict[str, int | None] = {"q_offset": None, "k_offset": None}
+    found = CallRanges.of(_SIZES, offsets, scalars, of_sequences)
+    ends = dict(zip(found.names, found.ends, strict=True))
+    ends |= {name: (0, most) for name, most in _SIZES.items()}
+    ends |= dict.fromkeys(scalars, (-SCALAR_LIMIT, SCALAR_LIMIT))
+    return CallRanges(tuple(ends), tuple(ends.values()))
+
+
+def narrow_ranges(builds: Iterable[Build], signature: CallSignature) -> tuple[Ranges, ...] | None:
+    """Sets of ranges in which kernels keep their integers within int32; None where all calls do.
+
+    Each set has other limits of scalars, and the longest sequences that they leave.
+    """
+    blocks = [block for build in builds for block in build.source.assumptions if block.assumed]
+    all_calls = widest(signature)
+    if not blocks or not beyond_int32(blocks, all_calls):
+        return None
+    most = dict(zip(all_calls.names, all_calls.ends, strict=True))
+
+    def ranges(positions: int, counts: int, scalars: int) -> Ranges:
+        bits = dict.fromkeys(most, scalars)
+        bits |= dict.fromkeys(_POSITIONS, positions) | dict.fromkeys(_COUNTS, counts)
+        return {
+            name: (max(low, -(1 << bits[name])), min(high, 1 << bits[name]))
+            for name, (low, high) in most.items()
+        }
+
+    def fits(positions: int, counts: int, scalars: int) -> bool:
+        ends = ranges(positions, counts, scalars)
+        return not beyond_int32(blocks, CallRanges(tuple(ends), tuple(ends.values())))
+
+    found: list[tuple[int, int, int]] = []
+    for scalars in range(_MOST_BITS, -1, -1):
+        for counts in (20, 10):  # as many as are accepted, and fewer
+            bits = range(_MOST_BITS, _LEAST_BITS - 1, -1)
+            longest = next((n for n in bits if fits(n, counts, scalars)), 0)
+            inside = any(longest <= p and counts <= c and scalars <= s for p, c, s in found)
+            if longest and not inside:
+                found.append((longest, counts, scalars))
+    return tuple(ranges(*bits) for bits in found)

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flashgen.arch import runs_on, version_of
 from flashgen.call import CallRanges
 from flashgen.compile import Binary
 from flashgen.errors import ExportError, LaunchError
@@ -120,25 +121,10 @@ class Folder:
                 f"{gpu.cuda[0]}.{gpu.cuda[1]}",
                 fitting_versions(needed, gpu.cuda),
             )
-        return max(fitting, key=_precedence)
+        return max(fitting, key=version_of)
 
     def _refuse(self, what: str, where: str, numbers: str, way_out: str) -> NoReturn:
         raise LaunchError(what, where=where, numbers=numbers, way_out=way_out)
-
-
-def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether a device runs cubins of an architecture: those of its major version, but of none
-    newer; with the suffix "a" those of its own version."""
-    number = arch.removeprefix("sm_")
-    if number.endswith("a"):
-        return capability == (int(number[:-2]), int(number[-2]))
-    major, minor = int(number[:-1]), int(number[-1])
-    return capability[0] == major and capability[1] >= minor
-
-
-def _precedence(arch: str) -> tuple[int, bool]:
-    number = arch.removeprefix("sm_")
-    return int(number.rstrip("a")), number.endswith("a")
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Folder:

@@ -6,7 +6,7 @@
     kernels/          a .cu, a .ptx and a .cubin for each kernel
     NAME.h, NAME.c    the same launches for C, by the driver API
 
-`flashgen.export` writes it, and `flashgen.exported.load` reads it.
+`flashgen.export` writes it, and `flashgen.exported.program` reads it.
 """
 
 from __future__ import annotations

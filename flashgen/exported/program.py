@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.errors import InputError, SpecError
-from flashgen.exported.folder import ExportedKernel, Folder
+from flashgen.exported.folder import ExportedKernel, Folder, open_folder
 from flashgen.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecord
 from flashgen.launch import gpu_facts
 from flashgen.launch_facts import heads_of_fewest_rows
-from flashgen.runtime.backends import DEFAULT_ARCH, DEFAULTS, Target, choose, index_of, order_of
+from flashgen.ops.api import Attention
+from flashgen.ops.registration import register_hashed_name
+from flashgen.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.signature import LAYOUT, CallSignature
 from flashgen.split_choice import choose_split
@@ -298,3 +303,49 @@ class ExportedProgram(CallProgram):
             numbers=f"for {arch}, {access_bytes} B per access, {64 if wide else 32}-bit integers",
             way_out=f"export again with this release: {self._command}",
         )
+
+
+class ExportedAttention(Attention):
+    """The callable of an export: `flashgen.ops.Attention`, with kernels from a folder.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = open_folder(path)
+        record, *_ = folder.manifest.programs
+        super().__init__(ExportedProgram(folder, record, record.signature.dropout))
+        self.path = folder.path
+        # Programs of torch.export look operators up by their names.
+        for each in folder.manifest.programs:
+            register_hashed_name(ExportedProgram(folder, each, each.signature.dropout))
+
+    def __repr__(self) -> str:
+        return f"flashgen.load_export({str(self.path)!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return load_export, (str(self.path),)
+
+
+def load_export(folder: str | os.PathLike[str]) -> ExportedAttention:
+    """The callable of a spec that ``flashgen export`` wrote to a folder.
+
+    It has the arguments and results of `flashgen.attention`, for calls that were exported, and
+    needs neither sympy nor jinja2 nor NVRTC. CUDA tensors run on their GPU, CPU tensors in the
+    emulator. It registers the operator under the name that it has in the process that exported it,
+    ``torch.ops.flashgen.<name>``, so that programs of torch.export which hold it can be loaded.
+
+    Args:
+        folder: the folder that holds manifest.json.
+
+    Returns:
+        A callable; `flashgen.ops.Attention.__call__` lists its arguments. ``backend="tiled"``,
+        another ``arch``, and arguments whose kernels were not exported raise InputError.
+
+    Raises:
+        ExportError: there is no export, it has another version, or a file is missing, changed or
+            outside of the folder.
+        LaunchError: of a call: no kernel is for the GPU, or its driver is older than the compiler.
+    """
+    return ExportedAttention(Path(folder))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
+from flashgen.arch import portable
 from flashgen.call import CallRanges
 from flashgen.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
 from flashgen.exported.manifest import (
@@ -20,6 +21,7 @@ from flashgen.exported.manifest import (
     ProgramRecord,
 )
 from flashgen.launch_facts import KEY_KERNELS, STREAMING_KERNELS, LaunchFacts
+from flashgen.paths import PATHS
 from flashgen.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSignature, TensorArgument
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -81,7 +83,7 @@ def _check_kernel(kernel: KernelRecord, manifest: Manifest) -> None:
         (of.name, bool(_NAME.fullmatch(of.name))),
         (of.kernel, of.kernel in _KERNELS),
         (of.arch, bool(_ARCH.fullmatch(of.arch))),
-        (of.path, of.path in ("sm_80", "sm_90a")),
+        (of.path, of.path in PATHS),
         (of.dtype, of.dtype in OPERAND_DTYPES),
         *((param.name, bool(_NAME.fullmatch(param.name))) for param in of.params),
         *((param.ctype, param.ctype in _PARAMS) for param in of.params),
@@ -122,7 +124,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
     parts = ((), WHOLE, (*WHOLE, SPLIT))
     _require(program.part in parts, f"part {program.part}")
     _require(len(program.no_backward) in (0, 4), "no_backward without the four parts of an error")
-    served = {*manifest.archs, *(arch.removesuffix("a") for arch in manifest.archs)}
+    served = {*manifest.archs, *(portable(arch) for arch in manifest.archs)}
     drops = {False, signature.dropout}
     for forward in program.forward:
         _check_kernels((forward.kernel,), forward.arch, manifest)

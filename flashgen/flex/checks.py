@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from flashgen.dtypes import OPERAND_DTYPES
 from flashgen.errors import InputError
 from flashgen.runtime.arguments.refusals import shown
 
@@ -28,7 +29,7 @@ class FlexUnsupported(InputError, NotImplementedError):
     """A feature that torch's or flashgen's flex_attention does not support."""
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = tuple(getattr(torch, name) for name in OPERAND_DTYPES)
 
 LARGE_BLOCK = 1 << 30
 """torch's block size of a BlockMask without block structure."""

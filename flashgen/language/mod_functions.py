@@ -146,8 +146,11 @@ def sigmoid(x: Operand) -> Traced:
 
 
 def absolute(x: Operand) -> Traced:
-    """Absolute value; exported as ``fg.abs``."""
+    """Absolute value: ``fg.abs``."""
     return apply_function("abs", Abs, x)
+
+
+abs = absolute
 
 
 def sin(x: Operand) -> Traced:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flashgen.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.dtypes import OPERAND_DTYPES, OPERANDS, dtype_name
 from flashgen.errors import SpecError
 from flashgen.language.block_layout import BlockSparse
 
@@ -140,8 +140,8 @@ def _nearest_head_dim(value: object) -> int:
 
 
 def _nearest_dtype(text: str) -> str:
-    short = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    for name in ("bfloat16", "float16", "float32"):
+    short = {each.short: name for name, each in OPERANDS.items()} | {"half": "float16"}
+    for name in sorted(OPERANDS, key=len, reverse=True):
         if name in text:
             return name
     return short.get(text, "float32" if "64" in text else "float16")

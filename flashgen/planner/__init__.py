@@ -4,25 +4,15 @@
 predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 """
 
-from flashgen.planner.api import (
-    feasible,
-    plan,
-    plan_append_kv,
-    plan_backward,
-    plan_forward,
-    plan_merge,
-    plan_minmax_table,
-)
+from flashgen.planner.api import feasible, plan, plan_backward, plan_forward
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.launches import facts_of
 from flashgen.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.planner.schedule import choose_heads
 from flashgen.planner.split_keys import plan_splits
+from flashgen.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
 from flashgen.planner.tile_problem import Tile
 from flashgen.planner.traffic import (
-    BackwardTraffic,
-    ForwardTraffic,
     backward_traffic,
     forward_traffic,
 )
@@ -31,14 +21,11 @@ __all__ = [
     "NO_TILES",
     "BackwardPlan",
     "BackwardPlanRequest",
-    "BackwardTraffic",
-    "ForwardTraffic",
     "Plan",
     "PlanRequest",
     "Tile",
     "backward_traffic",
     "choose_heads",
-    "facts_of",
     "feasible",
     "forward_traffic",
     "plan",

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from flashgen.arch import facts
 from flashgen.language.spec import AttentionSpec
-from flashgen.planner import paper_policy, streaming_kernels
+from flashgen.planner import paper_policy
 from flashgen.planner.backward_schemes import plan_schemes
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.planner.models.spec_terms import served_registers
 from flashgen.planner.plan_errors import (
     check_size,
+    given_tile,
     heads_cannot_share,
     no_tile_fits,
-    tile_does_not_fit,
 )
 from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import (
@@ -27,13 +28,11 @@ from flashgen.planner.requests import (
 from flashgen.planner.schedule import why_walks_differ
 from flashgen.planner.search import (
     cheapest,
-    cost,
-    is_feasible,
     obstacles_to_sharing,
+    occupancies,
     shapes,
-    tiles_of,
 )
-from flashgen.planner.tile_problem import Tile, TileProblem, problem_of, served_registers
+from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
 
 
 def plan(
@@ -83,7 +82,7 @@ def plan(
 @functools.lru_cache(maxsize=1024)
 def plan_forward(request: PlanRequest) -> Plan:
     """See `plan`."""
-    spec, tile = request.spec, request.tile
+    spec = request.spec
     check_size(spec)
     problem = problem_of(
         spec,
@@ -94,11 +93,9 @@ def plan_forward(request: PlanRequest) -> Plan:
         heads_per_tile=request.heads_per_tile,
     )
     if request.heads_per_tile != 1:
-        _check_heads(spec, problem)
-    if tile is not None:
-        if not is_feasible(problem, tile):
-            raise tile_does_not_fit(problem, tile, spec)
-        return plan_of_tile(problem, tile, "given")
+        _check_heads(problem)
+    if request.tile is not None:
+        return plan_of_tile(problem, given_tile(problem, request.tile), "given")
     if spec.is_served and request.policy == "derived":
         return _plan_of_split_keys(problem, request)
     notes: tuple[str, ...] = ()
@@ -109,9 +106,9 @@ def plan_forward(request: PlanRequest) -> Plan:
     if chosen is None:
         if cheapest(replace(problem, heads_per_tile=1)) is not None:
             raise heads_cannot_share(
-                problem, spec, f"no tile that fits has {_shares(problem)} rows for each of them"
+                problem, f"no tile that fits has {_shares(problem)} rows for each of them"
             )
-        raise no_tile_fits(problem, spec, given_sram=request.sram is not None)
+        raise no_tile_fits(problem, given_sram=request.sram is not None)
     return plan_of_tile(problem, chosen, request.policy, notes)
 
 
@@ -143,42 +140,6 @@ def plan_backward(
     return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
 
 
-def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
-    """The plan of the kernels that make the min/max tables of a mask's captured tensors.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_minmax_table(spec, facts(arch))
-
-
-def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
-    """The plan of the kernel that merges partial results.
-
-    Args:
-        spec: only its head_dim_v and its dtype, that of the merged output, are read.
-        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
-            block then share the parts of one row.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_merge(spec, facts(arch), splits=splits)
-
-
-def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that appends to a paged cache.
-
-    Args:
-        spec: nothing of it is read: the kernel copies bytes.
-        access_bytes: the bytes that a lane copies at once.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    return streaming_kernels.plan_append_kv(spec, facts(arch), access_bytes)
-
-
 def feasible(
     spec: AttentionSpec, arch: str = "sm_80", *, kernel: str = "forward", sram: int | None = None
 ) -> tuple[Plan, ...]:
@@ -193,8 +154,14 @@ def feasible(
         PlanError: the architecture is unknown.
     """
     problem = problem_of(spec, facts(arch), sram, 16, 0, kernel)
-    plans = (plan_of_tile(problem, tile, "given") for tile in tiles_of(problem))
-    return tuple(sorted(plans, key=lambda plan: (plan.cost, plan.tile)))
+    fitting = (
+        each
+        for shape in shapes(problem)
+        for each in occupancies(problem, shape)
+        if not each.excesses
+    )
+    ranked = sorted(fitting, key=lambda each: each.rank)
+    return tuple(plan_of_tile(problem, each, "given") for each in ranked)
 
 
 def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
@@ -203,54 +170,44 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     Raises:
         PlanError: no tile fits, or this number of heads cannot share the one of all calls.
     """
-    tile = cheapest(replace(problem, heads_per_tile=2))
-    if tile is None:
-        raise no_tile_fits(problem, request.spec, given_sram=request.sram is not None)
-    if not is_feasible(problem, tile):
-        raise tile_does_not_fit(problem, tile, request.spec)
-    # On sm_80 two heads can share all tiles of more than 16 rows.
-    policy = request.policy if problem.path == "sm_80" else "given"
-    return plan_of_tile(problem, tile, policy, _cost_of_one_arithmetic(problem, request.spec, tile))
-
-
-def _cost_of_one_arithmetic(
-    problem: TileProblem, spec: AttentionSpec, tile: Tile
-) -> tuple[str, ...]:
-    """The note on the tile that all calls with split keys have, however many heads share it.
-
-    The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
-    """
-    extra = problem.extra_registers - served_registers(spec, problem.path)
-    best = cheapest(replace(problem, heads_per_tile=1, extra_registers=extra))
+    chosen = cheapest(replace(problem, heads_per_tile=2))
+    if chosen is None:
+        raise no_tile_fits(problem, given_sram=request.sram is not None)
+    found = given_tile(problem, chosen.tile)
+    # The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
+    extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
+    best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
     assert best is not None, "the tile itself can have one head"
-    return (
+    note = (
         f"split keys: one tile for every call, which any heads can share: "
-        f"{cost(problem, tile):.4f} clk against {cost(problem, best):.4f} of the best one",
+        f"{found.cost:.4f} clk against {best.cost:.4f} of the best one"
     )
+    # Two heads can share all tiles of more than 16 rows, where no box of TMA has rows of both.
+    policy = "given" if problem.path.copies_by_tma else request.policy
+    return plan_of_tile(problem, found, policy, (note,))
 
 
-def _check_heads(spec: AttentionSpec, problem: TileProblem) -> None:
+def _check_heads(problem: TileProblem) -> None:
     """Checks that some tile can be shared by the problem's number of heads.
 
     Raises:
         PlanError: no tile, whether it fits or not, can be shared by this number of heads.
     """
     heads = problem.heads_per_tile
-    why = why_walks_differ(spec)
+    why = why_walks_differ(problem.spec)
     tiles = {tile.owned for tile in shapes(problem)}
-    dropout = problem.dropout_ops > 0
+    dropout = problem.given["dropout_ops"] > 0
     if not why and all(
         any(obstacles_to_sharing(problem.path, rows, heads, dropout=dropout)) for rows in tiles
     ):
         why = f"no tile has {_shares(problem)} rows for each of them"
     if why:
-        raise heads_cannot_share(problem, spec, why)
+        raise heads_cannot_share(problem, why)
 
 
 def _shares(problem: TileProblem) -> str:
     """The numbers of rows that each head of a shared tile can have."""
-    few = "" if problem.dropout_ops else "1, 2, 4, 8, "
-    most = "16, 32 or a multiple of 64" if problem.path == "sm_90a" else "a multiple of 16"
-    if few and problem.path == "sm_80":
-        most = f"or {most}"
-    return few + most
+    few = "" if problem.given["dropout_ops"] else "1, 2, 4, 8, "
+    if problem.path.copies_by_tma:
+        return f"{few}16, 32 or a multiple of 64"
+    return f"{few}{'or ' if few else ''}a multiple of 16"

@@ -17,12 +17,12 @@ from flashgen.errors import PlanError
 from flashgen.language.signature import refuse_backward
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.kernel_plan import BackwardPlan, Plan
-from flashgen.planner.plan_errors import check_size, no_tile_fits, tile_does_not_fit
+from flashgen.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.planner.plan_of_tile import plan_of_tile
 from flashgen.planner.requests import BackwardPlanRequest
-from flashgen.planner.search import cheapest, is_feasible
+from flashgen.planner.search import cheapest
 from flashgen.planner.streaming_kernels import plan_convert_dq, plan_delta
-from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
+from flashgen.planner.tile_problem import problem_of
 
 SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
 
@@ -66,49 +66,43 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     of_learned = kernel_for_learned(spec, deterministic=deterministic)
     for kernel in ("dkdv", "dq", "fused", *of_learned):
         problem = problem_of(spec, arch, request.sram, 16, spare.get(kernel, 0), kernel)
-        tile = tiles.get(kernel)
-        if tile is not None and not is_feasible(problem, tile):
-            raise tile_does_not_fit(problem, tile, spec)
-        chosen = _plan_of_kernel(problem, tile)
+        given = tiles.get(kernel)
+        chosen = cheapest(problem) if given is None else given_tile(problem, given)
         if chosen is None:
-            missing[kernel] = no_tile_fits(problem, spec, given_sram=request.sram is not None)
-        else:
-            found[kernel] = chosen
+            missing[kernel] = no_tile_fits(problem, given_sram=request.sram is not None)
+            continue
+        notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()
+        policy = "derived" if given is None else "given"
+        found[kernel] = plan_of_tile(problem, chosen, policy, notes)
     possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
     able = kernels_of(spec, deterministic=deterministic)
     allowed = [name for name in possible if name in able]
     if not allowed:
         raise next(iter(missing.values()))
     costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
-    given = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
-    scheme = min(given or allowed, key=lambda name: (costs[name], name))
+    fixed = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
+    scheme = min(fixed or allowed, key=lambda name: (costs[name], name))
     for kernel in of_learned:
         if kernel not in found:
             raise missing[kernel]
     parts = [found[name] for name in SCHEMES[scheme]]
     sums_tile = parts[0].sums_tile
     if sums_tile is not None:
-        parts.append(plan_convert_dq(spec, arch, parts[0].path, sums_tile))
-    kernels = (plan_delta(spec, arch, sums_tile), *parts, *(found[name] for name in of_learned))
+        parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
+    kernels = (
+        plan_delta(spec, request.arch, sums_tile),
+        *parts,
+        *(found[name] for name in of_learned),
+    )
     if deterministic:
         why = "split, because every sum must have a fixed order: atomic additions have none"
-    elif given:
+    elif fixed:
         why = f"{scheme}, because its tiles are given"
     elif len(costs) > 1:
         why = f"{scheme}, because its predicted cost is lower"
     else:
         why = f"{scheme}, because nothing else fits"
-    notes = (*_costs_of_schemes(found, costs), why)
-    return BackwardPlan(scheme, deterministic, kernels, notes)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan_of_kernel(problem: TileProblem, given: Tile | None) -> Plan | None:
-    """The plan of one kernel with the given tile, or else with the cheapest tile that fits."""
-    tile = cheapest(problem) if given is None else given
-    notes = (EXACT_NOTE,) if problem.kernel == "captured_exact" else ()
-    policy = "derived" if given is None else "given"
-    return None if tile is None else plan_of_tile(problem, tile, policy, notes)
+    return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
 
 
 def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The predicted duration of a launch for given sizes; nothing of flashgen was measured.
+"""The predicted duration of a launch for given sizes.
 
 The plan's cost is in clocks of one busy SM per score element. A work tile takes longer than its
 steps: nothing overlaps the loads of the rows that its block owns, the products and the softmax of
@@ -14,7 +14,8 @@ of global memory's rate. And it moves at most the bytes of the loads that it has
 time that one load takes (Little's law). Loads of which each needs the one before wait in turn.
 
 `benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
-libraries with their published ones.
+libraries with their published ones, and `benchmarks/report.py --model-errors` those of flashgen's
+kernels with the records of two GPUs.
 """
 
 from __future__ import annotations

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from flashgen.arch import facts
-from flashgen.launch_facts import LaunchMachine, LaunchRules
+from flashgen.language.block_layout import BlockSparse
+from flashgen.launch_facts import Box, LaunchFacts, LaunchMachine, LaunchRules, ParamFacts
 from flashgen.planner.derivation import INDENT, DerivationLine, Refusal, printed_line, wrapped
-from flashgen.planner.models.fitted_common import L2_SHARE_OF_HEADS, MASK_LOOP_HEAD_DIM
+from flashgen.planner.models.fitted_common import (
+    L2_SHARE_OF_HEADS,
+    MASK_LOOP_HEAD_DIM,
+    PING_PONG_HEAD_DIM,
+)
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
-from flashgen.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS
+from flashgen.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS, KernelModel
+from flashgen.planner.models.panels_sm90 import panels_of_kernel
 from flashgen.planner.quantities import QUANTITIES, Quantities
-from flashgen.planner.tile_problem import PATHS, Tile
+from flashgen.planner.tile_problem import MODELS, Tile
+from flashgen.signature import GradientTerm
+
+_TITLES = {
+    "smem_q": "Q",
+    "smem_k": "K",
+    "smem_v": "V",
+    "smem_do": "dO",
+    "smem_rows": "LSE and delta",
+    "smem_p": "P",
+    "smem_ds": "dS",
+    "smem_windows": "sums of learned elements",
+}
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """A range of dynamic shared memory.
+
+    Attributes:
+        title: what it holds, as a person names it: "K", "dS", "mbarriers".
+        offset, size: bytes.
+    """
+
+    title: str
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +83,8 @@ class Plan(LaunchRules):
             of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
         smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
             without them.
+        smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
+            the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
@@ -71,31 +106,18 @@ class Plan(LaunchRules):
             `flashgen.planner.quantities.QUANTITIES` has the meanings.
     """
 
-    arch: str
-    path: str
     policy: str
-    dtype: str
-    itemsize: int
-    head_dim: int
-    head_dim_v: int
-    block_q: int
-    block_k: int
-    warps: int
     stages: int = 1
-    access_bytes: int = 16
     smem_q: int = 0
     smem_k: int = 0
     smem_v: int = 0
-    smem_bytes: int = 0
     registers: int
     registers_needed: int
-    blocks_per_sm: int
     cost: float
     derivation: tuple[DerivationLine, ...] = field(repr=False)
     refused: tuple[Refusal, ...] = field(repr=False, default=())
     notes: tuple[str, ...] = field(repr=False)
     quantities: Quantities = field(repr=False, compare=False)
-    kernel: str = "forward"
     column_warps: int = 1
     score_warps: int = 1
     smem_do: int = 0
@@ -103,10 +125,8 @@ class Plan(LaunchRules):
     smem_p: int = 0
     smem_ds: int = 0
     smem_windows: int = 0
+    smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
     sink_bytes: int = 0
-    heads_per_tile: int = 1
-    sums_tile: tuple[int, int] | None = None
-    integer_bits: int = 32
     partial: bool = False
 
     @property
@@ -130,6 +150,30 @@ class Plan(LaunchRules):
         The loop includes keys past the end of the sequence.
         """
         return self.kernel == "forward" and self.head_dim_v <= MASK_LOOP_HEAD_DIM
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether consumer warpgroups of the forward kernel of path "sm_90a" run in ping-pong."""
+        return max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
+
+    def ranges_as_bits(self, ends: int) -> bool:
+        """Whether the columns outside a row's own range are a bit mask instead of comparisons.
+
+        Comparing columns with a range takes one instruction per column and end of the range. A bit
+        mask takes about eight instructions per row and eight per end, and the compiler then tests
+        seven bits at a time (counted by benchmarks/instructions.py). A range that all rows share is
+        compared once.
+
+        Args:
+            ends: the ends of the range that a row has, 1 or 2.
+        """
+        columns = self.block_k // 4  # the columns of a row that one lane has
+        return ends * columns > 8 * (1 + ends)
+
+    def blocks_as_bits(self, layout: BlockSparse) -> bool:
+        """Whether the blocks of a layout in a row of scores fit in 32 bits: a tile has at most 256
+        columns."""
+        return (layout.block_k if self.rows_are_queries else layout.block_q) >= 16
 
     @property
     def of_captured(self) -> bool:
@@ -158,6 +202,12 @@ class Plan(LaunchRules):
     def rows_are_queries(self) -> bool:
         """Whether rows of the accumulators of scores are queries; else they are keys."""
         return not self.owns_keys or self.in_passes
+
+    @property
+    def model(self) -> KernelModel:
+        """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
+        model = MODELS[self.path][self.kernel, self.itemsize]
+        return model.other_form if self.in_passes and model.other_form else model
 
     @property
     def in_passes(self) -> bool:
@@ -189,7 +239,7 @@ class Plan(LaunchRules):
     @property
     def other_warps(self) -> int:
         """Warps of a thread block that do not compute: the producer warpgroup."""
-        return PATHS[self.path][self.kernel, self.itemsize].other_warps if self.block_k else 0
+        return 0 if self.streams else self.model.other_warps
 
     @property
     def producer_registers(self) -> int:
@@ -220,6 +270,62 @@ class Plan(LaunchRules):
             L2_SHARE_OF_HEADS * gpu.l2_bytes,
             BLOCK_START_CLOCKS,
             CLEAR_COUNTER_US * (gpu.clock_hz / 1e6),
+        )
+
+    @property
+    def boxes(self) -> tuple[tuple[str, Box], ...]:
+        """The boxes that TMA copies of each operand: columns, rows and heads; none without TMA."""
+        if not self.code_path.copies_by_tma or self.streams:
+            return ()
+        sizes = (self.head_dim, self.head_dim_v, self.column_warps)
+        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
+        rows = self.code_path.group_rows
+        # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
+        queries = min(rows, self.queries_per_tile) if self.kernel == "forward" else self.block_q
+        heads = rows // queries if self.heads_per_tile > 1 else 1
+        found = (
+            ("q", (panel, queries, heads)),
+            ("k", (panel, self.block_k, 1)),
+            ("v", (panel_v, self.block_k, 1)),
+        )
+        return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
+
+    @property
+    def smem_map(self) -> tuple[SmemRegion, ...]:
+        """The regions of a block's dynamic shared memory, in the order of their offsets.
+
+        They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
+        the forward kernel of the path sm_80 stages O over Q, K and V.
+        """
+        found, end = [], 0
+        only = "a tile of dQ" if self.kernel == "convert_dq" else "other"
+        for name, size in self.smem_parts or ((only, self.smem_bytes),):
+            title = _TITLES.get(name, name)
+            if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
+                title += f" ({self.stages} buffers)"
+            if size:
+                found.append(SmemRegion(title, end, size))
+            end += size
+        return tuple(found)
+
+    def launch_facts(
+        self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()
+    ) -> LaunchFacts:
+        """What the launches of the compiled kernel need.
+
+        Args:
+            name: the name of the kernel.
+            params: the fields of its parameter struct.
+            terms: for exact sums of learned tensors, the elements to whose gradients it adds.
+        """
+        return LaunchFacts(
+            name=name,
+            params=tuple(params),
+            threads=self.threads,
+            of_gpu=self.machine,
+            boxes=self.boxes,
+            terms=terms,
+            **{field.name: getattr(self, field.name) for field in fields(LaunchRules)},
         )
 
     def __str__(self) -> str:

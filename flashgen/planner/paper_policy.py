@@ -11,7 +11,7 @@ from flashgen.planner.models.kernel_model import (
     WARP_COUNTS,
 )
 from flashgen.planner.quantities import Number
-from flashgen.planner.search import best_occupancy, cost, excesses
+from flashgen.planner.search import Evaluated, best_occupancy
 from flashgen.planner.tile_problem import Tile, TileProblem
 
 # In the paper, M counts elements, and four tiles of M/4 elements must be on chip: Q, K, V and O.
@@ -22,23 +22,22 @@ BR = Formula("Br", "min(ceil(M/e/(4*d)), d)")
 def sizes(problem: TileProblem) -> tuple[int, int]:
     """The paper's (Br, Bc) for M in elements; d is the larger head dim."""
     at: dict[str, Number] = {
-        "M": problem.smem_limit,
-        "e": problem.itemsize,
-        "d": max(problem.d_qk, problem.d_v),
+        "M": problem.given["M"],
+        "e": problem.given["e"],
+        "d": max(problem.given["d_qk"], problem.given["d_v"]),
     }
     return int(BR(at)), int(BC(at))
 
 
-def tile_of_paper(problem: TileProblem) -> tuple[Tile | None, tuple[str, ...]]:
+def tile_of_paper(problem: TileProblem) -> tuple[Evaluated | None, tuple[str, ...]]:
     """The feasible tile nearest to the paper's block sizes, and notes on how it follows from them.
 
     The tile is None when no tile fits.
     """
-    br, bc = sizes(problem)
-    d = max(problem.d_qk, problem.d_v)
-    elements = problem.smem_limit / problem.itemsize
+    (br, bc), given = sizes(problem), problem.given
+    d, elements = max(given["d_qk"], given["d_v"]), given["M"] / given["e"]
     notes = [
-        f"paper  M = {problem.smem_limit:,} B = {elements:,.0f} elements of {problem.itemsize} B",
+        f"paper  M = {given['M']:,} B = {elements:,.0f} elements of {given['e']} B",
         f"paper  Bc = ceil(M/4d) = ceil({elements:.0f}/(4*{d})) = {bc}; Br = min(Bc, d) = {br}",
     ]
     shapes = sorted({MMA_ROWS * w * g for w in WARP_COUNTS for g in ROW_GROUPS})
@@ -70,20 +69,20 @@ def _arrangements(rows: int) -> list[tuple[int, int]]:
     return [(w, g) for w in WARP_COUNTS for g in ROW_GROUPS if MMA_ROWS * w * g == rows]
 
 
-def _best(problem: TileProblem, rows: int, keys: int) -> Tile | None:
-    """The cheapest arrangement of warps for a tile of this size."""
+def _best(problem: TileProblem, rows: int, keys: int) -> Evaluated | None:
+    """The cheapest arrangement of warps for a tile of this size; None where none fits."""
     found = [
-        best
+        best_occupancy(problem, Tile(keys, warps, groups, 1))
         for warps, groups in _arrangements(rows)
-        if (best := best_occupancy(problem, Tile(keys, warps, groups, 1))) is not None
     ]
-    return min(found, key=lambda each: (cost(problem, each), each), default=None)
+    fitting = (each for each in found if not each.excesses)
+    return min(fitting, key=lambda each: each.rank, default=None)
 
 
 def _why_not(problem: TileProblem, rows: int, keys: int) -> str:
     """The constraint that the tile of the wanted size violates, with the most warps."""
     warps, groups = max(_arrangements(rows))
-    broken = next(excesses(problem, Tile(keys, warps, groups, 1)))
+    broken = best_occupancy(problem, Tile(keys, warps, groups, 1)).excesses[0]
     return f"{broken.quantity} {broken.needs:,} {broken.unit}".rstrip() + f" of {broken.limit:,}"
 
 

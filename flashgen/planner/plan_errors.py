@@ -10,18 +10,17 @@ from flashgen.errors import PlanError
 from flashgen.language.operations import MOST_INSTRUCTIONS, operations
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.formulas import counted
-from flashgen.planner.search import excesses, fits, quantities, shapes, smallest
+from flashgen.planner.search import Evaluated, evaluated, shapes, smallest
 from flashgen.planner.tile_problem import Tile, TileProblem
 
 
-def no_tile_fits(problem: TileProblem, spec: AttentionSpec, *, given_sram: bool) -> PlanError:
+def no_tile_fits(problem: TileProblem, *, given_sram: bool) -> PlanError:
     """The error for a problem without a feasible tile.
 
     Args:
         given_sram: whether the caller gave M instead of using the architecture's.
     """
-    tile = smallest(problem)
-    at = quantities(problem, tile)
+    at = smallest(problem).quantities
     needed = int(at["smem"])
     if at["registers"] > at["register_limit"]:
         what = "no tile fits in the registers of a thread"
@@ -29,8 +28,8 @@ def no_tile_fits(problem: TileProblem, spec: AttentionSpec, *, given_sram: bool)
     else:
         what = "no tile fits in shared memory"
         whose = "as given by sram" if given_sram else f"on {problem.arch.name}"
-        needs, limit = f"{needed:,} B", f"{problem.smem_limit:,} B per block {whose}"
-    where = _place(spec)
+        needs, limit = f"{needed:,} B", f"{at['M']:,} B per block {whose}"
+    where = _place(problem.spec)
     return PlanError(
         what,
         where=where if problem.kernel == "forward" else f"{where}, kernel {problem.kernel}",
@@ -40,27 +39,34 @@ def no_tile_fits(problem: TileProblem, spec: AttentionSpec, *, given_sram: bool)
     )
 
 
-def tile_does_not_fit(problem: TileProblem, tile: Tile, spec: AttentionSpec) -> PlanError:
-    """The error for a given tile that the kernel cannot have."""
+def given_tile(problem: TileProblem, tile: Tile) -> Evaluated:
+    """The tile that a caller gives for a kernel.
+
+    Raises:
+        PlanError: the kernel cannot have it.
+    """
     if replace(tile, blocks=1) not in shapes(problem) or tile.blocks < 1:
         numbers = "the template does not support this combination of step, warps and sharing"
     else:
-        broken = next(excesses(problem, tile))
+        found = evaluated(problem, tile)
+        if not found.excesses:
+            return found
+        broken = found.excesses[0]
         needs, limit = counted(broken.needs), counted(broken.limit)
         numbers = f"{broken.quantity}: {needs} against {limit} {broken.unit}".rstrip()
-    return PlanError(
+    raise PlanError(
         "the kernel cannot have the given tile",
-        where=f"{_place(spec)}, kernel {problem.kernel}, {tile}",
+        where=f"{_place(problem.spec)}, kernel {problem.kernel}, {tile}",
         numbers=numbers,
         way_out="one of flashgen.planner.feasible(spec, arch, kernel=...), or leave it out",
     )
 
 
-def heads_cannot_share(problem: TileProblem, spec: AttentionSpec, why: str) -> PlanError:
+def heads_cannot_share(problem: TileProblem, why: str) -> PlanError:
     """The error for a number of heads per tile that no tile can have."""
     return PlanError(
         "these heads cannot share a tile",
-        where=f"{_place(spec)}, plan(heads_per_tile=...)",
+        where=f"{_place(problem.spec)}, plan(heads_per_tile=...)",
         numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
         way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
     )
@@ -88,22 +94,19 @@ def _place(spec: AttentionSpec) -> str:
     return (f"{place}  " if place else "") + f"{spec.name}({dims}, dtype={spec.dtype})"
 
 
-def _least_smem(problem: TileProblem) -> int:
-    return int(quantities(problem, smallest(problem))["smem"])
-
-
 def _ways_out(problem: TileProblem, needed: int, given_sram: bool) -> Iterator[str]:
     """Changes with which the smallest tile fits; each is checked with the model."""
-    if problem.itemsize > 2:
-        half = replace(problem, dtype="float16", itemsize=2)
-        if fits(half, smallest(half)):
-            yield f'dtype="float16" ({_least_smem(half):,} B)'
-    for dim in range(max(problem.d_qk, problem.d_v) - 8, 0, -8):
-        lower = replace(problem, d_qk=min(problem.d_qk, dim), d_v=min(problem.d_v, dim))
-        if fits(lower, smallest(lower)):
-            yield f"head_dim={dim} ({_least_smem(lower):,} B)"
+    d_qk, d_v, limit = (problem.given[name] for name in ("d_qk", "d_v", "M"))
+    if problem.given["e"] > 2:
+        half = smallest(problem.given_as(e=2))
+        if not half.excesses:
+            yield f'dtype="float16" ({half.quantities["smem"]:,} B)'
+    for dim in range(int(max(d_qk, d_v)) - 8, 0, -8):
+        lower = smallest(problem.given_as(d_qk=min(d_qk, dim), d_v=min(d_v, dim)))
+        if not lower.excesses:
+            yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    if needed <= problem.smem_limit:
+    if needed <= limit:
         return  # registers are the limit, not shared memory
     if given_sram:
         own = problem.arch.smem_per_block

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 
 Number = int | float
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes per element of an operand, by its dtype."""
-
 QUANTITIES = {
     "block_q": "query rows per block (the paper's Br)",
     "block_k": "keys per step of the main loop (the paper's Bc)",
@@ -140,12 +137,16 @@ QUANTITIES = {
 
 
 class Quantities(Mapping[str, Number]):
-    """Values of quantities by name; immutable."""
+    """Values of quantities by name; immutable and hashable."""
 
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Number]) -> None:
         self._values = dict(values)
+
+    def copy(self) -> dict[str, Number]:
+        """The values as a new dict."""
+        return dict(self._values)
 
     def __getitem__(self, name: str) -> Number:
         return self._values[name]
@@ -155,6 +156,9 @@ class Quantities(Mapping[str, Number]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
 
     def __repr__(self) -> str:
         return f"Quantities({self._values!r})"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from flashgen.dtypes import ITEMSIZE
 from flashgen.errors import PlanError
 from flashgen.language.spec import AttentionSpec
-from flashgen.planner.quantities import ITEMSIZE
 from flashgen.planner.tile_problem import Tile
 
 POLICIES = ("derived", "paper")

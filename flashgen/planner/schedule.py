@@ -38,7 +38,6 @@ from flashgen.planner.models.fitted_common import HEADS_PER_TILE_GAIN
 from flashgen.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
 from flashgen.planner.quantities import Number
 from flashgen.planner.search import obstacles_to_sharing
-from flashgen.planner.tile_problem import PATHS
 
 SLOTS = Formula("slots", "sms*blocks")
 ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")
@@ -113,15 +112,13 @@ def choose_heads(
 
 def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:
     """Rows of the largest tile up to the plan's that this number of heads can share; 0: none."""
-    counts = PATHS[plan.path][plan.kernel, plan.itemsize].warp_counts
-    if plan.policy == "given":
-        counts = (plan.warps,)
+    counts = (plan.warps,) if plan.policy == "given" else plan.model.warp_counts
     return max(
         (
             rows
             for rows in (plan.block_q * warps // plan.warps for warps in counts)
             if rows <= plan.block_q
-            and not any(obstacles_to_sharing(plan.path, rows, heads, dropout=dropout))
+            and not any(obstacles_to_sharing(plan.code_path, rows, heads, dropout=dropout))
         ),
         default=0,
     )

@@ -1,4 +1,6 @@
-"""The keys of a split in calls with a paged cache, which keep the SMs busy for few more bytes.
+"""Chooses split_size for paged caches.
+
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,

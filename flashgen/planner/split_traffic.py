@@ -6,6 +6,7 @@ read and write. The HBM bound is K, V, q and out, each moved once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -43,6 +44,10 @@ BOUND_BYTES = Formula("bound_bytes", "e*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows"
 OVER_BOUND = Formula("over_bound", "(forward_bytes + merge_bytes)/bound_bytes")
 
 OF_FORWARD = (Q_READ, K_READ, V_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN, FORWARD_BYTES)
+COUNTED = (
+    *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows"),
+    *("table_reads", "length_reads"),
+)
 OF_MERGE = (PARTS_READ, PARTS_LSE_READ, MERGED_WRITTEN, MERGE_BYTES)
 
 
@@ -58,22 +63,6 @@ class SplitWalk(NamedTuple):
     sizes: LaunchSizes
     visited: Visited | None = None
     keys_behind: int = 0
-
-
-class Rows(NamedTuple):
-    """Rows that a launch reads and writes, by the names of the quantities of the formulas."""
-
-    query_rows: int = 0
-    key_rows: int = 0
-    value_rows: int = 0
-    part_rows: int = 0
-    lse_rows: int = 0
-    table_reads: int = 0
-    length_reads: int = 0
-    keys: int = 0
-
-    def plus(self, other: Rows, times: int = 1) -> Rows:
-        return Rows(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ class SplitTraffic:
         }
 
     def __str__(self) -> str:
-        formulas = (*OF_FORWARD, *(OF_MERGE if self.merges else ()), BOUND_BYTES, OVER_BOUND)
+        formulas = _formulas(self.merges)
         return "\n".join(
             ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
         )
@@ -154,65 +143,59 @@ def split_traffic(
         box_rows: the keys that TMA copies at once; 0 where lanes copy every row.
         paged: whether K and V are read from the pages of a cache.
     """
-    counts, copies = Rows(), KeyCopies(box_rows, paged)
+    counts: Counter[str] = Counter()
     for walk in walks:
-        counts = counts.plus(_rows_of(plan, walk, copies, split=merge is not None))
+        _count(counts, plan, walk, box_rows, paged=paged, split=merge is not None)
     at: dict[str, Number] = {
         "e": plan.itemsize,
         "e_out": plan.out_itemsize,
         "d_qk": plan.head_dim,
         "d_v": plan.head_dim_v,
-        **counts._asdict(),
+        **{name: counts[name] for name in COUNTED},
         "rows": rows,
-        "keys": min(keys, counts.keys),  # heads that visit different keys may share some
+        "keys": min(keys, counts["keys"]),  # heads that visit different keys may share some
         "merge_bytes": 0,
     }
-    formulas = (*OF_FORWARD, *(OF_MERGE if merge is not None else ()), BOUND_BYTES, OVER_BOUND)
-    FormulaSequence(*formulas)(at)
+    FormulaSequence(*_formulas(merge is not None))(at)
     return SplitTraffic(merge is not None, paged, at)
 
 
-class KeyCopies(NamedTuple):
-    """How keys are copied: by the arguments of `split_traffic`."""
-
-    box_rows: int
-    paged: bool
+def _formulas(merges: bool) -> tuple[Formula, ...]:
+    return (*OF_FORWARD, *(OF_MERGE if merges else ()), BOUND_BYTES, OVER_BOUND)
 
 
-def _rows_of(plan: Plan, walk: SplitWalk, copies: KeyCopies, *, split: bool) -> Rows:
-    """The rows of one split."""
+def _count(
+    counts: Counter[str], plan: Plan, walk: SplitWalk, box_rows: int, *, paged: bool, split: bool
+) -> None:
+    """Adds the rows of one split to those of the launch, by the names of the quantities."""
     sizes = walk.sizes
     walks = walks_of_head(plan, sizes, walk.visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
-    warps = plan.warps + (1 if plan.other_warps else 0)  # a lane of each reads the length
-    found = Rows(
-        query_rows=(pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)) * queries,
-        part_rows=pairs * (queries if split else sizes.seq_q),
-        lse_rows=pairs * sizes.seq_q,
-        length_reads=shared * len(walks) * warps if copies.paged else 0,
-        keys=sizes.batch * sizes.heads_kv * rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k),
+    visited = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
+    counts["query_rows"] += queries * (
+        pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
     )
-    for tile in chain(*walks):
-        found = found.plus(_rows_of_tile(plan, walk, tile, copies), shared)
-    return found
-
-
-def _rows_of_tile(plan: Plan, walk: SplitWalk, tile: int, copies: KeyCopies) -> Rows:
-    """The rows of K and V of one tile, and the entries of the page table that are read for them."""
-    valid = min(plan.block_k, walk.sizes.seq_k - tile * plan.block_k)
-    box_rows = copies.box_rows
-    boxes = -(-valid // box_rows) if box_rows else 0
-    if not copies.paged:
-        # A box reads on where a split begins or ends with the tensor inside of it.
-        rows = min(boxes * box_rows, valid + walk.keys_behind) if boxes else valid
-        return Rows(key_rows=rows, value_rows=rows)
+    counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
+    counts["lse_rows"] += pairs * sizes.seq_q
+    counts["keys"] += sizes.batch * sizes.heads_kv * visited
+    if paged:  # a lane of each warp reads the length
+        warps = plan.warps + (1 if plan.other_warps else 0)
+        counts["length_reads"] += shared * len(walks) * warps
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
-    if not box_rows:
-        reads = valid * (vectors + vectors_v)
-        return Rows(key_rows=valid, value_rows=valid, table_reads=reads)
-    # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
-    reads = 2 * boxes + valid % box_rows * vectors_v
-    return Rows(key_rows=boxes * box_rows, value_rows=valid, table_reads=reads)
+    for tile in chain(*walks):
+        keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
+        boxes, reads = (-(-valid // box_rows) if box_rows else 0), 0
+        if not paged:
+            # A box reads on where a split begins or ends with the tensor inside of it.
+            if boxes:
+                keys = values = min(boxes * box_rows, valid + walk.keys_behind)
+        elif not boxes:
+            reads = valid * (vectors + vectors_v)
+        else:
+            # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
+            keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
+        for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
+            counts[name] += shared * count

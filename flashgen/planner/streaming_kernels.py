@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Any
 
-from flashgen.arch import SMEM_RESERVED, WARP, Arch
+from flashgen.arch import SMEM_RESERVED, WARP, facts
+from flashgen.dtypes import ITEMSIZE
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.derivation import line_of
 from flashgen.planner.formulas import Formula, FormulaSequence
 from flashgen.planner.kernel_plan import Plan
 from flashgen.planner.models.kernel_model import REGISTER_LIMIT, SMEM_OF_SM
-from flashgen.planner.quantities import ITEMSIZE, Number, Quantities
+from flashgen.planner.quantities import Number, Quantities
 
-# The delta kernel: each warp processes one row at a time. With this number of threads enough loads
-# are in flight.
-DELTA_WARPS = 4
+# By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
+# and loads several rows at once; a lane of "convert_dq" and of "append_kv" has a few vectors in
+# flight; a block of "minmax_table" makes the table of one line of the tensor; the registers of
+# "merge" are enough for its loads.
+SHAPES = {
+    "delta": (4, 8, 64),
+    "convert_dq": (4, 8, 64),
+    "merge": (4, 6, 80),
+    "append_kv": (4, 8, 40),
+    "minmax_table": (8, 4, 48),
+}
 DELTA_ROWS = 64
-DELTA_BLOCKS = 8
-DELTA_REGISTERS = 64  # enough to load several rows at once
 
 # Read: O and dO, LSE and dLSE. Written: LSE and delta.
 ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
@@ -26,20 +34,14 @@ ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warp
 DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 
 # The kernel that converts the sums of dQ. Read: the sums, whole tiles of them. Written: dQ.
-CONVERT_WARPS = 4
-CONVERT_BLOCKS = 8
-CONVERT_REGISTERS = 64
 CONVERT_LOADS = 4
 CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
 CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
 
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
-MERGE_WARPS = 4
 MERGE_WARPS_OF_SM = 24
-MERGE_BLOCKS = 8  # at most
 MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
 MERGE_LOADS = 8  # vectors that a lane loads together, of several parts, where there are many
-MERGE_REGISTERS = 80  # enough for these loads
 # Of the results of split keys there are many parts and few rows, which then have a block each, and
 # its groups of lanes share the parts. 256 lanes with 8 loads each have 32 KiB in flight, more than
 # an SM can read from L2 in the time of one load: 35 B in each of 650 clocks are 22 KiB. With few
@@ -51,52 +53,35 @@ PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
 MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
 
-# The kernel that appends to a paged cache: a lane has a few vectors in flight.
-APPEND_WARPS = 4
-APPEND_BLOCKS = 8
-APPEND_REGISTERS = 40
-MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes
-
-# The kernel for min/max tables: a block makes the table of one line of the tensor.
-MINMAX_WARPS = 8
-MINMAX_BLOCKS = 4
-MINMAX_REGISTERS = 48
+MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes, in "append_kv"
 
 
-def plan_delta(spec: AttentionSpec, arch: Arch, sums_tile: tuple[int, int] | None = None) -> Plan:
+def plan_delta(spec: AttentionSpec, arch: str, sums_tile: tuple[int, int] | None = None) -> Plan:
     """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
 
     Args:
         sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
             None where there are no sums. The kernel's text does not depend on it.
     """
-    d_v = spec.head_dim_v or spec.head_dim
-    vectors = ITEMSIZE[spec.dtype] * d_v // 16
+    vectors = ITEMSIZE[spec.dtype] * (spec.head_dim_v or spec.head_dim) // 16
     at: dict[str, Number] = {
-        "e": ITEMSIZE[spec.dtype],
-        "d_v": d_v,
-        "R": arch.registers_per_sm,
-        "warps": DELTA_WARPS,
-        "blocks": DELTA_BLOCKS,
         "loads": 2 * 2 * -(-vectors // lanes_of_row(vectors)),  # of 2 rows of O and of dO
         "chained_loads": 1,
-        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     row_traffic = ROW_TRAFFIC
     if spec.sink is not None and spec.sink.grad:
         at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
         row_traffic = ROW_TRAFFIC_OF_SINK
-    formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
     note = (
-        f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
-        f"an SM per row. Bound by memory: each byte is moved once. The sums of dQ, where there are "
-        f"any, are filled with zeros besides."
+        "clk: clocks of an SM per row. Bound by memory: each byte is moved once. The sums of dQ, "
+        "where there are any, are filled with zeros besides."
     )
-    plan = _plan("delta", spec, arch, at, formulas, DELTA_REGISTERS, note)
-    return replace(plan, block_q=DELTA_ROWS, sums_tile=sums_tile)
+    formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
+    sizes = {"block_q": DELTA_ROWS, "sums_tile": sums_tile}
+    return _plan("delta", spec, arch, at, formulas, note, **sizes)
 
 
-def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple[int, int]) -> Plan:
+def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[int, int]) -> Plan:
     """The plan of the kernel that makes dQ from its float32 sums, which is bound by memory.
 
     Args:
@@ -105,84 +90,76 @@ def plan_convert_dq(spec: AttentionSpec, arch: Arch, path: str, sums_tile: tuple
     """
     block_q, columns = sums_tile
     at: dict[str, Number] = {
-        "e": ITEMSIZE[spec.dtype],
         "d_qk": spec.head_dim,
         "block_q": block_q,
         "sum_columns": columns,
-        "R": arch.registers_per_sm,
-        "M_sm": arch.smem_per_sm,
+        "M_sm": facts(arch).smem_per_sm,
         "reserved": SMEM_RESERVED,
-        "warps": CONVERT_WARPS,
         "loads": CONVERT_LOADS,
         "chained_loads": 1,
-        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    smem = CONVERT_SMEM(at)
-    at["blocks"] = min(CONVERT_BLOCKS, int(arch.smem_per_sm // (smem + SMEM_RESERVED)))
+    smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **at}))
+    _, most, _ = SHAPES["convert_dq"]
+    at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
     formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
-    note = (
-        f"{arch.name}: M_sm {arch.smem_per_sm:,} B, R {arch.registers_per_sm:,}; rates of "
-        f"{arch.product}; clk: clocks of an SM per row. Bound by memory: each byte is moved once."
-    )
-    plan = _plan("convert_dq", spec, arch, at, formulas, CONVERT_REGISTERS, note)
-    return replace(
-        plan, path=path, block_q=block_q, smem_bytes=int(at["smem"]), sums_tile=sums_tile
-    )
+    note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
+    sizes = {"path": path, "block_q": block_q, "sums_tile": sums_tile}
+    return _plan("convert_dq", spec, arch, at, formulas, note, **sizes)
 
 
-def plan_merge(spec: AttentionSpec, arch: Arch, *, splits: bool = False) -> Plan:
-    """The plan of the kernel that merges partial results into an output of the spec's dtype.
+def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
+    """The plan of the kernel that merges partial results.
 
     Args:
-        splits: whether the parts are those of split keys, many of few rows.
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
+            block then share the parts of one row.
+
+    Raises:
+        PlanError: the architecture is unknown.
     """
-    d_v = spec.head_dim_v or spec.head_dim
-    vectors = PART_BYTES * d_v // 16
+    vectors = PART_BYTES * (spec.head_dim_v or spec.head_dim) // 16
     lanes = lanes_of_row(vectors)
-    at_once = MERGED_AT_ONCE
-    if splits:  # a power of two, as the number of lanes is
-        at_once = min(lanes, 1 << (MERGE_LOADS // -(-vectors // lanes)).bit_length() - 1)
+    of_lane = -(-vectors // lanes)
     at: dict[str, Number] = {
-        "e": ITEMSIZE[spec.dtype],
-        "d_v": d_v,
-        "R": arch.registers_per_sm,
         "lanes": lanes,
         "groups": 1,
-        "loads": at_once * -(-vectors // lanes),
+        "loads": MERGED_AT_ONCE * of_lane,
         "chained_loads": 2,  # of LSE, then of O
-        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    if splits:
-        at["groups"] = int(LANE_GROUPS(at))
-    at["warps"] = int(at["groups"]) * lanes // WARP if splits else MERGE_WARPS
-    at["blocks"] = min(MERGE_BLOCKS, MERGE_WARPS_OF_SM // int(at["warps"]))
     formulas: tuple[Formula, ...] = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
     note = (
-        f"{arch.name}: R {arch.registers_per_sm:,}; rates of {arch.product}; clk: clocks of "
-        f"an SM per row of a part. Bound by memory: each byte of a part with keys is read once."
+        "clk: clocks of an SM per row of a part. Bound by memory: each byte of a part with keys is "
+        "read once."
     )
-    if splits:
-        formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
-        note += " Groups of lanes share the parts of a row."
-    plan = _plan("merge", spec, arch, at, formulas, MERGE_REGISTERS, note)
-    if splits:
-        return replace(plan, block_q=1, smem_bytes=int(at["smem"]))
-    return replace(plan, block_q=plan.threads // lanes)
+    if not splits:
+        rows = WARP * SHAPES["merge"][0] // lanes
+        return _plan("merge", spec, arch, at, formulas, note, block_q=rows)
+    # A power of two, as the number of lanes is.
+    at["loads"] = min(lanes, 1 << (MERGE_LOADS // of_lane).bit_length() - 1) * of_lane
+    warps = int(LANE_GROUPS(at)) * lanes // WARP
+    at |= {"warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
+    note += " Groups of lanes share the parts of a row."
+    formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
+    return _plan("merge", spec, arch, at, formulas, note, block_q=1)
 
 
-def plan_append_kv(spec: AttentionSpec, arch: Arch, access_bytes: int) -> Plan:
-    """The plan of the kernel that copies new keys and values to the pages of a cache."""
-    at: dict[str, Number] = {
-        "R": arch.registers_per_sm,
-        "warps": APPEND_WARPS,
-        "blocks": APPEND_BLOCKS,
-    }
+def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that copies new keys and values to the pages of a cache.
+
+    Args:
+        spec: nothing of it is read: the kernel copies bytes.
+        access_bytes: the bytes that a lane copies at once.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
     note = (
-        f"{arch.name}: R {arch.registers_per_sm:,}. Bound by memory: each byte of a new row is "
-        f"read once and written once. The call decides how many lanes share a row."
+        "Bound by memory: each byte of a new row is read once and written once. The call decides "
+        "how many lanes share a row."
     )
-    plan = _plan("append_kv", spec, arch, at, (REGISTER_LIMIT,), APPEND_REGISTERS, note)
-    return replace(plan, access_bytes=access_bytes)
+    formulas = (REGISTER_LIMIT,)
+    return _plan("append_kv", spec, arch, {}, formulas, note, access_bytes=access_bytes)
 
 
 def lane_bits_of_append(vectors: int) -> int:
@@ -190,42 +167,58 @@ def lane_bits_of_append(vectors: int) -> int:
     return lanes_of_row(min(vectors, MOST_VECTORS_AT_ONCE)).bit_length() - 1
 
 
-def plan_minmax_table(spec: AttentionSpec, arch: Arch) -> Plan:
-    """The plan of the kernel that makes a captured tensor's min/max table."""
-    at: dict[str, Number] = {
-        "R": arch.registers_per_sm,
-        "warps": MINMAX_WARPS,
-        "blocks": MINMAX_BLOCKS,
-    }
+def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that makes a captured tensor's min/max table.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
     note = (
-        f"{arch.name}: R {arch.registers_per_sm:,}. One block per line of the tensor. Bound by "
-        f"memory: each element is read once, and each level of the table is made from the level "
-        f"below."
+        "One block per line of the tensor. Bound by memory: each element is read once, and each "
+        "level of the table is made from the level below."
     )
-    return _plan("minmax_table", spec, arch, at, (REGISTER_LIMIT,), MINMAX_REGISTERS, note)
+    return _plan("minmax_table", spec, arch, {}, (REGISTER_LIMIT,), note)
 
 
 def _plan(
     kernel: str,
     spec: AttentionSpec,
-    arch: Arch,
-    at: dict[str, Number],
+    arch: str,
+    own: Mapping[str, Number],
     formulas: tuple[Formula, ...],
-    registers: int,
     note: str,
+    **fields: Any,
 ) -> Plan:
+    """The plan of a kernel.
+
+    Args:
+        own: the quantities that only this kernel has.
+        fields: the fields that not every kernel has.
+    """
+    gpu, (warps, blocks, registers) = facts(arch), SHAPES[kernel]
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_v": spec.head_dim_v or spec.head_dim,
+        "R": gpu.registers_per_sm,
+        "warps": warps,
+        "blocks": blocks,
+        "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
+        **own,
+    }
     FormulaSequence(*formulas)(at)
+    machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
+    rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
+    given: dict[str, Any] = {"path": "sm_80", "block_q": 0} | fields
     return Plan(
         kernel=kernel,
-        arch=arch.name,
-        path="sm_80",
+        arch=arch,
         policy="derived",
         dtype=spec.dtype,
-        itemsize=ITEMSIZE[spec.dtype],
+        itemsize=int(at["e"]),
         head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v or spec.head_dim,
-        block_q=0,
+        head_dim_v=int(at["d_v"]),
         block_k=0,
+        smem_bytes=int(at.get("smem", 0)),
         warps=int(at["warps"]),
         registers=int(at["register_limit"]),
         registers_needed=registers,
@@ -233,8 +226,9 @@ def _plan(
         cost=float(at.get("cost", 0.0)),
         sink_bytes=int(at.get("logit", 0)),
         derivation=tuple(line_of(formula, at) for formula in formulas),
-        notes=(note,),
+        notes=(f"{arch}: {machine}{rates}{note}",),
         quantities=Quantities(at),
+        **given,
     )
 
 

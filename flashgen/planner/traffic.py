@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -61,58 +61,30 @@ def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
     """Heads of other tiles whose Q the forward tiles of a batch entry read: TMA fills the rows of a
     tile that have no head with those of the next heads, as far as these exist."""
     spare = plan.head_places - plan.heads_per_tile
-    if not spare or plan.path == "sm_80":
+    if not spare or not plan.code_path.copies_by_tma:
         return 0
     ends = range(plan.heads_per_tile, heads_q + 1, plan.heads_per_tile)
     return sum(min(spare, heads_q - end) for end in ends)
 
 
-@dataclass(frozen=True)
-class ForwardTraffic:
-    """Bytes of one launch, per tensor: as issued to global memory, and the least possible.
-
-    Attributes:
-        q, k, v: read by the thread blocks. Every query tile that reaches a key tile reads its K and
-            V once, for all heads of the tile.
-        o, lse: written.
-        sink: the sink's logit, read by every lane of the computing warps.
-        compulsory: each byte that is accessed at all, once.
-        scores: elements of S that are computed, whole partial tiles included.
-    """
-
-    q: int
-    k: int
-    v: int
-    o: int
-    lse: int
-    compulsory: int
-    scores: int
-    sink: int = 0
-
-    @property
-    def issued(self) -> int:
-        """Bytes of all loads and stores."""
-        return self.q + self.k + self.v + self.o + self.lse + self.sink
-
-    def __add__(self, other: ForwardTraffic) -> ForwardTraffic:
-        return ForwardTraffic(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
-        )
-
-
-@dataclass(frozen=True)
-class BackwardTraffic:
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
     """Bytes of one launch, per tensor, as the lanes' loads and stores request them.
 
     Attributes:
-        q, k, v, o, do: read.
-        lse: read by "delta": LSE and, where the caller passes it, dLSE.
+        q, k, v, o, do: of the operands. The forward kernel writes o, all others read it. In the
+            forward kernel every query tile that reaches a key tile reads its K and V once, for all
+            heads of the tile.
+        lse: written by the forward kernel. Read by "delta": LSE and, where the caller passes it,
+            dLSE.
         rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
         dq, dk, dv: written.
+        sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
+            by "delta" for each query where it computes its gradient.
         dsink: written by "delta": sums over the rows of a warp.
         sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros and "convert_dq" reads.
-        sink: the sink's logit, read by "delta" for each query where it computes its gradient.
         added: added to dQ's sums, atomically, by "fused".
+        compulsory: each byte that the forward kernel accesses at all, once.
         scores: elements of S that are computed, whole partial tiles included.
     """
 
@@ -132,21 +104,28 @@ class BackwardTraffic:
     sums_zeroed: int = 0
     sums_read: int = 0
     added: int = 0
+    compulsory: int = 0
     scores: int = 0
 
     @property
-    def read(self) -> int:
-        operands = self.q + self.k + self.v + self.o + self.do
-        return operands + self.lse + self.rows_read + self.sink + self.sums_read
+    def issued(self) -> int:
+        """Bytes of all loads and stores, without atomic additions."""
+        total: int = sum(vars(self).values())
+        return total - self.added - self.compulsory - self.scores
 
     @property
     def written(self) -> int:
+        """Bytes that a backward kernel writes, without atomic additions."""
         gradients = self.dq + self.dk + self.dv
         return self.rows_written + gradients + self.dsink + self.sums_zeroed
 
-    def __add__(self, other: BackwardTraffic) -> BackwardTraffic:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return BackwardTraffic(*(mine + theirs for mine, theirs in pairs))
+    @property
+    def read(self) -> int:
+        """Bytes that a backward kernel reads, without atomic additions."""
+        return self.issued - self.written
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: mine + getattr(other, name) for name, mine in vars(self).items()})
 
 
 def forward_traffic(
@@ -157,7 +136,7 @@ def forward_traffic(
     seq_q: int,
     seq_k: int,
     visited: Visited | None = None,
-) -> ForwardTraffic:
+) -> Traffic:
     """Bytes that the forward kernel moves to and from global memory.
 
     Rows past the end of a sequence are zeros that are not read.
@@ -190,7 +169,7 @@ def forward_traffic(
     neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
     logits = heads_q * plan.sink_bytes
     lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads
-    return ForwardTraffic(
+    return Traffic(
         q=q + neighbours,
         k=shared * k_rows * qk_row,
         v=shared * k_rows * v_row,
@@ -212,7 +191,7 @@ def backward_traffic(
     visited: Visited | None = None,
     *,
     dlse: bool = False,
-) -> BackwardTraffic:
+) -> Traffic:
     """Bytes that a backward kernel moves to and from global memory.
 
     Rows past the end of a sequence are zeros that are not read.
@@ -232,10 +211,10 @@ def backward_traffic(
     qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
     queries, dq_sums = pairs * seq_q, plan.elements_of_sums(batch, heads_q, seq_q) * SUM_BYTES
     if plan.kernel == "convert_dq":
-        return BackwardTraffic(dq=queries * qk_row, sums_read=dq_sums)
+        return Traffic(dq=queries * qk_row, sums_read=dq_sums)
     if plan.kernel == "delta":
         sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
-        return BackwardTraffic(
+        return Traffic(
             o=queries * v_row,
             do=queries * v_row,
             lse=queries * LSE_BYTES * (2 if dlse else 1),
@@ -256,7 +235,7 @@ def backward_traffic(
     steps = times * sum(map(len, walks))
     scores = steps * plan.block_q * plan.block_k
     if plan.kernel == "dq" or plan.of_captured:
-        return BackwardTraffic(
+        return Traffic(
             q=pairs * own_rows * qk_row,
             do=pairs * own_rows * v_row,
             # Tiles that reach no key read them too.
@@ -267,7 +246,7 @@ def backward_traffic(
             scores=scores,
         )
     blocks = batch * heads_kv
-    return BackwardTraffic(
+    return Traffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,
         q=times * walked_rows * qk_row,

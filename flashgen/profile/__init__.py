@@ -7,16 +7,8 @@ roofline.
 """
 
 from flashgen.profile.decoding import DecodingPlan, plan_decoding
-from flashgen.profile.kernel_profile import (
-    Phase,
-    Profile,
-    Quantity,
-    Roofline,
-    RooflineBound,
-    SourceLine,
-    TensorTraffic,
-)
-from flashgen.profile.kernel_steps import KernelStep, steps_of
+from flashgen.profile.kernel_profile import Profile, Quantity
+from flashgen.profile.kernel_steps import steps_of
 from flashgen.profile.prediction import expected_multiply_adds
 from flashgen.profile.roofline import check_plot, counted_cost, plot
 from flashgen.profile.run import array_of, problem_of_call, profile_backward, profile_forward
@@ -24,14 +16,8 @@ from flashgen.profile.visited_tiles import walks_of
 
 __all__ = [
     "DecodingPlan",
-    "KernelStep",
-    "Phase",
     "Profile",
     "Quantity",
-    "Roofline",
-    "RooflineBound",
-    "SourceLine",
-    "TensorTraffic",
     "array_of",
     "check_plot",
     "counted_cost",

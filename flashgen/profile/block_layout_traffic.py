@@ -52,7 +52,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
             entries += times * searching * sum(found for _, found in reads)
             by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
-    if plan.path == "sm_90a" and plan.kernel == "forward":
+    if plan.is_persistent:
         # All producer warps search for the first tile, but only one of them for the next.
         return {"c_layout": LIVE_BYTES * blocks}
     side = "column" if plan.owns_keys else "row"
@@ -65,7 +65,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
 
 def _searching_warps(plan: Plan) -> tuple[int, int]:
     """Warps of a block that search for the next tile, and those that test whether it is full."""
-    if plan.path == "sm_90a" and plan.kernel != "forward":
+    if plan.other_warps and not plan.is_persistent:
         return WALKING_WARPS[plan.kernel]
     return plan.warps, plan.warps
 

@@ -59,11 +59,13 @@ class Phase:
     Attributes:
         number: the step's number in the file, as in "5b"; "" for instructions outside the steps.
         title: the step's title.
+        line: the line of the step's comment in the file; 0 without one.
         totals: the work of its instructions, including the functions inlined in it.
     """
 
     number: str
     title: str
+    line: int
     totals: Totals
 
 

@@ -54,11 +54,11 @@ def phases_of(source: Source, by_line: Mapping[Place, Totals]) -> tuple[Phase, .
     for (file, line), totals in by_line.items():
         own = line > 0 and file == source.filename
         parts[bisect_right(starts, line) if own else -1].append(totals)
-    titles = [("", "before the first step"), *((step.number, step.title) for step in steps)]
-    titles.append(("", "of no line: constants, and what the compiler adds"))
+    before = KernelStep("", "before the first step", 0)
+    after = KernelStep("", "of no line: constants, and what the compiler adds", 0)
     return tuple(
-        Phase(number, title, added(part))
-        for (number, title), part in zip(titles, parts, strict=True)
+        Phase(step.number, step.title, step.line, added(part))
+        for step, part in zip((before, *steps, after), parts, strict=True)
         if part
     )
 

@@ -13,17 +13,17 @@ from flashgen.arch import WARP
 from flashgen.call import CheckedCall
 from flashgen.codegen import walk_of_kernel
 from flashgen.codegen.sparse import blocks_are_bits
+from flashgen.dtypes import OPERANDS
 from flashgen.language.spec import AttentionSpec
 from flashgen.pipeline import Build, analysed
 from flashgen.planner import (
-    BackwardTraffic,
-    ForwardTraffic,
     Plan,
     backward_traffic,
     forward_traffic,
 )
 from flashgen.planner.duration import Duration, duration_of
 from flashgen.planner.quantities import Number
+from flashgen.planner.traffic import Traffic
 from flashgen.profile.block_layout_traffic import bytes_of_layout
 from flashgen.profile.split_calls import SplitPrediction
 from flashgen.profile.visited_tiles import Array, HeadWalk, heads_of, joined
@@ -145,20 +145,15 @@ def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
     """Multiply-adds of the tensor cores for score elements; None without a prediction."""
     dims = plan.head_dim + plan.head_dim_v
     macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
-    # float32 is split into three parts of bfloat16, which takes six products.
-    products = 6 if plan.dtype == "float32" else 1
-    return None if macs is None else products * macs * scores
+    return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
 
 
-def _of_sink(
-    spec: AttentionSpec, mask: MaskAnalysis, moved: ForwardTraffic | BackwardTraffic
-) -> dict[str, int]:
+def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[str, int]:
     """Bytes of a sink's logits and of its gradient's sums; {} where the mods read the sink too."""
     sink = spec.sink
     if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
         return {}
-    sums = moved.dsink if isinstance(moved, BackwardTraffic) else 0
-    return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": sums}
+    return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": moved.dsink}
 
 
 def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
@@ -192,7 +187,7 @@ def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
     return functools.reduce(operator.add, (traffic(*sizes, visited) for sizes, visited in walks))
 
 
-def _backward_bytes(moved: BackwardTraffic, dlse: bool) -> dict[str, int]:
+def _backward_bytes(moved: Traffic, dlse: bool) -> dict[str, int]:
     names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
     lse = moved.lse // 2 if dlse else moved.lse
     return {name: getattr(moved, name) for name in names} | {

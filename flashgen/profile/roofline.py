@@ -17,7 +17,6 @@ from flashgen.emulator.counters.recorder import SECTOR_BYTES
 from flashgen.errors import InputError
 from flashgen.planner.models.fitted_time import CONSTANTS
 from flashgen.planner.quantities import Number
-from flashgen.planner.tile_problem import PATHS
 from flashgen.profile.kernel_profile import Profile, Roofline, RooflineBound
 
 _RESOURCES = {
@@ -31,7 +30,7 @@ _RESOURCES = {
 """The resources of the terms of a plan's cost."""
 
 
-def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str = "sm_80") -> dict[str, float]:
+def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str) -> dict[str, float]:
     """Clocks of one SM for all of a kernel's work, by the names of the terms of a plan's cost.
 
     A wavefront of shared memory is a clock, a PTX instruction an issue slot. The assembler
@@ -56,7 +55,7 @@ def roofline(
     totals: Totals,
     added_bytes: int,
     l2: L2Traffic,
-    path: str = "sm_80",
+    path: str,
 ) -> Roofline:
     """The roofline of a kernel, if every SM has an equal share of the work."""
     flops = 2.0 * totals.tensor_multiply_adds
@@ -86,12 +85,11 @@ def counted_cost(profile: Profile) -> float:
     instructions are counted, which the assembler translates to other ones.
     """
     plan = profile.plan
-    model = PATHS[plan.path][plan.kernel, plan.itemsize]
     counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
     at: dict[str, Number] = dict(plan.quantities)
     at |= counted
     at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
-    for formula in model.cost_steps:
+    for formula in plan.model.cost_steps:
         if formula.name in ("busiest", "alone", "pace", "cost"):
             at[formula.name] = formula(at)
     return float(at["cost"])

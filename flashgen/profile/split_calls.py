@@ -169,7 +169,7 @@ def _box_rows(
     spec: AttentionSpec, plan: Plan, call: CheckedCall, captured: Mapping[str, Array]
 ) -> int:
     """The keys that TMA copies at once; 0 where lanes copy every row."""
-    if plan.path != "sm_90a":
+    if not plan.code_path.copies_by_tma:
         return 0
     page_size = 0
     if spec.paged:

@@ -8,11 +8,9 @@ import torch
 
 from flashgen import arch as archs
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.runtime.arguments.refusals import refuse
 from flashgen.trust import Decision, decide
-
-DEFAULT_ARCH = "sm_80"
-"""The architecture of calls without a GPU: the code path that every architecture has."""
 
 TAKES = {"gpu": "cuda", "emulator": "cpu", "tiled": "cpu"}
 """The type of the devices whose tensors a backend accepts."""

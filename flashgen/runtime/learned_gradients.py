@@ -14,7 +14,7 @@ import torch
 
 from flashgen import sinks
 from flashgen.call import CheckedCall
-from flashgen.dtypes import bytes_of_sums
+from flashgen.dtypes import OPERANDS
 from flashgen.runtime.arguments.positions import rows_outside
 from flashgen.runtime.bound_kernel import BoundKernel
 from flashgen.signature import CallSignature, GradientTerm, TensorArgument, field_stem
@@ -79,8 +79,8 @@ class FloatSums(LearnedGradients):
 
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
         assert signature.dtype is not None, "that of a call"
-        itemsize = bytes_of_sums(getattr(torch, signature.dtype).itemsize)
-        super().__init__(signature, captured, {4: torch.float32, 8: torch.float64}[itemsize])
+        dtype = OPERANDS[signature.dtype].sums.dtype
+        super().__init__(signature, captured, getattr(torch, dtype))
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
         total, more = self._totals[name], self._more.get(name)

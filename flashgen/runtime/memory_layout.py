@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.arch import facts
+from flashgen.arch import facts, portable
 from flashgen.dtypes import INT32_MAX
 from flashgen.runtime.arguments.refusals import known
 
@@ -53,12 +53,12 @@ def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
     An expanded tensor has strides of 0, which the rules of tensor maps do not cover. Calls with one
     use the code path of all architectures.
     """
-    if facts(arch).path == "sm_90a":
+    if facts(arch).code_path.copies_by_tma:
         for name, tensor in tensors.items():
             for axis, label in enumerate(("batch", "head", "row")):
                 if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
                     why = f"the {label} stride of {name} is 0, over which TMA does not step"
-                    return arch.removesuffix("a"), why
+                    return portable(arch), why
     return arch, ALIGNED
 
 

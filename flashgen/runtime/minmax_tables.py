@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashgen.call import LaunchOptions
+from flashgen.dtypes import ELEMENTS, dtype_name
 from flashgen.launch_facts import SPAN
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
@@ -96,4 +97,5 @@ def _shape(tensor: Tensor, axis: int) -> tuple[int, int, int, int]:
 
 def _dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of the table of a tensor of integers or bools."""
-    return torch.int64 if tensor.dtype == torch.int64 else torch.int32
+    dtype: torch.dtype = getattr(torch, ELEMENTS[dtype_name(tensor.dtype)].value_dtype)
+    return dtype

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen import config
+from flashgen.arch import DEFAULT_ARCH
 from flashgen.call import CheckedCall, LaunchOptions
 from flashgen.paged import contiguous_call
 from flashgen.runtime.arguments.call import check_contents
-from flashgen.runtime.backends import DEFAULT_ARCH, Target
+from flashgen.runtime.backends import Target
 from flashgen.runtime.block_layouts import static_layout
 from flashgen.runtime.kernel_arguments import named
 from flashgen.runtime.programs import CallProgram, SpecProgram, program_of

@@ -73,15 +73,15 @@ class Report:
         Raises:
             CompileError: nvdisasm cannot read a cubin.
         """
-        from flashgen.page import html_of
-        from flashgen.runtime.report_page import page_of
+        from flashgen.views.render import html_of
+        from flashgen.views.report_page import page_of
 
         return html_of(page_of(self))
 
     def _repr_html_(self) -> str:
         """The page in a frame, which notebooks show."""
-        from flashgen.page import notebook_html
-        from flashgen.runtime.report_page import page_of
+        from flashgen.views.render import notebook_html
+        from flashgen.views.report_page import page_of
 
         return notebook_html(page_of(self))
 

@@ -14,6 +14,7 @@ from benchmarks.work_per_score import HEAD_DIMS, RECORD, VARIANTS, Variant, best
 from flashgen.compile import compile
 from flashgen.compile.disassembly import find_nvdisasm
 from flashgen.pipeline import Build
+from flashgen.planner import plan_backward
 from tests.support.examples import spec_path
 from tests.support.tiers import slow
 
@@ -35,6 +36,10 @@ TARGETS = {
 @cache
 def work(name: str, head_dim: int) -> Work:
     return work_of(BY_NAME[name].built(head_dim))
+
+
+def planned(name: str) -> fg.AttentionSpec:
+    return fg.load(spec_path(name)).replace(head_dim=128, head_dim_v=128)
 
 
 def target(head_dim: int, loop: str, *, backward: bool = False) -> float:
@@ -67,10 +72,12 @@ def test_the_count_of_the_backward_pass_has_what_each_score_needs() -> None:
     assert kinds["exponential"] == pytest.approx(1, abs=0.05)
     assert kinds["float"] == pytest.approx(2, abs=0.1)  # the exponent, and P (dP - delta)
     assert kinds["convert"] == pytest.approx(1, abs=0.05)  # pairs of P and of dS
-    # Of 80 queries and 128 keys at d = 128: S and dP by depth of d, dV and dK by depth of the
-    # queries, dQ^T by depth of the keys, each warpgroup's share.
+    # At d = 128: S and dP by depth of d, dV and dK by depth of the queries, dQ^T by depth of the
+    # keys, each warpgroup's share.
+    plan = plan_backward(planned("causal"), "sm_90a").of_keys
     shapes = [i.op.split(".")[1] for i in causal.full if i.base == "HGMMA"]
-    assert sorted(shapes) == ["64x128x16"] * 10 + ["64x80x16"] * 24
+    by_queries = [f"64x{plan.block_q}x16"] * (2 * 8 + plan.block_k // 16)
+    assert sorted(shapes) == sorted(["64x128x16"] * (2 * plan.block_q // 16) + by_queries)
     assert sum(i.base == "STSM" for i in causal.full) >= 5  # dS, for the other warpgroup
 
 
@@ -83,9 +90,10 @@ def test_the_count_has_what_each_score_needs() -> None:
     assert kinds["float"] == pytest.approx(2, abs=0.1)  # a multiply-add and the sum
     assert kinds["maximum, select"] == pytest.approx(1, abs=0.05)
     assert kinds["convert"] == pytest.approx(0.5, abs=0.05)
-    # 64 x 176 x 16 of S = Q K^T in 8 steps of the head dim, 64 x 128 x 16 of O += P V in 11.
+    # 64 x keys x 16 of S = Q K^T in 8 steps of the head dim, 64 x 128 x 16 of O += P V.
+    keys = fg.plan(planned("causal"), "sm_90a").block_k
     shapes = [i.op.split(".")[1] for i in causal.full if i.base == "HGMMA"]
-    assert sorted(shapes) == ["64x128x16"] * 11 + ["64x176x16"] * 8
+    assert sorted(shapes) == sorted(["64x128x16"] * (keys // 16) + [f"64x{keys}x16"] * 8)
     assert causal.by_kind(causal.mask)["maximum, select"] >= 1  # selects a score or -inf
     rescaled = sum(i.base == "FMUL" for i in causal.rescale)
     assert rescaled >= 64  # O of two rows, 128 columns, among four lanes

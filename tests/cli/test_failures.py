@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from flashgen.arch import known
+from flashgen.paths import PATHS
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.paths import ROOT
 
@@ -185,5 +187,5 @@ def test_the_help_names_each_status_and_each_architecture():
     for status in ("0 done", "1 a result is wrong", "2 refused", "130 interrupted", "141 the"):
         assert status in text
     of_plan = "".join(flashgen("plan", "--help").stdout.replace("│", "").split())
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_90a"):
+    for arch in (*known(), *PATHS):
         assert arch in of_plan

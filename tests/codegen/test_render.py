@@ -15,6 +15,7 @@ from flashgen.codegen.tidy import simplified
 from flashgen.compile import compile
 from flashgen.language.signature import split
 from flashgen.language.spec import AttentionSpec
+from flashgen.paths import PATHS
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 from tests.support.tiers import slow
@@ -79,7 +80,7 @@ def test_kernels_of_captured_gradients_have_what_they_call_alone(
 ) -> None:
     dtype, head_dim = ("float32", 40) if deterministic else ("float16", 64)
     spec = fg.load(ROOT / f"specs/{name}.py").replace(dtype=dtype, head_dim=head_dim, dropout=True)
-    for arch in ("sm_80", "sm_90a"):
+    for arch in PATHS:
         (*_, captured) = fg.emit(spec, arch, deterministic=deterministic).backward
         found = unused(captured.text)
         assert not found, f"{captured.filename}: {found} is never used"
@@ -136,7 +137,7 @@ def test_a_template_field_that_nobody_gave_is_an_error_that_names_it() -> None:
     assert "templates/sm80/mma.cuh.j2" in caught.value.where
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_no_line_of_a_kernel_of_split_keys_is_too_long_to_read(arch: str) -> None:
     spec = split(fg.load(ROOT / "specs/causal.py"))
     text = fg.emit(spec, arch, heads_per_tile=4).forward.text

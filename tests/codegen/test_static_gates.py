@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
+from flashgen.arch import known
 from flashgen.errors import PlanError
+from flashgen.paths import PATHS
 from flashgen.pipeline import Build, build_backward
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates
@@ -23,7 +25,7 @@ LEARNED = [
     if any(tensor.grad and tensor is not spec.sink for tensor in spec.tensors)
 ]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+ARCHS = sorted({*known(), *PATHS}, key=lambda name: (len(name.rstrip("a")), name))
 
 
 def both_ways(spec: fg.AttentionSpec, arch: str) -> list[Build]:

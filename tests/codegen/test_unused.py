@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.source import Param
-from flashgen.codegen.unused import used
+from flashgen.codegen.tidy import used
 
 TEXT = """\
 constexpr int USED = 1;

@@ -14,6 +14,7 @@ from flashgen.codegen.functions import FIELDS, PARAMETERS
 from flashgen.compile import nvrtc
 from flashgen.language.capture_names import check_name
 from flashgen.language.spec_file import load
+from flashgen.paths import PATHS
 from tests.support.paths import ROOT
 
 
@@ -122,7 +123,7 @@ def test_the_hardest_names_compile() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_every_word_of_c_and_cuda_names_a_capture(arch: str) -> None:
     names = words(C, CUDA, HARDEST)
     assert len(words(C)) >= 200
@@ -135,7 +136,7 @@ def test_every_word_of_c_and_cuda_names_a_capture(arch: str) -> None:
 def test_every_word_of_an_emitted_file_names_a_capture(share: int) -> None:
     texts = [path.read_text() for path in (ROOT / "generated").rglob("*.cu*")]
     for path in sorted((ROOT / "specs").glob("*.py")):
-        for arch in ("sm_80", "sm_90a"):
+        for arch in PATHS:
             emitted = fg.emit(load(path), arch=arch)
             texts += [source.text for source in (emitted.forward, *emitted.backward)]
     names = words(*texts)

@@ -13,6 +13,7 @@ import torch
 from flashgen.doctor import ProblemResult, check, child
 from flashgen.doctor.problems import PROBLEMS, Problem, named
 from flashgen.errors import CompileError, LaunchError
+from flashgen.paths import PATHS
 from flashgen.pipeline import build, build_backward
 from tests.support.tiers import slow
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 TRIAL = [problem for problem in PROBLEMS if problem.trial]
 
 
-ON_PATHS = [(arch, each.name) for arch in ("sm_80", "sm_90a") for each in PROBLEMS]
+ON_PATHS = [(arch, each.name) for arch in PATHS for each in PROBLEMS]
 
 
 @pytest.mark.slow
@@ -45,7 +46,7 @@ def test_names_of_problems_are_unique_and_the_trial_has_few() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("problem", TRIAL[1:2], ids=lambda problem: problem.name)
 def test_a_trial_compiles_nothing_once_a_problem_runs(
     problem: Problem, arch: str, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flashgen import trust
+from flashgen.arch import known
 from flashgen.cli import app
 from flashgen.doctor import Cache, Diagnosis, MachineFacts, Nvrtc, diagnose, diagnosis, machine
 from flashgen.doctor.machine import unfit
@@ -22,7 +23,7 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.tiers import slow
 from tests.trust.test_decision import hopper
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHS = known()
 FITTING = MachineFacts(
     flashgen="0.1.0",
     templates="0" * 16,

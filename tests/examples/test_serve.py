@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashgen.paths import PATHS
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
@@ -162,7 +163,7 @@ def test_drafts_are_a_tree_of_what_followed_before(engine: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_emitted_kernels_serve_the_same_texts(served: Served, arch: str) -> None:
     made = served.by(torch.float16, pages=16, backend="emulator", arch=arch)
     assert sum(made.counts.accepted) > 0

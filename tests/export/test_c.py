@@ -18,6 +18,7 @@ import flashgen as fg
 from flashgen.export import ExportRequest, export
 from flashgen.export.c_source import c_sources
 from flashgen.exported.folder import open_folder
+from flashgen.paths import PATHS
 from flashgen.runtime import kernel_arguments
 from flashgen.runtime.backends import Target
 from flashgen.runtime.bound_kernel import BoundKernel
@@ -312,7 +313,7 @@ def test_unaligned_operands_take_the_kernel_for_them(tmp_path: Path) -> None:
 def test_the_sources_of_every_spec_compile_without_a_warning(name: str, tmp_path: Path) -> None:
     # What is exported without the backward pass is a part of what is exported with it.
     for backward in (False, True)[SPEC_IDS.index(name) % 6 > 0 :]:
-        path = exported(name, ("sm_80", "sm_90a"), backward=backward, dropout=backward)
+        path = exported(name, tuple(PATHS), backward=backward, dropout=backward)
         folder = tmp_path / str(backward)
         folder.mkdir()
         library = CLibrary(open_folder(path), folder)

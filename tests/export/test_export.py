@@ -22,7 +22,7 @@ from flashgen.compile.cubin import facts
 from flashgen.errors import InputError, PlanError, SpecError
 from flashgen.export import ExportRequest, export
 from flashgen.export.c_source import c_sources
-from flashgen.export.narrow import narrow_ranges, widest
+from flashgen.export.collect import narrow_ranges, widest
 from flashgen.exported.folder import open_folder
 from flashgen.exported.manifest import FORMAT, Manifest
 from flashgen.language.signature import signature_of

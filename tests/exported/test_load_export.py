@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.arch import runs_on
 from flashgen.call import CallRanges
 from flashgen.errors import FlashgenError, InputError, LaunchError, SpecError
 from flashgen.exported import folder as folders
-from flashgen.exported.folder import open_folder, runs_on
+from flashgen.exported.folder import open_folder
 from flashgen.exported.manifest import FORMAT, digest_of
 from flashgen.launch import gpu_facts
+from flashgen.paths import PATHS
 from tests.support.examples import spec_path, values_of
 from tests.support.exports import exported, spec_of
 from tests.support.fake_driver import FakeDriver
@@ -57,7 +59,7 @@ def assert_four_lines(error: FlashgenError) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_a_call_needs_neither_sympy_nor_jinja2_nor_nvrtc(arch: str, tmp_path: Path) -> None:
     folder = exported("sliding_window", (arch,))
     q, k, v = CASE.tensors(3)
@@ -91,7 +93,7 @@ print([m for m in sys.modules if m.split(".")[0] in ("sympy", "jinja2") or "bind
 SPECS = ("causal", "dense_bias", "document", "sink", "block_diagonal", "variable_length", "bigbird")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", [slow(name) for name in SPECS])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_forward_and_backward_give_the_bits_of_the_compiled_operator(

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from flashgen import reference
 from flashgen.integrations import transformers as integration
+from flashgen.paths import PATHS
 from flashgen.reference.verdict import GRADIENT_FACTOR, RMS_ELEMENTS
 from tests.support.tiers import one_in, slow
 from tests.support.transformers_models import (
@@ -106,7 +107,7 @@ def test_padding_may_be_anywhere(name: str, padding: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_meets_the_error_rule_by_emitted_kernels(
     name: str, arch: str, monkeypatch: pytest.MonkeyPatch

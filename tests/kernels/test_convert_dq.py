@@ -12,6 +12,7 @@ import torch
 import flashgen as fg
 from flashgen.call import LaunchOptions
 from flashgen.ops import BackwardRun, check
+from flashgen.paths import PATHS
 from flashgen.pipeline import Build, build_backward
 from flashgen.runtime import bind_arguments
 from flashgen.runtime.bind_arguments import bind, elements_of_sums
@@ -144,7 +145,7 @@ def test_a_planted_bug_is_found(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_every_sum_begins_at_what_the_delta_kernel_writes(arch: str, packed: bool) -> None:
     """Every sum begins at the zero that delta writes. The scale is 1/8."""
     call = of_causal(arch, packed=packed)

@@ -13,6 +13,7 @@ from flashgen.analysis import share
 from flashgen.codegen.expressions import CPrinter
 from flashgen.language import trace_score
 from flashgen.ops import run_backward, run_forward
+from flashgen.paths import PATHS
 from flashgen.pipeline import build_backward
 from tests.support.shapes import Case
 
@@ -97,7 +98,7 @@ def may_be_merged(ptx: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_no_comparison_depends_on_how_ptxas_fuses_operations(arch: str) -> None:
     spec = fg.AttentionSpec(exact_ties, head_dim=16, dtype="float16")
     for built in (fg.build(spec, arch), *build_backward(spec, arch)):

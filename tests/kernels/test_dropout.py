@@ -11,6 +11,7 @@ import torch
 import flashgen as fg
 from flashgen.dropout import keep_mask
 from flashgen.ops import run_backward, run_forward
+from flashgen.paths import PATHS
 from tests.support.judged import RNG
 
 BATCH, HEADS = 2, 1
@@ -63,7 +64,7 @@ def check(spec: fg.AttentionSpec, q_offset: int, k_offset: int, **how: Any) -> N
     ("arch", "offsets"),
     [
         ("sm_80", (48, -32)),
-        *itertools.product(("sm_80", "sm_90a"), ((0, 16), (-16, 0), (2**28 - 64, 80))),
+        *itertools.product(PATHS, ((0, 16), (-16, 0), (2**28 - 64, 80))),
         ("sm_90a", (-48, 2**20)),
     ],
 )
@@ -91,7 +92,7 @@ def test_every_kernel_drops_the_elements_that_the_definition_drops(
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_tiles_of_any_size_begin_at_any_block(arch: str, dtype: str, head_dim: int) -> None:
     spec = SPEC.replace(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
     check(spec, 16 * 7, -16 * 5, backend="emulator", arch=arch)

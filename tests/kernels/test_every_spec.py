@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from flashgen.paths import PATHS
 from flashgen.planner import Tile, plan_backward
 from tests.support.examples import SPECS
 from tests.support.judged import check_gates, example
 from tests.support.shapes import LAYOUTS, Case
 
-PATHS = ("sm_80", "sm_90a")
 HEADS = ((2, 2), (2, 1), (3, 1))
 # Ragged and whole tiles; fewer keys than a tile; fewer queries; one query.
 LENGTHS = ((113, 90), (128, 64), (70, 33), (20, 150), (1, 139))
@@ -53,7 +53,7 @@ BACKWARD = {
 
 def problem(number: int, arch: str) -> tuple[Case, float, bool]:
     """The case, the dropout probability and whether gradients are deterministic."""
-    turn = number + PATHS.index(arch)
+    turn = number + list(PATHS).index(arch)
     dtype, head_dim = KINDS[arch][turn % len(KINDS[arch])]
     lengths, batch = LENGTHS[turn % len(LENGTHS)], 1 + (turn % 7 == 0)
     heads, layout = HEADS[turn % len(HEADS)], LAYOUTS[turn // 2 % len(LAYOUTS)]

@@ -11,7 +11,7 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.pipeline import build_backward, gradient_terms
-from flashgen.planner import plan_backward
+from flashgen.planner import Plan, plan_backward
 from flashgen.runtime.calls import check
 from flashgen.runtime.learned_gradients import SUM_BITS, contributions_of, unit_of
 from tests.support.examples import spec_path
@@ -79,19 +79,29 @@ def meetings(name: str, case: Case, offset: int = 0, **shapes: tuple[int, ...]) 
         spec, *case.tensors(), scale=None, q_offset=offset, k_offset=0, scalars={}, tensors=tensors,
         dropout_p=0.0, rng=None,
     )  # fmt: skip
-    # A given tile stays where the compiler spills; the numbers below are for that of the plan.
-    tile = plan_backward(spec, deterministic=True).kernels[-1].tile
-    build = build_backward(spec, deterministic=True, tiles={"captured_exact": tile})[-1]
-    assert (build.plan.block_q, build.plan.warps) == (128, 4), "what the numbers below are for"
+    # A given tile stays where the compiler spills; `warps_of` is for that of the plan.
+    build = build_backward(spec, deterministic=True, tiles={"captured_exact": planned(spec).tile})[
+        -1
+    ]
     return contributions_of(gradient_terms(build), build.plan, problem, tensors, packed=False)
+
+
+def planned(spec: fg.AttentionSpec) -> Plan:
+    return plan_backward(spec, deterministic=True).kernel("captured_exact")
+
+
+def warps_of(name: str) -> int:
+    """The warps that add sums of 300 queries of a head."""
+    plan = planned(fg.load(spec_path(name)))
+    return -(-300 // plan.block_q) * plan.warps
 
 
 @pytest.mark.slow
 def test_contributions_that_a_warp_sums_first_count_once() -> None:
-    case = Case(300, 70, 2, 4, 2)
-    pairs, warps = 2 * 4, 3 * 4
-    assert meetings("temperature", case, t=()) == {"t": pairs * warps}
-    assert meetings("symmetric_bias", case, t=(300,)) == {"t": pairs * (warps + 1)}
+    case, pairs = Case(300, 70, 2, 4, 2), 2 * 4
+    assert meetings("temperature", case, t=()) == {"t": pairs * warps_of("temperature")}
+    met = {"t": pairs * (warps_of("symmetric_bias") + 1)}
+    assert meetings("symmetric_bias", case, t=(300,)) == met
     assert meetings("relative_bias", case, table=(370,)) == {"table": pairs * 300 * 70}
 
 
@@ -102,14 +112,14 @@ def test_positions_with_an_element_each_add_one_contribution() -> None:
     assert meetings("dense_bias", case, bias=(1, 4, 300, 70)) == {"bias": 2}
     assert meetings("dense_bias", case, bias=(1, 1, 300, 1)) == {"bias": 2 * 4 * 70}
     assert meetings("t5_bias", case, table=(4, 32)) == {"table": 2 * 300 * 70}
-    assert meetings("head_gate", case, gate=(4,)) == {"gate": 2 * 3 * 4}
-    assert meetings("head_gate", case, gate=(1,)) == {"gate": 2 * 4 * 3 * 4}
+    assert meetings("head_gate", case, gate=(4,)) == {"gate": 2 * warps_of("head_gate")}
+    assert meetings("head_gate", case, gate=(1,)) == {"gate": 2 * 4 * warps_of("head_gate")}
 
 
 @pytest.mark.slow
 def test_positions_past_the_end_of_a_tensor_meet_in_its_last_element() -> None:
     case = Case(300, 70, 1, 1, 1)
-    warps = 3 * 4
+    warps = warps_of("symmetric_bias")
     assert meetings("symmetric_bias", case, t=(299,)) == {"t": 300 + warps}
     assert meetings("symmetric_bias", case, t=(69,)) == {"t": 300 + 70 * warps}
     assert meetings("symmetric_bias", case, 5, t=(304,)) == {"t": 300 + warps}
@@ -135,11 +145,11 @@ def test_packed_sequences_share_their_rows_and_keys() -> None:
             scalars={}, tensors=tensors, dropout_p=0.0, rng=None,
         )  # fmt: skip
         build = build_backward(spec, deterministic=True)[-1]
-        assert (build.plan.block_q, build.plan.warps) == (128, 4), "what the numbers are for"
         terms = gradient_terms(build)
         found[name] = contributions_of(terms, build.plan, problem, tensors, packed=True)["t"]
-    # At most 300 // 128 + 3 tiles of queries; b and h tell the blocks' elements apart.
-    assert found == {"element": 2 * 300 * 300, "apart": 2 * 3, "row": 2 * 3, "block": 5 * 4}
+    # Tiles of queries, at most; b and h tell the blocks' elements apart. The last kind is "block".
+    warps = (300 // build.plan.block_q + 3) * build.plan.warps
+    assert found == {"element": 2 * 300 * 300, "apart": 2 * 3, "row": 2 * 3, "block": warps}
 
 
 # ---- emitted kernels ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import flashgen as fg
 from flashgen.call import CallRanges
 from flashgen.codegen import beyond_int32
 from flashgen.dtypes import POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.support.judged import Call, normal
 
@@ -22,7 +23,7 @@ def mask_mod(batch: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 SPEC = fg.AttentionSpec(mask_mod, dtype="float16", head_dim=16, name="integer_width")
-PATHS = [None, "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
+ON_PATHS = [None, "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)]
 BORDER = [(2**30 - 1, 32), (2**30, 64)]  # far = 2^30 - 1 is the last for which near + far fits
 
 
@@ -32,7 +33,7 @@ def call_of(scalars: dict[str, int], arch: str | None, **numbers: Any) -> Call:
     return Call(SPEC, operands, {"scalars": scalars, **numbers}, **how)
 
 
-@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("arch", ON_PATHS)
 @pytest.mark.parametrize(("far_end", "bits"), BORDER)
 def test_results_are_right_at_both_sides_of_the_border(
     far_end: int, bits: int, arch: str | None
@@ -47,7 +48,7 @@ def test_results_are_right_at_both_sides_of_the_border(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize(("far_end", "bits"), BORDER)
 def test_backward_kernels_are_right_at_both_sides_of_the_border(
     far_end: int, bits: int, arch: str
@@ -59,7 +60,7 @@ def test_backward_kernels_are_right_at_both_sides_of_the_border(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("most", "bits"), [(POSITION_LIMIT, 64), (POSITION_LIMIT // 2, 32)])
 def test_results_are_right_at_the_last_positions(

@@ -13,6 +13,7 @@ import torch
 
 import flashgen as fg
 from flashgen.codegen.spec_function import MOST_SINES
+from flashgen.paths import PATHS
 from tests.support.judged import Call
 from tests.support.large_mods import BUCKETS, KINDS, spec_of
 from tests.support.shapes import Case
@@ -42,7 +43,7 @@ def test_the_tiled_algorithms_meet_the_error_rule_with_a_large_expression(kind: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_meet_the_error_rule_with_a_large_expression(kind: str, arch: str) -> None:
     call = call_of(kind, SIZES[kind], arch=arch)
@@ -50,7 +51,7 @@ def test_kernels_meet_the_error_rule_with_a_large_expression(kind: str, arch: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_sines_that_are_called_meet_the_error_rule(arch: str) -> None:
     call = call_of("sines", MOST_SINES + 1, arch=arch)
     assert "__noinline__ float sine(" in fg.emit(call.spec, arch).forward.text

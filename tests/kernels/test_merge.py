@@ -12,6 +12,7 @@ from flashgen import InputError, SpecError
 from flashgen.call import LaunchOptions
 from flashgen.language.signature import partial
 from flashgen.ops import run_forward
+from flashgen.paths import PATHS
 from flashgen.pipeline import build_merge
 from flashgen.runtime import bind_arguments
 from flashgen.runtime.backends import target_of
@@ -259,7 +260,7 @@ def test_rows_past_the_end_are_not_written() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_results_over_parts_of_the_keys_are_those_of_one_call(arch: str) -> None:
     """The queries before the second part have no keys in it."""
     spec, (q, k, v) = fg.load(spec_path("causal")), Case(113, 203, 1, 4, 2).tensors()

@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.paths import PATHS
 from tests.support.judged import normal
 from tests.support.tiers import slow
 
@@ -25,7 +26,7 @@ LENGTH, BAD = 32, 20
     ("dtype", "arch"),
     [
         *(("float16", None), ("float32", None)),
-        *(slow(dtype, arch) for arch in ("sm_80", "sm_90a") for dtype in ("float16", "float32")),
+        *(slow(dtype, arch) for arch in PATHS for dtype in ("float16", "float32")),
     ],
 )
 @pytest.mark.parametrize(

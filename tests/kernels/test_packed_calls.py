@@ -10,6 +10,7 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.errors import InputError, SpecError
 from flashgen.ops.registration import operator_of
+from flashgen.paths import PATHS
 from flashgen.planner import plan_backward
 from tests.kernels.test_packed import RNG, Tensor, arguments, ends, operands, spec_of
 
@@ -94,7 +95,7 @@ def test_packed_is_a_bool_and_reserves_its_names() -> None:
         fg.AttentionSpec(lambda b, h, q, k: other[b] > k, packed=True)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_the_backward_pass_takes_the_scheme_that_it_takes_without_packing(arch: str) -> None:
     for head_dim in (64, 128, 256):
         packed = plan_backward(spec_of("full", head_dim=head_dim), arch)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from flashgen.paths import PATHS
 from tests.support.judged import check_gates
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, DECODING, MIXED, VERIFYING, paged
@@ -14,7 +15,7 @@ from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import flashgen as fg
 from flashgen.language import SEQ_K, SEQ_Q
 from flashgen.language.signature import packed_queries, split
 from flashgen.ops import ForwardRun, run_forward
+from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.support.examples import SPECS
 from tests.support.judged import FEW_BYTES, equal, example
@@ -22,7 +24,7 @@ from tests.support.tiers import case_id, slow, take_turns
 
 Tensor = torch.Tensor
 
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 
 
 def contiguous(call: Paged, b: int) -> ForwardRun:
@@ -89,12 +91,15 @@ def test_every_spec_computes_the_same_over_pages(path: Path, arch: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_boxes_lie_in_one_page_where_a_split_begins_inside_of_it(page_size: int) -> None:
-    """A tile of 160 keys and a page share 32 rows, which a split of 208 keys does not have."""
+    """A split begins in the middle of the rows that are in one page and in one tile."""
     spec = CAUSAL.replace(head_dim=128, head_dim_v=128)
+    block_k = fg.plan(split(spec.replace(paged=True)), "sm_90a").block_k
+    shared = math.gcd(block_k, page_size)
     of = Sequences.of((1,), (300,), dims=(128, 128))
-    run = Paged(spec, of, page_size, how={"arch": "sm_90a", "split_size": 208}).judged()
+    how = {"arch": "sm_90a", "split_size": 6 * shared + shared // 2}
+    run = Paged(spec, of, page_size, how=how).judged()
     assert run.plan is not None
-    assert run.plan.block_k % 32 == 0
+    assert run.plan.block_k == block_k
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.ops import ForwardRun, run_forward
+from flashgen.paths import PATHS
 from tests.support.judged import equal, normal
 from tests.support.paged_caches import LAYOUTS, cache_of
 from tests.support.paged_calls import Paged
@@ -18,7 +19,7 @@ from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 
 
 @pytest.mark.slow

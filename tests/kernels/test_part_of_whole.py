@@ -10,6 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen.language.signature import in_whole
+from flashgen.paths import PATHS
 from flashgen.reference import attention
 from flashgen.signature import WHOLE
 from tests.support.examples import spec_path
@@ -88,7 +89,7 @@ def computed(
 
 
 WHERE = {"tiled": {"backend": "tiled"}} | {
-    arch: {"backend": "emulator", "arch": arch} for arch in ("sm_80", "sm_90a")
+    arch: {"backend": "emulator", "arch": arch} for arch in PATHS
 }
 
 

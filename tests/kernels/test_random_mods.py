@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.paths import PATHS
 from tests.support.costs import BUILD
 from tests.support.judged import Call, normal
 from tests.support.random_mods import captures, random_mask, random_score
@@ -44,7 +45,7 @@ def call_of(seed: int, arch: str) -> Call:
 def test_any_mods_meet_the_error_rule(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    call = call_of(seed, ("sm_80", "sm_90a")[seed % 2])
+    call = call_of(seed, tuple(PATHS)[seed % 2])
     forward = call.judged_forward()
     backward = call.backward(forward)
     call.check(backward)

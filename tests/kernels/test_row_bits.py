@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.ops import run_forward
+from flashgen.paths import PATHS
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import normal, sized
 from tests.support.shapes import Case
@@ -65,7 +66,7 @@ def check(spec: fg.AttentionSpec, arch: str, case: Case, **numbers: Any) -> None
     [
         ("causal", "sm_80"),
         slow("causal", "sm_90a"),
-        *(slow(name, arch) for name in SPECS for arch in ("sm_80", "sm_90a")),
+        *(slow(name, arch) for name in SPECS for arch in PATHS),
     ],
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(name: str, arch: str) -> None:

@@ -15,11 +15,10 @@ from flashgen.analysis.invariants import MOST_VALUES
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.shared_values import FunctionInParts
 from flashgen.language import SCORE, Cos, Exp, H
+from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.codegen.test_tile_functions import functions_of
 from tests.support.judged import Call, normal
-
-PATHS = ("sm_80", "sm_90a")
 
 first = fg.Tensor("first", ("batch",), "int32")
 reach = fg.Tensor("reach", ("heads",), "int32")

@@ -18,6 +18,7 @@ import torch
 
 import flashgen as fg
 from flashgen.ops import run_forward
+from flashgen.paths import PATHS
 from flashgen.planner import Tile
 from tests.support.expr_trees import (
     ARRAYS,
@@ -157,14 +158,14 @@ def check(trees: list[Tree], score: bool, seed: int, arch: str) -> None:
 
 @pytest.mark.parametrize("seed", one_in(60, range(600)))
 def test_every_path_keeps_the_elements_that_torch_keeps(seed: int) -> None:
-    check(*random_trees(seed), seed, ("sm_80", "sm_90a")[seed // 60 % 2])
+    check(*random_trees(seed), seed, tuple(PATHS)[seed // 60 % 2])
 
 
 @pytest.mark.parametrize("seed", one_in(75, range(150)))
 def test_narrow_integers_wrap_as_those_of_torch(seed: int) -> None:
     draw = random.Random(seed)
     trees = [narrow_condition(draw, 1 + seed % 3) for _ in range(HEADS)]
-    check(trees, False, seed, ("sm_80", "sm_90a")[seed // 60 % 2])
+    check(trees, False, seed, tuple(PATHS)[seed // 60 % 2])
 
 
 @pytest.mark.parametrize("backend", ["tiled", "emulator"])

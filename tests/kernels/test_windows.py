@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.paths import PATHS
 from flashgen.pipeline import Build, build_backward
 from flashgen.profile import profile_backward
 from tests.support.examples import spec_path
@@ -16,7 +17,6 @@ from tests.support.planted import caught, planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
-PATHS = ("sm_80", "sm_90a")
 WIDTH = 16  # of the image of the specs with two axes
 
 line = fg.Tensor("t", ("n",), "float32", grad=True)

@@ -115,8 +115,9 @@ def test_the_structure_is_that_of_launch_pack(order):
 @pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "convert_dq", "dq"])
 def test_every_field_of_every_kernel_is_known(role):
     from flashgen.codegen.params import params_of
+    from flashgen.paths import PATHS
 
-    params = params_of(SPEC, role)
+    params = params_of(SPEC, role, PATHS["sm_80"])
     t = tensors()
     rest = {"o": t["q"], "do": t["q"], "dq": t["q"], "dk": t["k"], "dv": t["v"]}
     known = numbers(**rest) | {"sum_vectors": 0, "block_vectors": 0}

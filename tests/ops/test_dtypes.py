@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import flashgen as fg
 from flashgen.errors import FlashgenError, InputError
+from flashgen.paths import PATHS
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
 
@@ -67,7 +68,7 @@ def test_q_and_captured_floats_have_any_dtype_and_gradients_have_theirs(
         torch.testing.assert_close(mine, other.to(mine.dtype))
 
 
-@pytest.mark.parametrize(("arch", "dtype"), one_in(6, product(("sm_80", "sm_90a"), FLOATS), 1))
+@pytest.mark.parametrize(("arch", "dtype"), one_in(6, product(PATHS, FLOATS), 1))
 def test_kernels_are_those_of_the_dtype_of_q(arch, dtype):
     given = captured(torch.float64, learned=False)
     out = OP(*operands(dtype, learned=False), **given, backend="emulator", arch=arch)

@@ -12,6 +12,7 @@ import flashgen as fg
 from flashgen.errors import InputError
 from flashgen.language.signature import at_offsets
 from flashgen.ops.registration import operator_of
+from flashgen.paths import PATHS
 from tests.support.judged import Call
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
@@ -20,7 +21,7 @@ Tensor = torch.Tensor
 
 table = fg.Tensor("table", ("batch", "seq_k"), grad=True)
 bias = fg.Tensor("bias", ("distance",), grad=True)
-ARCHS = ("sm_80", "sm_90a")
+ARCHS = tuple(PATHS)
 AT_Q = torch.tensor([40, -3])
 AT_K = torch.tensor([-5, 17], dtype=torch.int32)
 
@@ -93,7 +94,7 @@ def test_kernels_take_a_position_for_each_batch_entry(mods, arch, deterministic)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 def test_kernels_of_every_dtype_that_can_drop_take_one_tensor(dtype: str, arch: str) -> None:
     spec = spec_of("windowed", dtype=dtype, dropout=True)
     both(call_of(spec, {"q_offset": AT_Q, "k_offset": 3}, arch=arch))

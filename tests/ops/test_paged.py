@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.paths import PATHS
 from flashgen.planner import plan_backward, plan_splits
 from flashgen.split_choice import LEAST_BUSY, LENGTHS, MOST_OVER_BOUND
 
@@ -172,7 +173,7 @@ def test_operations_are_counted_over_the_keys_of_each_sequence() -> None:
     assert counter.get_total_flops() == 2 * 4 * (40 + 17) * (32 + 32)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("heads_kv", [1, 2, 4, 8, 32])
 def test_the_planned_split_keeps_sms_busy_and_has_few_bytes(heads_kv: int, arch: str) -> None:
     spec = SPEC.replace(head_dim=128, dtype="bfloat16")

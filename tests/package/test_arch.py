@@ -6,9 +6,6 @@ import pytest
 
 from flashgen.arch import KIB, facts, known, paths_of
 from flashgen.errors import PlanError
-from tests.support.paths import ROOT
-
-TEMPLATES = ROOT / "templates"
 
 # Dense fp16 tensor TFLOPS with fp32 sums, as the cited data sheets print them.
 DATASHEET_TFLOPS = {
@@ -35,12 +32,6 @@ def test_limits_agree_with_each_other(name):
     assert arch.threads_per_sm == 32 * arch.warps_per_sm
     assert arch.blocks_per_sm <= arch.warps_per_sm
     assert arch.mma_16bit <= arch.tensor_16bit
-
-
-@pytest.mark.parametrize("name", [*known(), "sm_90a"])
-def test_every_architecture_is_served_by_a_template_that_exists(name):
-    path = facts(name).path.replace("_", "").removesuffix("a")
-    assert (TEMPLATES / path / "forward.cu.j2").is_file()
 
 
 def test_a_suffix_names_the_same_chip():

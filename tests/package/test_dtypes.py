@@ -1,16 +1,62 @@
-"""The rules of scalar dtypes: conversion of arguments, parsing of options, rounding for kernels."""
+"""The rules of dtypes: sizes, conversion of scalar arguments, parsing of options, rounding."""
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from flashgen.dtypes import FLOAT32_MAX, SCALAR_DTYPES, SCALAR_LIMIT
+from flashgen.dtypes import (
+    ELEMENT_RANGES,
+    FLOAT32_MAX,
+    ITEMSIZE,
+    OPERANDS,
+    SCALAR_DTYPES,
+    SCALAR_LIMIT,
+)
+from tests.support.paths import ROOT
 
 INT32, FLOAT32, BOOL = (SCALAR_DTYPES[name] for name in ("int32", "float32", "bool"))
+
+
+def test_sizes_and_ranges_are_those_of_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
+    for name, (low, high) in ELEMENT_RANGES.items():
+        if name not in ("bool", "int64"):  # kernels compute with 2^60 at most
+            assert (low, high) == (
+                torch.iinfo(getattr(torch, name)).min,
+                torch.iinfo(getattr(torch, name)).max,
+            )
+    for operand in OPERANDS.values():
+        assert getattr(torch, operand.sums.dtype).itemsize == operand.sums.itemsize
+
+
+def sizes_by_choice(source: str) -> list[int]:
+    """The lines that choose between two sizes of elements by a condition on a dtype."""
+    chosen = re.search(r"\b[1248]\s+if\b", source)
+    return [
+        node.lineno
+        for node in (ast.walk(ast.parse(source)) if chosen else ())
+        if isinstance(node, ast.IfExp)
+        and {getattr(side, "value", None) for side in (node.body, node.orelse)} <= {1, 2, 4, 8}
+        and "dtype" in ast.dump(node.test)
+    ]
+
+
+def test_no_size_is_a_choice_between_two_dtypes() -> None:
+    """A third dtype would silently have the size of another one."""
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in (ROOT / "flashgen").rglob("*.py")
+        if "emulator" not in path.parts
+        if (lines := sizes_by_choice(path.read_text()))
+    }
+    assert found == {}
+    assert sizes_by_choice('size = 4 if spec.dtype == "float32" else 2') == [1]
 
 
 def test_the_largest_float32_is_that_of_torch() -> None:

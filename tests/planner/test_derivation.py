@@ -10,8 +10,8 @@ from flashgen.planner.models import backward_sm80, forward_sm80, kernel_model
 from flashgen.planner.models.kernel_model import KernelModel
 from flashgen.planner.proofs.plan_constraints import SYMBOLS, expression
 from flashgen.planner.quantities import QUANTITIES
-from flashgen.planner.search import best_occupancy, cost, excesses, larger, quantities
-from flashgen.planner.tile_problem import PATHS
+from flashgen.planner.search import best_occupancy, evaluated, larger
+from flashgen.planner.tile_problem import MODELS
 from tests.support.plan_problems import (
     every_backward,
     every_hopper_kernel,
@@ -29,7 +29,7 @@ def formulas_of(kernel: KernelModel) -> list[Formula]:
 
 KERNELS = [
     pytest.param(kernel, id=f"{path}-{kernel.name}")
-    for path, models in PATHS.items()
+    for path, models in MODELS.items()
     for kernel in models.values()
 ]
 # Plans of the forward kernel, of backward kernels, and of those of path sm_90a.
@@ -80,14 +80,15 @@ def test_every_refusal_of_a_larger_tile_is_true(plans):
         if each.streams:
             continue
         problem, tile = problem_behind(each)
-        for refusal, (change, bigger) in zip(each.refused, larger(problem, tile), strict=True):
+        bigger_tiles = larger(evaluated(problem, tile))
+        for refusal, (change, bigger) in zip(each.refused, bigger_tiles, strict=True):
             assert refusal.change.startswith(change)
+            best = best_occupancy(problem, bigger)
             if refusal.quantity == "cost":
-                best = best_occupancy(problem, bigger)
-                assert best is not None
-                assert refusal.needs == cost(problem, best) >= each.cost == refusal.limit
+                assert best.excesses == ()
+                assert refusal.needs == best.cost >= each.cost == refusal.limit
             else:
-                broken = next(excesses(problem, bigger))
+                broken = best.excesses[0]
                 assert (refusal.quantity, refusal.needs) == (broken.quantity, broken.needs)
                 assert refusal.needs > refusal.limit
 
@@ -156,10 +157,10 @@ def test_what_a_tile_needs_never_falls_with_the_number_of_blocks():
     """So that the search may stop at the first number of resident blocks that does not fit."""
     blocks = SYMBOLS["blocks"]
     assert expression(kernel_model.SMEM_OF_SM).diff(blocks).is_positive
-    for kernel in PATHS["sm_80"].values():
+    for kernel in MODELS["sm_80"].values():
         for formula in (*kernel.sizes, kernel.smem, kernel.registers):
             assert blocks not in expression(formula).free_symbols
-    at = quantities(*problem_behind(plan_of(64)))
+    at = evaluated(*problem_behind(plan_of(64))).quantities
     limits = [kernel_model.REGISTER_LIMIT({**at, "blocks": count}) for count in range(1, 17)]
     assert limits == sorted(limits, reverse=True)
 
@@ -195,7 +196,7 @@ def test_the_printed_derivation():
 
 
 def test_m_is_a_symbol_until_a_number_is_put_in():
-    at = quantities(*problem_behind(plan_of(128)))
+    at = evaluated(*problem_behind(plan_of(128))).quantities
     known_but_m = {SYMBOLS[n]: v for n, v in at.items() if n not in ("M", "M_sm", "block_k")}
     bound = expression(forward_sm80.BLOCK_K_BY_SMEM).subs(known_but_m)
     assert bound.free_symbols == {SYMBOLS["M"], SYMBOLS["M_sm"]}
@@ -204,7 +205,7 @@ def test_m_is_a_symbol_until_a_number_is_put_in():
 
 
 def test_two_row_groups_halve_the_reads_of_k_and_v_from_shared_memory():
-    at = quantities(*problem_behind(plan_of(128)))
+    at = evaluated(*problem_behind(plan_of(128))).quantities
     one, two = ({**at, "row_groups": groups} for groups in (1, 2))
     reads = at["e"] * (at["d_qk"] + at["d_v"]) / 16 / 128
     assert forward_sm80.SHARED(one) - forward_sm80.SHARED(two) == pytest.approx(reads / 2)

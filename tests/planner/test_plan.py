@@ -16,7 +16,7 @@ from flashgen.arch import facts, known
 from flashgen.planner import api, plan
 from flashgen.planner.plan_errors import no_tile_fits
 from flashgen.planner.quantities import Quantities
-from flashgen.planner.search import cheapest, cost, fits, tiles_of
+from flashgen.planner.search import cheapest, evaluated, occupancies, shapes
 from flashgen.planner.tile_problem import problem_of
 from tests.support.plan_problems import (
     DTYPES,
@@ -66,8 +66,9 @@ def test_the_chosen_tile_is_the_cheapest_that_fits(deterministic):
     for head_dim, dtype in ((64, "float16"), (128, "bfloat16"), (256, "float32")):
         for chosen in kernels_of(head_dim, dtype, deterministic):
             problem, tile = problem_behind(chosen)
-            assert fits(problem, tile)
-            assert chosen.cost == min(cost(problem, other) for other in tiles_of(problem))
+            assert evaluated(problem, tile).excesses == ()
+            every = (each for shape in shapes(problem) for each in occupancies(problem, shape))
+            assert chosen.cost == min(each.cost for each in every if not each.excesses)
 
 
 def test_tiles_are_those_that_hand_written_kernels_use():
@@ -209,7 +210,7 @@ def test_the_error_for_an_architecture_s_own_limit_names_larger_architectures():
     spec = spec_of(256, 256, "float32")
     problem = problem_of(spec, small, None, 16)
     assert cheapest(problem) is None
-    error = no_tile_fits(problem, spec, given_sram=False)
+    error = no_tile_fits(problem, given_sram=False)
     assert error.numbers.endswith("limit 61,440 B per block on sm_86")
     assert error.way_out.splitlines()[-1] == (
         "arch=sm_80 or sm_86 or sm_89 or sm_90 or sm_100 or sm_120"
@@ -281,6 +282,21 @@ def test_three_warpgroups_compute_where_the_softmax_outlasts_the_products(head_d
     at = hopper.quantities
     two_suffice = at["alone"] / 2 <= at["busiest"]
     assert two_suffice == (rows == 128)
+
+
+def test_decisions_of_the_schedule_are_the_plans():
+    """Ping-pong up to head dim 128; bits instead of comparisons where a lane has many columns."""
+    wide = plan(spec_of(64, 192, "float16"), "sm_90a")
+    assert [plan_of(d, arch="sm_90a").ping_pong for d in (64, 128, 136)] == [True, True, False]
+    assert not wide.ping_pong
+    few, many = (replace(plan_of(64), block_k=keys) for keys in (48, 80))
+    assert [each.ranges_as_bits(ends) for each in (few, many) for ends in (1, 2)] == [
+        *(False, False),
+        *(True, True),
+    ]
+    text = fg.emit(spec_of(64, 192, "float16"), "sm_90a").forward.text
+    assert "BARRIER_PING_PONG" not in text
+    assert "BARRIER_PING_PONG" in fg.emit(spec_of(64, 64, "float16"), "sm_90a").forward.text
 
 
 def test_quantities_are_immutable_and_can_be_pickled():

@@ -6,7 +6,6 @@ import pytest
 
 import flashgen as fg
 from flashgen.planner import Plan, plan_backward
-from flashgen.planner.smem_map import smem_map
 from tests.support.profiles import loaded
 
 OFFSETS = {
@@ -22,7 +21,7 @@ OFFSETS = {
 
 
 def check(plan: Plan) -> None:
-    regions = smem_map(plan)
+    regions = plan.smem_map
     end = 0
     for region in regions:
         assert region.offset == end

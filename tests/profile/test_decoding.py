@@ -11,6 +11,7 @@ import flashgen as fg
 from flashgen.arch import facts
 from flashgen.errors import FlashgenError
 from flashgen.ops import run_forward
+from flashgen.paths import PATHS
 from flashgen.planner.duration import duration_of
 from flashgen.planner.formulas import evaluate
 from flashgen.planner.split_keys import plan_splits
@@ -48,10 +49,10 @@ def profiles(
         slow("sm_90a", 0, 416, 1, (832, 832), (64, 64)),
         slow("sm_80", 16, 96, 1, (250, 130, 37), (64, 64)),
         slow("sm_80", 0, 48, 1, (250,), (40, 96)),
-        *(slow(arch, 16, None, 1, (250,), (64, 64)) for arch in ("sm_80", "sm_90a")),
-        *(slow(arch, 4, 96, 1, (250,), (64, 64)) for arch in ("sm_80", "sm_90a")),
-        *(slow(arch, 64, 208, 1, (450, 130), (128, 128)) for arch in ("sm_80", "sm_90a")),
-        *(slow(arch, 16, 64, 3, (250, 90), (40, 96)) for arch in ("sm_80", "sm_90a")),
+        *(slow(arch, 16, None, 1, (250,), (64, 64)) for arch in PATHS),
+        *(slow(arch, 4, 96, 1, (250,), (64, 64)) for arch in PATHS),
+        *(slow(arch, 64, 208, 1, (450, 130), (128, 128)) for arch in PATHS),
+        *(slow(arch, 16, 64, 3, (250, 90), (40, 96)) for arch in PATHS),
     ],
 )
 def test_predicted_bytes_of_both_launches_are_exactly_those_that_are_counted(

@@ -129,7 +129,7 @@ def test_the_bound_is_the_resource_that_is_busy_longest():
         wavefronts=300,
     )
     l2 = L2Traffic(arch.l2_bytes, 1, 32000, 1000, 600, 0, 0)
-    line = roofline(arch, totals, 8000, l2)
+    line = roofline(arch, totals, 8000, l2, "sm_80")
     seconds = {bound.name: bound.seconds for bound in line.bounds}
     assert seconds["tensor cores"] == pytest.approx(1000 / chip)
     assert seconds["shared memory"] == pytest.approx(300 / chip)

@@ -21,7 +21,7 @@ from flashgen.codegen.expressions.cpp_text import (
     unknown,
 )
 from flashgen.codegen.integer_ranges import AssumedBlock, sizes_of_parts
-from flashgen.dtypes import INT32_MAX
+from flashgen.dtypes import INT32_MAX, OPERANDS
 from flashgen.language import (
     Element,
     Extreme,
@@ -74,7 +74,7 @@ class IntegerPrinter(ABC):
         self.wide = wide
         self.multipliers: dict[sympy.Symbol, str] = {}
         self.assumptions: list[AssumedBlock] = [AssumedBlock()]
-        self.fast = dtype != "float32"
+        self.fast = OPERANDS[dtype].approximates
         self.tensors: set[TensorSymbol] = set()
         self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
         self._known: dict[sympy.Symbol, Limits] = {}

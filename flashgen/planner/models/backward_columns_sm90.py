@@ -32,8 +32,9 @@ from flashgen.planner.models.forward_sm90 import (
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.planner.models.kernel_model import KernelModel, rates
+from flashgen.planner.models.kernel_model import KernelModel, rates, sum_of
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.planner.models.spec_terms import registers_sm90
 
 WARPS = 8  # two consumer warpgroups
 ROW_GROUPS = tuple(range(1, 9))  # of 16 keys each; head dims with room for more have another form
@@ -52,15 +53,24 @@ SIZES = (
     # A warp has 16 of the 64 columns of each strip that its warpgroup computes.
     Formula("columns", "16*ceil((depth + depth_v)/(16*warps))"),
 )
-SMEM = Formula(
-    "smem",
-    f"e*block_k*(depth + depth_v) + block_q*({_OF_QUERY} + 2*e*block_k) + {_BARRIERS}",
-    "B",
+SMEM, PARTS = sum_of(
+    {
+        "smem_k": "e*block_k*depth",
+        "smem_v": "e*block_k*depth_v",
+        "smem_q": "stages*e*block_q*depth",
+        "smem_do": "e*block_q*depth_v",
+        "smem_p": "e*block_q*block_k",
+        "smem_ds": "e*block_q*block_k",
+        "smem_rows": f"stages*({ROW_BYTES}*block_q + {TILE_BYTES})",
+        "mbarriers": "8*(3 + 2*stages)",
+    }
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"({_ROOM} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
 )
+
+
 _OWN = fitted.COLUMNS_REGISTERS
 # The registers of a pass: P, and values that are pending, for each key; and accumulators, first of
 # S and then of dP, in groups of 8 registers for 16 keys. dQ takes their place: 64 columns of
@@ -146,8 +156,10 @@ def _model(kernel: str) -> KernelModel:
         kernel,
         (*SIZES, LAUNCHED, PRODUCER),
         SMEM,
+        PARTS,
         BLOCK_K_BY_SMEM,
         *_registers(kernel),
+        registers_sm90,
         (REPEATS, *_cost_steps(kernel)),
         register_limit=CONSUMER,
         of_limit=(ROOM, FITTING, PASSES, PASS_KEYS),
@@ -157,7 +169,6 @@ def _model(kernel: str) -> KernelModel:
         row_groups=ROW_GROUPS,
         max_step=GROUP_ROWS,
         other_warps=PRODUCER_WARPS,
-        copies_rows=False,
     )
 
 

@@ -40,7 +40,9 @@ from flashgen.planner.models.kernel_model import (
     rates,
     sides,
     solved_registers,
+    sum_of,
 )
+from flashgen.planner.models.spec_terms import registers_sm80
 
 ROW_BYTES = 8  # LSE and delta of a query, as a float2
 
@@ -58,7 +60,7 @@ SHARING = {
 } | dict.fromkeys(LEARNED_KERNELS, ((1, 1),))
 
 # Tiles of P and dS that warps write to shared memory.
-WRITTEN_TILES = {"dkdv": "exchanged", "fused": "max(1, exchanged)"}
+WRITTEN_TILES = {"dkdv": "2*min(1, exchanged)", "fused": "(1 + min(1, exchanged))"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,21 +89,37 @@ SIZES = {
 } | dict.fromkeys(LEARNED_KERNELS, (Formula("columns", "0"),))
 
 
-def _smem(kernel: str) -> tuple[Formula, Formula]:
-    """Shared memory of a block, and the same solved for the walked block size."""
+def _smem(kernel: str) -> tuple[Formula, tuple[Formula, ...], Formula]:
+    """Shared memory of a block, its parts, and the same solved for the walked block size."""
     owned, walked = sides(kernel)
     # Q (in dq: K) has two buffers.
     of_step = "d_qk + d_v + d_qk"
     if kernel in KEY_KERNELS:
         per_row = f"e*({of_step} + {WRITTEN_TILES[kernel]}*block_k) + {2 * ROW_BYTES}"
+        scores = "e*block_q*block_k"
+        parts = {
+            "smem_k": "e*block_k*d_qk",
+            "smem_v": "e*block_k*d_v",
+            "smem_q": "2*e*block_q*d_qk",
+            "smem_do": "e*block_q*d_v",
+            "smem_rows": f"{2 * ROW_BYTES}*block_q",
+            "smem_p": f"min(1, exchanged)*{scores}",
+            "smem_ds": scores if kernel == "fused" else f"min(1, exchanged)*{scores}",
+        }
     else:
         per_row = f"e*({of_step})"
-    mine = f"e*{owned}*(d_qk + d_v)"
-    more, less = (" + warps*windows", " - warps*windows") if kernel in LEARNED_KERNELS else ("", "")
-    return (
-        Formula("smem", f"{mine}{more} + {walked}*({per_row})", "B"),
-        Formula(walked, f"(min(M, M_sm/blocks - reserved) - {mine}{less})/({per_row})"),
-    )
+        parts = {
+            "smem_q": "e*block_q*d_qk",
+            "smem_do": "e*block_q*d_v",
+            "smem_k": "2*e*block_k*d_qk",
+            "smem_v": "e*block_k*d_v",
+        }
+    kept = f"e*{owned}*(d_qk + d_v)"
+    if kernel in LEARNED_KERNELS:
+        parts["smem_windows"] = "warps*windows"
+        kept += " - warps*windows"
+    bound = Formula(walked, f"(min(M, M_sm/blocks - reserved) - {kept})/({per_row})")
+    return (*sum_of(parts), bound)
 
 
 def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
@@ -189,6 +207,7 @@ MODELS = {
         SIZES[kernel],
         *_smem(kernel),
         *_registers(kernel, itemsize),
+        registers_sm80,
         _cost_steps(kernel, itemsize),
         sharing=SHARING[kernel],
     )

@@ -9,10 +9,6 @@ as operands directly from registers. Each warpgroup owns 64 of 128 keys with all
 dV. fused also computes dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it in
 global memory. The other form of both, for large head dims, is in `backward_columns_sm90`.
 
-The formulas also describe warpgroups that own the same 64 keys (column_warps 2), each with the
-scores of half of the queries and half of the columns of dK and dV. No kernel of flashgen does so;
-one of FlashAttention-4 does, to whose published speed the model is compared.
-
 dq: a block owns 128 queries and walks the keys in steps of ``block_k``.
 
 captured and captured_exact: the loop of dq without the product for dQ. They sum the gradients of
@@ -48,11 +44,13 @@ from flashgen.planner.models.kernel_model import (
     rates,
     sides,
     solved_registers,
+    sum_of,
 )
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.planner.models.spec_terms import registers_sm90
 
 QUERY_KERNELS = ("dq", *LEARNED_KERNELS)
-SCORE_BUFFERS = 2  # of dS, and of P: one is read while the other is written
+DS_BUFFERS = 2  # of "fused": one is read while the other is written
 ALIGNED = 1024  # bytes: alignment of a swizzle pattern of 128 bytes
 # Producer warps that search for the tiles of the walk, and those of them that evaluate whether a
 # tile is full. Where a block owns keys, two of the three load LSE and delta and pass on the tile.
@@ -62,10 +60,8 @@ WALKING_WARPS = dict.fromkeys(KEY_KERNELS, (3, 2)) | dict.fromkeys(QUERY_KERNELS
 
 _BY_KEYS = (
     Formula("depth", f"{GROUP_ROWS}*ceil(d_qk/{GROUP_ROWS})"),
-    Formula("depth_v", f"{DEPTH_STEP}*column_warps*ceil(d_v/({DEPTH_STEP}*column_warps))"),
-    # Columns of dK and dV of a warpgroup: all of them for its own keys, or half of them, padded so
-    # that they can be halved.
-    Formula("columns", "(2 - column_warps)*(d_qk + d_v) + (column_warps - 1)*(depth + depth_v)/2"),
+    DEPTH_V,
+    Formula("columns", "d_qk + d_v"),
 )
 SIZES = {
     "dkdv": _BY_KEYS,
@@ -80,41 +76,47 @@ SIZES = {
 } | dict.fromkeys(LEARNED_KERNELS, (DEPTH, DEPTH_V, Formula("columns", "0")))
 
 
-def _smem(kernel: str) -> tuple[Formula, Formula, Formula]:
-    """Stages, shared memory of a block, and the same solved for the walked block size."""
+def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
+    """Stages, shared memory of a block and its parts, and the walked block size that it allows."""
     owned, walked = sides(kernel)
     room = "min(M, M_sm/blocks - reserved)"
-    # K and V, or Q and dO, which the block owns, and what it keeps whatever the stages.
+    # K and V, or Q and dO, which the block owns.
     mine = f"e*{owned}*(depth + depth_v)"
-    more, less = (" + warps*windows", " - warps*windows") if kernel in LEARNED_KERNELS else ("", "")
-    kept = ""
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
-    of_row = "e*(depth + depth_v)"
-    barriers = "8*(1 + 4*stages)"
+    of_row, kept = "e*(depth + depth_v)", ""
+    parts = {
+        "smem_q": "e*block_q*depth",
+        "smem_do": "e*block_q*depth_v",
+        "smem_k": "stages*e*block_k*depth",
+        "smem_v": "stages*e*block_k*depth_v",
+        "smem_rows": f"{TILE_BYTES}*stages",
+        "mbarriers": "8*(1 + 4*stages)",
+    }
+    if kernel in LEARNED_KERNELS:
+        parts["smem_windows"] = "warps*windows"
+        mine += " - warps*windows"
     if kernel in KEY_KERNELS:
-        # Exchanged tiles of P and dS with two buffers each, and the outgoing dQ tile; LSE, delta.
-        tiles, sums = (
-            ("max(1, exchanged)", " + 4*depth") if kernel == "fused" else ("exchanged", "")
-        )
-        kept = f"{SCORE_BUFFERS}*e*{tiles}*block_k{sums}"
         of_row = f"({of_row} + query_bytes)"
-        smem = (
-            f"{mine} + {ALIGNED}*ceil(stages*block_q*e*depth_v/{ALIGNED})"
-            f" + block_q*(stages*e*depth + {kept})"
-            f" + stages*(query_bytes*block_q + {TILE_BYTES}) + {barriers}"
-        )
-    else:
-        smem = f"{mine}{more} + stages*(block_k*{of_row} + {TILE_BYTES}) + {barriers}"
-    left = f"{room} - 8 - {mine}{less}" + (f" - block_q*({kept})" if kept else "")
+        parts = {
+            "smem_k": "e*block_k*depth",
+            "smem_v": "e*block_k*depth_v",
+            "smem_q": "stages*e*block_q*depth",
+            "smem_do": f"{ALIGNED}*ceil(stages*e*block_q*depth_v/{ALIGNED})",
+            # dS with two buffers, and the outgoing dQ tile.
+            "smem_ds": f"{DS_BUFFERS}*e*block_q*block_k",
+            "sums of dQ": "4*block_q*depth",
+            "smem_rows": f"stages*(query_bytes*block_q + {TILE_BYTES})",
+            "mbarriers": parts["mbarriers"],
+        }
+        if kernel == "fused":
+            kept = f"{DS_BUFFERS}*e*block_k + 4*depth"
+        else:
+            del parts["smem_ds"], parts["sums of dQ"]
+    left = f"{room} - 8 - {mine}" + (f" - block_q*({kept})" if kept else "")
+    stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))"
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
-    return (
-        Formula(
-            "stages",
-            f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))",
-        ),
-        Formula("smem", smem, "B"),
-        Formula(walked, f"({room} - {mine}{less} - {TILE_BYTES}*stages - {barriers})/({per_row})"),
-    )
+    bound = f"({room} - {mine} - {TILE_BYTES}*stages - {parts['mbarriers']})/({per_row})"
+    return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))
 
 
 def _registers(kernel: str) -> tuple[Formula, Formula]:
@@ -130,8 +132,7 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
             f"{fitted.BACKWARD_REGISTERS} + max(0, columns - {fitted.WIDE_COLUMNS})"
             f"/{fitted.WIDE_COLUMNS_PER_REGISTER} + extra + columns/2"
         )
-    of_step = "(1 + pending)/score_warps" if kernel in KEY_KERNELS else "(1 + pending)"
-    return solved_registers(kernel, own, of_step)
+    return solved_registers(kernel, own, "(1 + pending)")
 
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
@@ -145,72 +146,59 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     owned, walked = sides(kernel)
     # The depth of S and dP is padded to multiples of 16; the columns of dQ to multiples of 64.
     depths = f"{DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP}) + {DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})"
-    macs = f"{depths} + column_warps*columns"
+    macs = f"{depths} + columns"
     # For a product with both operands in shared memory, a warpgroup reads its 64 rows of A, and B
-    # once for them: S and dP; dV and dK, or dQ; P and dS, where they are exchanged.
-    if kernel in KEY_KERNELS:
-        reads = (
-            f"e*((depth + depth_v)*(score_warps/block_q + 1/{GROUP_ROWS})"
-            f" + column_warps*columns/{GROUP_ROWS} + 2*exchanged)"
-        )
-        rest = f"{fitted.BY_KEYS_INSTRUCTIONS} + score_ops + dropout_ops"
-        rest += " + exchanged/2"  # a store of 16 bits each for P and dS
-    else:
-        reads = f"e*((depth + depth_v)*(1/block_k + 1/{GROUP_ROWS}) + columns/{GROUP_ROWS})"
-        rest = f"{fitted.BY_QUERIES_INSTRUCTIONS} + score_ops + dropout_ops"
-    # The reads, what TMA writes, and bytes of P, dS and dQ that warps store.
+    # once for them: S and dP; dV and dK, or dQ.
+    reads = f"e*((depth + depth_v)*(1/{walked} + 1/{GROUP_ROWS}) + columns/{GROUP_ROWS})"
+    by_keys = kernel in KEY_KERNELS
+    per_score = fitted.BY_KEYS_INSTRUCTIONS if by_keys else fitted.BY_QUERIES_INSTRUCTIONS
+    rest = f"{per_score} + score_ops + dropout_ops"
+    # The reads, what TMA writes, and bytes of dS and dQ that warps store.
     shared = f"reads + e*(depth + depth_v)/{owned}"
-    if kernel == "dkdv":
-        shared += " + e*exchanged"
     if kernel == "fused":
         macs += " + dq_columns"
         reads += f" + e*dq_columns*(dq_groups/block_q + 1/{GROUP_ROWS})"
         rest += " + 1/2 + dq_columns/block_k"  # a store for dS, and sums of dQ
-        shared += " + e*max(1, exchanged) + 8*dq_columns/block_k"
+        shared += " + e + 8*dq_columns/block_k"
     per_step = fitted.BACKWARD_STEP_INSTRUCTIONS
     per_wgmma = fitted.BACKWARD_WGMMA_INSTRUCTIONS
     # The buffers that are handed over in a step. With one buffer, a step waits for its Q (where a
     # block owns queries: for its K) to arrive.
     clocks = f"{2 if kernel in LEARNED_KERNELS else 3}*{fitted.HANDOVER_CLOCKS}"
-    clocks += f" + (2 - stages)*{fitted.COPY_LATENCY_CLOCKS}"
     return (
         Formula("macs", macs),
         Formula("reads", reads, "B"),
-        # A step has walked*64/score_warps scores of a warpgroup, that is walked/2/score_warps of
-        # each of its 128 threads.
-        Formula(
-            "products",
-            f"({per_step} + {per_wgmma}*macs/{DEPTH_STEP})*score_warps/({walked}/2)",
-        ),
+        # A step has walked*64 scores of a warpgroup, walked/2 of each of its 128 threads.
+        Formula("products", f"({per_step} + {per_wgmma}*macs/{DEPTH_STEP})/({walked}/2)"),
         Formula("rest", rest),
         TENSOR,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
         ALONE,
         PACE,
-        Formula("barriers", f"({clocks})/(block_q*block_k*blocks)", "clk"),
+        Formula("barriers", f"{clocks}/(block_q*block_k*blocks)", "clk"),
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
         COST,
-        ALONE,
         BUSY,
     )
 
 
 def _model(kernel: str) -> KernelModel:
-    stages, smem, smem_bound = _smem(kernel)
+    stages, smem, parts, smem_bound = _smem(kernel)
     return KernelModel(
         kernel,
         (*SIZES[kernel], stages, LAUNCHED, PRODUCER),
         smem,
+        parts,
         smem_bound,
         *_registers(kernel),
+        registers_sm90,
         _cost_steps(kernel),
         register_limit=CONSUMER,
         stages=2,
         warp_counts=(8,),  # two consumer warpgroups
         row_groups=(1,),
         other_warps=PRODUCER_WARPS,
-        copies_rows=False,
         other_form=backward_columns_sm90.MODELS.get(kernel),
     )
 

@@ -1,7 +1,7 @@
 """Constants of the cost models that both code paths share, each with its origin.
 
-"Counted": read from the machine code of compiled kernels. "Assumed": no measurement exists, as for
-every number of clocks here.
+"Counted": read from the machine code of compiled kernels. "Chosen" and "assumed": no measurement
+stands behind the number.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ EXACT_FUNCTION_INSTRUCTIONS = {"Log": 22, "Log2": 22, "Tanh": 20, "Sigmoid": 17}
 POWER_INSTRUCTIONS = 65
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
-# (two rows). Registers for this number of such values are among those of a score function.
+# (two rows).
 SCORES_OF_ROW = 16
 SCORES_OF_COLUMN = 2
-KEPT_VALUES = 24
 
 # Counted. Instructions of dropout per score element: Philox4x32-7 makes the random bits of 8
 # elements; each element needs a comparison and a selection. Kernels with transposed scores make
@@ -57,3 +56,7 @@ HEADS_PER_TILE_GAIN = 1.1
 # of O leaves too few registers for the loop: tiles would be smaller, and full tiles would need a
 # tenth more instructions.
 MASK_LOOP_HEAD_DIM = 128
+
+# Chosen. Consumer warpgroups run in ping-pong up to this head dim. Beyond it a tile has so few keys
+# that the barriers cost more than the alternation gains, as in FlashAttention-3's tile table.
+PING_PONG_HEAD_DIM = 128

@@ -2,8 +2,7 @@
 
 "Fitted": the smallest number with which no chosen tile spills, over compiled kernels of all dtypes,
 head dims and kinds of spec (tests/planner/test_compiled.py).
-"Counted": instructions read from the machine code of the same kernels. "Assumed": no measurement
-exists.
+"Counted": instructions read from the machine code of the same kernels.
 
 A mapping by 2 and 4 is by bytes per operand element: 2 for float16 and bfloat16, 4 for float32.
 """

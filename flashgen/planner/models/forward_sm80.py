@@ -8,28 +8,26 @@ in registers. At the end, O is staged in shared memory over Q, K and V.
 
 from __future__ import annotations
 
-from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.arch import SMEM_BYTES_PER_CLOCK
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm80 as fitted
-from flashgen.planner.models.kernel_model import (
-    VECTOR,
-    KernelModel,
-    rates,
-    scaled,
-    time_alone,
-)
-
-# A row is copied in one pass, a 16-byte vector by each thread.
-COPY_WARPS = Formula("copy_warps", f"ceil(e*max(d_qk, d_v)/{VECTOR}/{WARP})", "warps")
+from flashgen.planner.models.kernel_model import KernelModel, rates, scaled, time_alone
+from flashgen.planner.models.spec_terms import registers_sm80
 
 # ---- what a tile needs ---------------------------------------------------------------------------
 
 SMEM = Formula("smem", "e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)", "B")
 # Q comes first; where O is larger than Q, K and V together, the gap is between Q and K.
-K_OFFSET = Formula("smem_k", "e*max(block_q*d_qk, block_q*d_v - stages*block_k*(d_qk + d_v))", "B")
+PARTS = (
+    Formula("smem_q", "e*block_q*d_qk"),
+    Formula("O's end", "e*max(0, block_q*(d_v - d_qk) - stages*block_k*(d_qk + d_v))"),
+    Formula("smem_k", "e*stages*block_k*d_qk"),
+    Formula("smem_v", "e*stages*block_k*d_v"),
+)
 BLOCK_K_BY_SMEM = Formula(
     "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
 )
+
 
 # ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
 
@@ -76,6 +74,7 @@ def _forward(itemsize: int) -> KernelModel:
         name="forward",
         sizes=(),
         smem=SMEM,
+        parts=PARTS,
         smem_bound=BLOCK_K_BY_SMEM,
         registers=Formula(
             "registers",
@@ -86,6 +85,7 @@ def _forward(itemsize: int) -> KernelModel:
             "block_k",
             f"(register_limit - {own} - extra - row_groups*d_v/2)/(row_groups*(1/2 + {pending}))",
         ),
+        registers_of=registers_sm80,
         cost_steps=(
             Formula("products", PRODUCTS[itemsize]),
             Formula("rest", rest),

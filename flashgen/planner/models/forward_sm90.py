@@ -14,8 +14,9 @@ from __future__ import annotations
 from flashgen.arch import SMEM_BYTES_PER_CLOCK, WARP
 from flashgen.planner.formulas import Formula
 from flashgen.planner.models import fitted_sm90 as fitted
-from flashgen.planner.models.kernel_model import KernelModel, rates, time_alone
+from flashgen.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
 from flashgen.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.planner.models.spec_terms import registers_sm90
 
 PRODUCER_WARPS = 4
 BARRIER_BYTES = 8
@@ -27,16 +28,20 @@ DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 # For each buffer a "full" and an "empty" barrier, the same for the next work tile's number, and
 # that number; and for each warpgroup a barrier for its Q.
 _BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
-SMEM = Formula(
-    "smem",
-    f"e*(block_q*depth + stages*block_k*(depth + depth_v)) + {_BARRIERS}",
-    "B",
+SMEM, PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages*block_k*depth_v",
+        "mbarriers and work tiles": _BARRIERS,
+    }
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
     "/(stages*(depth + depth_v))",
 )
+
 
 # At launch all threads of a block have equal shares of the registers. Then the producer warpgroup
 # releases all but `producer` of its registers (setmaxnreg), which the consumers share.
@@ -81,9 +86,11 @@ FORWARD = KernelModel(
     name="forward",
     sizes=(DEPTH, DEPTH_V, LAUNCHED, PRODUCER),
     smem=SMEM,
+    parts=PARTS,
     smem_bound=BLOCK_K_BY_SMEM,
     registers=REGISTERS,
     register_bound=BLOCK_K_BY_REGISTERS,
+    registers_of=registers_sm90,
     cost_steps=(
         PRODUCTS,
         REST,
@@ -102,7 +109,6 @@ FORWARD = KernelModel(
     row_groups=(1,),
     max_step=256,
     other_warps=PRODUCER_WARPS,
-    copies_rows=False,
 )
 
 MODELS = {("forward", 2): FORWARD}

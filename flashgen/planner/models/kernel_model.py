@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from flashgen.arch import MAX_REGISTERS, REGISTER_STEP, SCHEDULERS, SPECIAL_PER_CLOCK, WARP
+from flashgen.arch import MAX_REGISTERS, REGISTER_STEP, SCHEDULERS, SPECIAL_PER_CLOCK, WARP, Arch
+from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
 from flashgen.planner.formulas import Formula, FormulaSequence
+from flashgen.planner.quantities import Number
 
 # The granularity of mma.m16n8k16.
 MMA_ROWS = 16
@@ -96,10 +99,19 @@ def solved_registers(kernel: str, own: str, of_step: str) -> tuple[Formula, Form
     )
 
 
+def sum_of(parts: dict[str, str]) -> tuple[Formula, tuple[Formula, ...]]:
+    """Shared memory of a block, and its parts in their order, given as text by their names."""
+    each = tuple(Formula(name, text, "B") for name, text in parts.items())
+    return Formula("smem", " + ".join(parts.values()), "B"), each
+
+
 def scaled(text: str, factor: Fraction) -> str:
     """The formula ``text`` times a fraction: "x/8" for 1/8, "x*5/16" for 5/16."""
     product = text if factor.numerator == 1 else f"{text}*{factor.numerator}"
     return product if factor.denominator == 1 else f"{product}/{factor.denominator}"
+
+
+RegistersOf = Callable[[AttentionSpec, Arch, str, int], dict[str, Number]]
 
 
 @dataclass(frozen=True)
@@ -110,11 +122,15 @@ class KernelModel:
         name: the kernel's name, as in `Plan.kernel`.
         sizes: quantities from which the formulas below are made.
         smem: shared memory of a thread block.
+        parts: the bytes of each of its parts, in their order. Names that begin with "smem" are
+            those of `Plan`'s offsets.
         smem_bound: the walked block size that shared memory allows: ``smem`` solved for it.
         registers: registers per thread: the accumulators (16 x n per row group are n/2 registers)
             and what fragments, row statistics and addresses add.
         register_bound: the walked block size that the register limit allows: ``registers`` solved
             for it.
+        registers_of: the given quantities "extra", "pending" and "searching" that a spec, an
+            architecture, a kernel and a number of registers to keep free result in.
         cost_steps: formulas of the cost, each after those it depends on. "products" and "rest" are
             instructions per score element and thread; "cost" is among the last.
         register_limit: the registers that a thread can have.
@@ -125,7 +141,6 @@ class KernelModel:
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
-        copies_rows: whether threads copy rows themselves, one 16-byte vector at a time.
         other_form: the model of the kernel's other form, where it has two; the pairs of its
             ``sharing`` are other ones.
     """
@@ -133,9 +148,11 @@ class KernelModel:
     name: str
     sizes: tuple[Formula, ...]
     smem: Formula
+    parts: tuple[Formula, ...]
     smem_bound: Formula
     registers: Formula
     register_bound: Formula
+    registers_of: RegistersOf
     cost_steps: tuple[Formula, ...]
     register_limit: Formula = REGISTER_LIMIT
     of_limit: tuple[Formula, ...] = ()
@@ -145,7 +162,6 @@ class KernelModel:
     row_groups: tuple[int, ...] = ROW_GROUPS
     max_step: int = MAX_STEP
     other_warps: int = 0
-    copies_rows: bool = True
     other_form: KernelModel | None = None
 
     @property

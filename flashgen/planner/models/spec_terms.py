@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import sympy
 
-from flashgen.analysis import Level, LeveledCode, analyse_score, kind_of_sum, row_interval
+from flashgen.analysis import (
+    Level,
+    Window,
+    analyse_score,
+    kind_of_sum,
+    row_interval,
+    window_of,
+)
 from flashgen.arch import Arch
-from flashgen.language import SCORE, FloorDiv, FloorMod, elements_of
+from flashgen.dtypes import ITEMSIZE, OPERANDS
+from flashgen.language import SCORE, Element, FloorDiv, FloorMod, elements_of
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch_facts import KEY_KERNELS
+from flashgen.paths import PATHS
 from flashgen.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.planner.models.kernel_model import LEARNED_KERNELS
-from flashgen.planner.quantities import ITEMSIZE
+from flashgen.planner.quantities import Number
 
 # ---- instructions per score element --------------------------------------------------------------
 
@@ -28,7 +38,8 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     """
     if spec.score == SCORE:
         return 0
-    code = _code_of_score(spec, kernel)
+    found = analyse_score(spec.score)
+    code = found.value if kernel == "forward" else found.value_and_derivative
     values = dict(code.block.lets)
     parts = {level: [values[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
@@ -42,22 +53,6 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
     return math.ceil(count(Level.SCORE) + results + shared)
-
-
-def _code_of_score(spec: AttentionSpec, kernel: str) -> LeveledCode:
-    """The code of the score function, with its derivative in backward kernels."""
-    found = analyse_score(spec.score)
-    return found.value if kernel == "forward" else found.value_and_derivative
-
-
-def _kept_registers(spec: AttentionSpec, kernel: str) -> int:
-    """Registers of the values that scores share, beyond those that every score function has."""
-    if spec.score == SCORE:
-        return 0
-    code = _code_of_score(spec, kernel)
-    heads = len(code.values(Level.HEAD))
-    others = len(code.values(Level.QUERY)) + len(code.values(Level.KEY))
-    return max(0, heads + 2 * others - fitted_common.KEPT_VALUES)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
@@ -94,7 +89,28 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
 # ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
 
 
-def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
+def registers_sm80(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec and an architecture add to a kernel's registers."""
+    extra = _extra_sm80(spec, arch, kernel) + served_registers(spec, "sm_80") + spare
+    if kernel == "forward":  # its formulas have a constant of their own for what is pending
+        return {"extra": extra}
+    pending = fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]]
+    pending += fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
+    return {"extra": extra, "pending": pending}
+
+
+def served_registers(spec: AttentionSpec, path: str) -> int:
+    """The registers that calls with split keys or pages take beyond those of other calls."""
+    if not spec.is_served:
+        return 0
+    if not PATHS[path].copies_by_tma:
+        return fitted_sm80.FORWARD_SERVED_REGISTERS
+    wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
+    needed = wide or _reads_for_each_score(spec)
+    return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+
+
+def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     """Registers that do not depend on the tile."""
     fitted = fitted_sm80
     d_v = spec.head_dim_v or spec.head_dim
@@ -105,7 +121,7 @@ def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
         mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
         dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
-        return newer + score + mask + longer + dropout + _kept_registers(spec, kernel)
+        return newer + score + mask + longer + dropout
     if arch.major >= 9:
         newer = fitted.BACKWARD_NEWER_ARCH_REGISTERS[ITEMSIZE[spec.dtype]]
     else:
@@ -115,13 +131,7 @@ def extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     dropout = fitted.BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
     unequal = fitted.UNEQUAL_HEAD_DIM_REGISTERS if spec.head_dim != d_v else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return newer + score + mask + unequal + dropout + indices + _kept_registers(spec, kernel)
-
-
-def pending_sm80(spec: AttentionSpec) -> float:
-    """Registers of a backward kernel per accumulator element of S and dP."""
-    dropout = fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
-    return fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]] + dropout
+    return newer + score + mask + unequal + dropout + indices
 
 
 def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
@@ -138,7 +148,18 @@ def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
 # ---- registers of path sm_90a --------------------------------------------------------------------
 
 
-def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
+def registers_sm90(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec adds to the registers of producers and consumers."""
+    forward = kernel == "forward"  # a spec adds the same to the forward kernels of both paths
+    extra = _extra_sm80(spec, arch, kernel) if forward else _extra_sm90(spec, kernel)
+    return {
+        "extra": extra + served_registers(spec, "sm_90a") + spare,
+        "searching": _searching_sm90(spec, kernel, spare),
+        **({} if forward else {"pending": _pending_sm90(spec, kernel)}),
+    }
+
+
+def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     """Registers of a consumer thread of a backward kernel that do not depend on the tile."""
     fitted = fitted_sm90
     has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
@@ -146,10 +167,10 @@ def extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
     dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
     indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
-    return score + mask + dropout + indices + _kept_registers(spec, kernel)
+    return score + mask + dropout + indices
 
 
-def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
+def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
     """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
     dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
     # Where rows are queries, the compiler reads the layout of all keys of a step at once.
@@ -158,7 +179,7 @@ def pending_sm90(spec: AttentionSpec, kernel: str) -> float:
     return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
 
 
-def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
+def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     """Registers of a producer thread, where it needs more than to evaluate one bound; else 0.
 
     Args:
@@ -180,7 +201,7 @@ def searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
 
 
-def reads_for_each_score(spec: AttentionSpec) -> bool:
+def _reads_for_each_score(spec: AttentionSpec) -> bool:
     """Whether the score function reads an element of a tensor for each score of a tile.
 
     Where heads share a tile, that includes elements which depend on the head and the key.
@@ -201,3 +222,35 @@ def _mask_reads_elements(spec: AttentionSpec) -> bool:
 
 def _reads_elements(spec: AttentionSpec) -> bool:
     return next(iter(elements_of(spec.mask)), None) is not None
+
+
+# ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
+
+Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
+"""Elements of learned tensors, each with the dims of its tensor."""
+
+
+def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
+    """The elements to whose gradients each score of a kernel adds for itself."""
+    if kernel not in LEARNED_KERNELS:
+        return ()
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors if tensor.grad}
+    return tuple(
+        (element, dims[element.tensor])
+        for element in elements_of(spec.score)
+        if element.tensor in dims and kind_of_sum(element) == "element"
+    )
+
+
+def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
+    """The windows of a warp with this part of a tile, in the order of ``learned``."""
+    for element, dims in learned:
+        window = window_of(element, dims, rows, keys)
+        if window is not None:
+            yield window
+
+
+def window_bytes(kernel: str, dtype: str, learned: Learned, rows: int, keys: int) -> int:
+    """Bytes of shared memory for the windows of one warp."""
+    entries = sum(window.entries for window in windows_of(learned, rows, keys))
+    return (8 if kernel == "captured_exact" else OPERANDS[dtype].sums.itemsize) * entries
