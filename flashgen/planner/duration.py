@@ -38,37 +38,32 @@ from flashgen.planner.traffic import LSE_BYTES, SUM_BYTES, LaunchSizes, Visited,
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
-QUANTISATION = Formula("quantisation", "makespan*slots/(steps + begun*work_tiles)")
-WORK = Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
-TIME = Formula("time", "max(work*quantisation, hbm)", "clk")
-# The rounds in which all slots share the rate of global memory, and the last one, whose work tiles
-# take at least the time of their own work, however few share it.
-FULL_ROUNDS = Formula("full_rounds", "hbm*(rounds - 1)*slots/work_tiles", "clk")
-TIME_OF_ROUNDS = Formula(
-    "time", "max(work*quantisation, hbm, full_rounds + work*quantisation/rounds)", "clk"
+FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    BEGUN,
+    Formula("quantisation", "makespan*slots/(steps + begun*work_tiles)"),
+    Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk"),
+    HBM,
+    # The rounds in which all slots share the rate of global memory, and the last one, whose work
+    # tiles take at least the time of their own work, however few share it.
+    Formula("full_rounds", "hbm*(rounds - 1)*slots/work_tiles", "clk"),
+    Formula("time", "max(work*quantisation, hbm, full_rounds + work*quantisation/rounds)", "clk"),
 )
 
-FORMULAS = (SLOTS, ROUNDS, BEGUN, QUANTISATION, WORK, HBM, FULL_ROUNDS, TIME_OF_ROUNDS)
-
 # Kernels without score elements.
-RESIDENT = Formula("resident", "min(blocks, ceil(work_tiles/sms))")
-IN_FLIGHT = Formula("in_flight", f"{16 * WARP}*loads*warps", "B")
-BLOCK_RATE = Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B")
-BLOCK_TIME = Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk")
-STREAM_QUANTISATION = Formula("quantisation", "rounds*slots/work_tiles")
-STREAM_WORK = Formula("work", "block_time*work_tiles/slots", "clk")
 STREAMING_FORMULAS = (
     SLOTS,
     ROUNDS,
-    RESIDENT,
-    IN_FLIGHT,
-    BLOCK_RATE,
-    BLOCK_TIME,
-    STREAM_QUANTISATION,
-    STREAM_WORK,
+    Formula("resident", "min(blocks, ceil(work_tiles/sms))"),
+    Formula("in_flight", f"{16 * WARP}*loads*warps", "B"),
+    Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B"),
+    Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk"),
+    Formula("quantisation", "rounds*slots/work_tiles"),
+    Formula("work", "block_time*work_tiles/slots", "clk"),
     HBM,
-    TIME,
+    Formula("time", "max(work*quantisation, hbm)", "clk"),
 )
 
 

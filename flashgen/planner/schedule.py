@@ -41,9 +41,12 @@ from flashgen.planner.search import obstacles_to_sharing
 
 SLOTS = Formula("slots", "sms*blocks")
 ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")
-SAVED = Formula("saved", f"{BLOCK_START_CLOCKS}*(rounds - 1)", "clk")
-CLEARED = Formula("cleared", f"{CLEAR_COUNTER_US}*clock_mhz", "clk")
-FORMULAS = (SLOTS, ROUNDS, SAVED, CLEARED)
+FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    Formula("saved", f"{BLOCK_START_CLOCKS}*(rounds - 1)", "clk"),
+    Formula("cleared", f"{CLEAR_COUNTER_US}*clock_mhz", "clk"),
+)
 
 
 def choose_heads(

@@ -7,13 +7,14 @@ import itertools
 import pickle
 import time
 import types
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 import flashgen as fg
 from flashgen.arch import facts, known
-from flashgen.planner import api, plan
+from flashgen.launch_facts import LaunchRules
+from flashgen.planner import api, plan, plan_errors, search
 from flashgen.planner.plan_errors import no_tile_fits
 from flashgen.planner.quantities import Quantities
 from flashgen.planner.search import cheapest, evaluated, occupancies, shapes
@@ -282,6 +283,31 @@ def test_three_warpgroups_compute_where_the_softmax_outlasts_the_products(head_d
     at = hopper.quantities
     two_suffice = at["alone"] / 2 <= at["busiest"]
     assert two_suffice == (rows == 128)
+
+
+def test_a_given_tile_is_evaluated_once(monkeypatch):
+    seen = []
+    real = search.evaluated
+
+    def counted(problem, tile):
+        seen.append(tile)
+        return real(problem, tile)
+
+    for module in (search, plan_errors):
+        monkeypatch.setattr(module, "evaluated", counted)
+    tile = plan_of(64).tile
+    api.plan_forward.cache_clear()
+    assert plan_of(64, tile=tile).tile == tile
+    assert seen == [tile]
+
+
+def test_the_facts_of_launches_are_those_of_the_plan():
+    one = replace(plan_of(64, arch="sm_90a"), heads_per_tile=4, integer_bits=64)
+    facts_ = one.launch_facts("kernel", [])
+    for each in fields(LaunchRules):
+        assert getattr(facts_, each.name) == getattr(one, each.name)
+    assert (facts_.threads, facts_.machine, facts_.boxes) == (one.threads, one.machine, one.boxes)
+    assert facts_.grid(2, 8, 2, 300, 70) == one.grid(2, 8, 2, 300, 70)
 
 
 def test_decisions_of_the_schedule_are_the_plans():

@@ -57,27 +57,10 @@ BLOCK_K_BY_REGISTERS = Formula("block_k", f"(register_limit - {_OWN} - extra - d
 
 # ---- what a tile costs: clocks per score element of one SM --------------------------------------
 
-# Each score element is one of block_k/2 elements of a thread.
-PRODUCTS = Formula(
-    "products",
-    f"({fitted.FORWARD_STEP_INSTRUCTIONS} + {fitted.FORWARD_WGMMA_INSTRUCTIONS}"
-    f"*(depth + block_k)/{DEPTH_STEP})/(block_k/2)",
-)
-REST = Formula("rest", f"{fitted.FORWARD_INSTRUCTIONS} + score_ops + dropout_ops")
-TENSOR = Formula("tensor", "(depth + d_v)/tensor_rate", "clk")
-# A warpgroup reads Q, K and V from shared memory for its 64 rows; TMA writes K and V for all.
-SHARED = Formula(
-    "shared",
-    f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + (depth + depth_v)/block_q)"
-    f"/{SMEM_BYTES_PER_CLOCK}",
-    "clk",
-)
 ALONE = time_alone()
 # Warpgroups take turns with the tensor cores. Where the softmax takes longer than the products, two
 # of them cannot keep the tensor cores busy.
 PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
-# Two hand-overs per step: of a K buffer and of a V buffer.
-BARRIERS = Formula("barriers", f"2*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk")
 COST = Formula("cost", "pace + exposed*(alone - pace) + queued*l2 + barriers", "clk")
 # The predicted share of the time in which the tensor cores multiply.
 BUSY = Formula("busy", "tensor/cost")
@@ -92,14 +75,26 @@ FORWARD = KernelModel(
     register_bound=BLOCK_K_BY_REGISTERS,
     registers_of=registers_sm90,
     cost_steps=(
-        PRODUCTS,
-        REST,
-        TENSOR,
-        SHARED,
+        # Each score element is one of block_k/2 elements of a thread.
+        Formula(
+            "products",
+            f"({fitted.FORWARD_STEP_INSTRUCTIONS} + {fitted.FORWARD_WGMMA_INSTRUCTIONS}"
+            f"*(depth + block_k)/{DEPTH_STEP})/(block_k/2)",
+        ),
+        Formula("rest", f"{fitted.FORWARD_INSTRUCTIONS} + score_ops + dropout_ops"),
+        Formula("tensor", "(depth + d_v)/tensor_rate", "clk"),
+        # A warpgroup reads Q, K and V from shared memory for its 64 rows; TMA writes K and V.
+        Formula(
+            "shared",
+            f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + (depth + depth_v)/block_q)"
+            f"/{SMEM_BYTES_PER_CLOCK}",
+            "clk",
+        ),
         *rates("forward"),
         ALONE,
         PACE,
-        BARRIERS,
+        # Two hand-overs per step: of a K buffer and of a V buffer.
+        Formula("barriers", f"2*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk"),
         COST,
         BUSY,
     ),
