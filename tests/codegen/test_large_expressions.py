@@ -171,3 +171,16 @@ def test_nested_choices_of_angles_are_one_function_that_is_not_inlined() -> None
     start = time.process_time()
     assert len(pipeline.build(spec, "sm_90a").cubin) < 500_000
     assert time.process_time() - start < 10
+
+
+def test_a_large_whole_float_remains_an_index() -> None:
+    line = fg.Tensor("line", ("n",), "float32")
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        index = q
+        for _ in range(DEEPEST):
+            index = fg.floor(line[index] * 1.5 + k)
+        return score + line[index]
+
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16")
+    assert lets_of(spec.score)
