@@ -14,10 +14,11 @@ import flashgen as fg
 from benchmarks.expression_size import KINDS, spec_of
 from flashgen import pipeline
 from flashgen.analysis import evaluate
+from flashgen.analysis import score as score_analysis
 from flashgen.analysis.score import derivative, derivatives
 from flashgen.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.errors import PlanError
-from flashgen.language import SCORE, K, Q, elements_of
+from flashgen.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
 from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
 from flashgen.language.signature import in_whole, signature_of
 from flashgen.language.symbols import is_int
@@ -105,6 +106,23 @@ def test_the_derivative_of_a_large_score_is_its_slope(kind: str) -> None:
     low, high = (evaluate(score, {**at, SCORE: 0.4 + sign * step}, np.float64) for sign in (-1, 1))
     slope = evaluate(derivative(score), {**at, SCORE: 0.4}, np.float64)
     assert slope == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-9)
+
+
+def test_a_derivative_looks_once_at_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = []
+    replaced = score_analysis.replaced
+    monkeypatch.setattr(
+        score_analysis, "replaced", lambda *given: (work.append("replaced"), replaced(*given))[1]
+    )
+    for operation in (FloatProduct, FloatSum):
+        rule = operation.fdiff
+        monkeypatch.setattr(
+            operation, "fdiff", lambda *given, rule=rule: (work.append("rule"), rule(*given))[1]
+        )
+    score = spec_of("squares", 300).score
+    assert derivative(score) != 0
+    assert work.count("replaced") <= 3 * (len(lets_of(score)) + 1)
+    assert work.count("rule") <= 2 * len(set(nodes_of(score)))
 
 
 def test_derivatives_by_the_elements_of_a_large_sum_have_one_term_each() -> None:

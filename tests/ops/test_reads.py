@@ -213,11 +213,10 @@ def test_on_a_gpu_the_environment_decides(gpu, monkeypatch):
 
 
 CHAINS = {
-    "choices by positions": lambda x, s, q, k, i: fg.where(q > k + i, x + LINE[q - k - i], x * 2),
-    "choices by elements": lambda x, s, q, k, i: fg.where(
+    "choices by elements": lambda x, q, k, i: fg.where(
         (FLAG[q - i] > i) & (FLAG[k - i] < i), x + LINE[q - k], fg.where(LINE[k + i] > x, x, x - 1)
     ),
-    "indices of elements": lambda x, s, q, k, i: fg.where(
+    "indices of elements": lambda x, q, k, i: fg.where(
         x > q + i, x + LINE[q - k - i], LINE[fg.floor(x)]
     ),
 }
@@ -235,7 +234,7 @@ def test_finding_reads_takes_time_linear_in_nested_choices(kind, monkeypatch):
         def score_mod(score, b, h, q, k):
             x = LINE[q]
             for i in range(count):
-                x = CHAINS[kind](x, score, q, k, i)
+                x = CHAINS[kind](x, q, k, i)
             return score + x
 
         steps.clear()
