@@ -23,13 +23,7 @@ from flashgen.errors import SpecError
 from flashgen.language import (
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
@@ -37,15 +31,9 @@ from flashgen.language import (
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_condition,
     is_int,
 )
@@ -60,6 +48,7 @@ from flashgen.language.bit_functions import (
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.divisors import may_be_zero
+from flashgen.language.float_functions import FUNCTIONS
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of
 
@@ -390,20 +379,9 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     FloorDiv: torch.floor_divide,
     FloorMod: _remainder,
     Abs: torch.abs,
-    Exp: torch.exp,
-    Log: torch.log,
-    Log2: torch.log2,
-    Tanh: torch.tanh,
-    Sin: torch.sin,
-    Cos: torch.cos,
-    Sigmoid: torch.sigmoid,
     Floor: torch.floor,
     Round: torch.round,
-    Erf: torch.erf,
-    Erfc: torch.erfc,
-    Log1p: torch.log1p,
-    Expm1: torch.expm1,
-    Atan2: torch.atan2,
+    **{record: getattr(torch, name) for name, record in FUNCTIONS.items()},
 }
 
 _BITS: dict[type[sympy.Basic], Callable[..., Any]] = {
