@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from flashgen.language.block_layout import BlockSparse
     from flashgen.language.mod_functions import absolute as abs
     from flashgen.language.mod_functions import (
+        atan,
         atan2,
         clamp,
         cos,
@@ -97,6 +98,7 @@ __all__ = [
     "__version__",
     "abs",
     "append_kv",
+    "atan",
     "atan2",
     "attention",
     "batch",

@@ -267,6 +267,21 @@ class Expm1(FloatFunction):
         return Exp(self.args[0])
 
 
+class Atan(FloatFunction):
+    """The angle in radians, from -pi/2 to pi/2, whose tangent is x."""
+
+    called = "atan"
+    numpy = "arctan"
+    cuda = ("atanf", "atanf")
+    most_instructions = 30
+    instructions = (20, 20)
+    interval = Monotone(-2.0, 2.0)
+    form = staticmethod(sympy.atan)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (1 + self.args[0] ** 2)
+
+
 class Atan2(FloatFunction):
     """The angle of the point (x, y) in radians, from -pi to pi."""
 

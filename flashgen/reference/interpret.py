@@ -53,6 +53,7 @@ from flashgen.language.bit_functions import (
     ShiftRight,
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
+from flashgen.language.float_functions import Atan
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
@@ -299,6 +300,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     Erfc: _real(torch.erfc),
     Log1p: _real(torch.log1p),
     Expm1: _real(torch.expm1),
+    Atan: _real(torch.atan),
     Atan2: _real(torch.atan2),
     BitAnd: _integers(torch.bitwise_and),
     BitOr: _integers(torch.bitwise_or),

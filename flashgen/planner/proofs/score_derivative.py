@@ -36,6 +36,7 @@ from flashgen.language import (
     elements_of,
     python_text,
 )
+from flashgen.language.float_functions import Atan
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
@@ -57,6 +58,7 @@ RULES: dict[type[sympy.Basic], Derivative] = {
     Abs: lambda x: sympy.sign(x),
     Log1p: lambda x: 1 / (x + 1),
     Expm1: lambda x: Exp(x),
+    Atan: lambda x: 1 / (x * x + 1),
     Erf: lambda x: 2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
     Erfc: lambda x: -2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
     Sigmoid: lambda x: Exp(-x) / (1 + Exp(-x)) ** 2,
