@@ -27,7 +27,6 @@ from flashgen.language import (
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
     is_int,
 )
 from flashgen.language.bit_functions import (
@@ -39,9 +38,9 @@ from flashgen.language.bit_functions import (
     ShiftRight,
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS
-from flashgen.language.float_functions import FUNCTIONS, FloatFunction
+from flashgen.language.float_functions import FUNCTIONS, FloatFunction, Sigmoid
 from flashgen.language.lets import lets_of
-from flashgen.language.sympy_functions import Select
+from flashgen.language.sympy_functions import Select, branches_of
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -108,10 +107,7 @@ class _Evaluation:
         return function(*parts)
 
     def _choice(self, expr: sympy.Expr) -> Any:
-        if isinstance(expr, Select):
-            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-        else:
-            *branches, (last, _) = expr.args
+        branches, last = branches_of(expr)
         for place, (value, condition) in enumerate(branches):
             test = self.of(condition)
             if isinstance(test, np.ndarray):

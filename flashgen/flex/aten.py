@@ -18,7 +18,7 @@ from flashgen.flex.search_rules import RULES as SEARCHES
 from flashgen.flex.traced_array import Entry, Result, TracedArray, literal, number
 from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.flex.view_rules import RULES as STRUCTURE
-from flashgen.language.narrow_integers import NARROW, promoted, wrapped
+from flashgen.language.integer_limits import NARROW, promoted, wrapped
 from flashgen.language.traced import Value
 
 _LARGEST_UNROLLED = 256

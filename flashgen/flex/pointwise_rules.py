@@ -15,8 +15,8 @@ import torch
 
 import flashgen.language.mod_functions as fg
 from flashgen.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.language import SCORE, AsFloat, Element, Log, Tensor, Traced, python_text
-from flashgen.language.float_functions import FUNCTIONS
+from flashgen.language import SCORE, AsFloat, Element, Tensor, Traced, python_text
+from flashgen.language.float_functions import FUNCTIONS, Log
 from flashgen.language.integer_limits import fits
 from flashgen.language.mod_functions import where
 from flashgen.language.symbols import is_int

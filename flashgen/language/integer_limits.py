@@ -1,4 +1,4 @@
-"""Numeric bounds of integer expressions over all arguments that the launcher accepts."""
+"""Bounds of integer expressions over all arguments that the launcher accepts, and narrow dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.dtypes import COUNT_LIMIT, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.dtypes import COUNT_LIMIT, ELEMENT_RANGES, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.language.bit_functions import BitFunction
 from flashgen.language.symbols import (
     BATCH,
@@ -22,6 +22,8 @@ from flashgen.language.symbols import (
     H,
     K,
     Q,
+    is_condition,
+    is_int,
 )
 from flashgen.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
 from flashgen.language.tensor_elements import TensorRead
@@ -153,3 +155,30 @@ def _remainder(a: Limits, b: Limits) -> Limits:
     if a[0] >= 0 and b[0] > 0:
         return 0, min(a[1], b[1] - 1)
     return min(0, b[0] + 1), max(0, b[1] - 1)
+
+
+# Integers of 8 and 16 bits, whose arithmetic wraps around as torch's does: the result is the exact
+# one modulo 2^8 or 2^16, in the dtype that torch gives it. All other integers are exact in 64 bits.
+
+NARROW = ("uint8", "int8", "int16")
+
+
+def promoted(dtypes: set[str]) -> str:
+    """The dtype of an operation on integers of these dtypes; "" stands for 64 bits.
+
+    Of the narrow dtypes, only int16 holds all numbers of two others.
+    """
+    if not dtypes <= set(NARROW) or not dtypes:
+        return ""
+    return next(iter(dtypes)) if len(dtypes) == 1 else "int16"
+
+
+def wrapped(expr: sympy.Basic, dtype: str) -> sympy.Basic:
+    """The integer as the dtype holds it; anything else, and every integer of "", as it is."""
+    if not dtype or is_condition(expr) or not is_int(expr):
+        return expr
+    low, high = ELEMENT_RANGES[dtype]
+    least, greatest = limits(expr)
+    if low <= least and greatest <= high:
+        return expr
+    return FloorMod(expr - low, high - low + 1) + low

@@ -303,3 +303,11 @@ class Select(RealFunction):
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args[1:]) else None
+
+
+def branches_of(choice: sympy.Expr) -> tuple[list[tuple[sympy.Expr, sympy.Basic]], sympy.Expr]:
+    """The values of a Piecewise or a Select with their conditions, and the value of all others."""
+    if isinstance(choice, Select):
+        return [(choice.args[1], choice.args[0])], choice.args[2]
+    *branches, (last, _) = choice.args
+    return branches, last

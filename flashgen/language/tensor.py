@@ -15,8 +15,8 @@ import sympy
 
 from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
 from flashgen.language.capture_names import check_name
+from flashgen.language.integer_limits import NARROW
 from flashgen.language.lets import Let
-from flashgen.language.narrow_integers import NARROW
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition
 from flashgen.language.tensor_elements import Element, TensorSymbol

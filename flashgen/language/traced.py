@@ -21,8 +21,8 @@ from flashgen.dtypes import FLOAT32_LEAST, FLOAT32_MAX, is_bool
 from flashgen.language import advice
 from flashgen.language.float_functions import Abs
 from flashgen.language.float_operations import NAN, AsFloat, negative
+from flashgen.language.integer_limits import promoted, wrapped
 from flashgen.language.lets import Let, named
-from flashgen.language.narrow_integers import promoted, wrapped
 from flashgen.language.operations import MOST_INSTRUCTIONS, operations_so_far
 from flashgen.language.operators import combined
 from flashgen.language.python_printer import python_text
@@ -71,7 +71,7 @@ class Traced:
     Attributes:
         expr: the sympy expression so far.
         captures: the scalars and tensors in the expression, in order of first use.
-        narrow: the dtype of an integer that wraps around, one of `narrow_integers.NARROW`; else "".
+        narrow: the dtype of an integer that wraps around, one of `integer_limits.NARROW`; else "".
     """
 
     __slots__ = ("captures", "expr", "narrow")

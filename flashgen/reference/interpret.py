@@ -19,13 +19,7 @@ from flashgen.language import (
     SCORE,
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
@@ -33,15 +27,9 @@ from flashgen.language import (
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_condition,
 )
 from flashgen.language.bit_functions import (
@@ -53,7 +41,21 @@ from flashgen.language.bit_functions import (
     ShiftRight,
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
-from flashgen.language.float_functions import Atan
+from flashgen.language.float_functions import (
+    Atan,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor

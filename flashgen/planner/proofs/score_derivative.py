@@ -16,27 +16,29 @@ from flashgen.analysis import Analysis
 from flashgen.language import (
     SCORE,
     Abs,
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Round,
+    elements_of,
+    python_text,
+)
+from flashgen.language.float_functions import (
+    Atan,
     Cos,
     Erf,
     Erfc,
     Exp,
     Expm1,
-    Floor,
-    FloorDiv,
-    FloorMod,
     Log,
     Log1p,
     Log2,
-    Maximum,
-    Minimum,
-    Round,
     Sigmoid,
     Sin,
     Tanh,
-    elements_of,
-    python_text,
 )
-from flashgen.language.float_functions import Atan
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
