@@ -29,14 +29,7 @@ from flashgen.language import (
     Round,
     is_int,
 )
-from flashgen.language.bit_functions import (
-    BitAnd,
-    BitOr,
-    BitXor,
-    Popcount,
-    ShiftLeft,
-    ShiftRight,
-)
+from flashgen.language.bit_functions import BitFunction
 from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.float_functions import FUNCTIONS, FloatFunction, Sigmoid
 from flashgen.language.lets import lets_of
@@ -101,7 +94,7 @@ class _Evaluation:
         operation = _FLOATS.get(expr.func)
         if operation is not None and not (isinstance(expr, FloorDiv | FloorMod) and is_int(expr)):
             return self._rounded(operation, parts)
-        function = _FUNCTIONS.get(expr.func)
+        function = expr.of if isinstance(expr, BitFunction) else _FUNCTIONS.get(expr.func)
         if function is None:
             raise TypeError(f"cannot evaluate {expr.func.__name__}")
         return function(*parts)
@@ -215,10 +208,6 @@ def _greatest(a: Any, b: Any) -> Any:
     return a if a != a or a > b else b
 
 
-def _popcount(x: Any) -> int:
-    return (int(x) & 0xFFFFFFFF).bit_count()
-
-
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
@@ -236,12 +225,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
-    BitAnd: lambda a, b: a & b,
-    BitOr: lambda a, b: a | b,
-    BitXor: lambda a, b: a ^ b,
-    ShiftLeft: lambda x, n: x << n,
-    ShiftRight: lambda x, n: x >> n,
-    Popcount: _either(_popcount, np.vectorize(_popcount, otypes=[np.int64])),
     sympy.StrictLessThan: lambda a, b: a < b,
     sympy.LessThan: lambda a, b: a <= b,
     sympy.StrictGreaterThan: lambda a, b: a > b,
