@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from flashgen.flex import flex_attention as flex_attention
     from flashgen.language.block_layout import BlockSparse as BlockSparse
     from flashgen.language.mod_functions import abs as abs
+    from flashgen.language.mod_functions import atan as atan
     from flashgen.language.mod_functions import atan2 as atan2
     from flashgen.language.mod_functions import clamp as clamp
     from flashgen.language.mod_functions import cos as cos
@@ -92,7 +93,7 @@ _NAMES = {
     "exported": "load_export",
     "flex": "flex_attention",
     "language.block_layout": "BlockSparse",
-    "language.mod_functions": "abs atan2 clamp cos erf erfc exp exp2 expm1 floor isfinite "
+    "language.mod_functions": "abs atan atan2 clamp cos erf erfc exp exp2 expm1 floor isfinite "
     "log log1p log2 maximum minimum popcount round rsqrt sigmoid sign sin sqrt tanh where",
     "language.scalar": "Scalar batch heads seq_k seq_q",
     "language.spec": "AttentionSpec",

@@ -14,13 +14,7 @@ from flashgen.analysis.minmax_table import table_of
 from flashgen.language import (
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     Extreme,
     FloatPower,
     FloatProduct,
@@ -30,28 +24,16 @@ from flashgen.language import (
     FloorDiv,
     FloorMod,
     Least,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_int,
 )
-from flashgen.language.bit_functions import (
-    BitAnd,
-    BitOr,
-    BitXor,
-    Popcount,
-    ShiftLeft,
-    ShiftRight,
-)
+from flashgen.language.bit_functions import BitFunction
 from flashgen.language.comparisons import FLOAT_RELATIONS
+from flashgen.language.float_functions import FUNCTIONS, FloatFunction, Sigmoid
 from flashgen.language.lets import lets_of
-from flashgen.language.sympy_functions import Select
+from flashgen.language.sympy_functions import Select, branches_of
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -112,16 +94,13 @@ class _Evaluation:
         operation = _FLOATS.get(expr.func)
         if operation is not None and not (isinstance(expr, FloorDiv | FloorMod) and is_int(expr)):
             return self._rounded(operation, parts)
-        function = _FUNCTIONS.get(expr.func)
+        function = expr.of if isinstance(expr, BitFunction) else _FUNCTIONS.get(expr.func)
         if function is None:
             raise TypeError(f"cannot evaluate {expr.func.__name__}")
         return function(*parts)
 
     def _choice(self, expr: sympy.Expr) -> Any:
-        if isinstance(expr, Select):
-            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-        else:
-            *branches, (last, _) = expr.args
+        branches, last = branches_of(expr)
         for place, (value, condition) in enumerate(branches):
             test = self.of(condition)
             if isinstance(test, np.ndarray):
@@ -191,8 +170,15 @@ def _real(compute: Callable[[], float], undefined: float = math.nan) -> float:
         return undefined
 
 
-def _scalar(function: Callable[[float], float]) -> Callable[[float], float]:
-    return lambda x: _real(lambda: function(x), -math.inf if x == 0 else math.nan)
+def _recorded(record: type[FloatFunction]) -> Callable[..., Any]:
+    function, pole = getattr(math, record.called), record.pole
+    array = getattr(np, record.numpy or record.called, None)
+
+    def number(*args: float) -> float:
+        return _real(lambda: function(*args), -math.inf if args == (pole,) else math.nan)
+
+    found: Callable[..., Any] = _either(number, array or np.vectorize(function, otypes=[float]))
+    return found
 
 
 def _quotient(a: Any, b: Any) -> Any:
@@ -214,20 +200,12 @@ def _floor(x: float) -> float:
     return math.floor(x) if math.isfinite(x) else x
 
 
-def _log1p(x: float) -> float:
-    return _real(lambda: math.log1p(x), -math.inf if x == -1 else math.nan)
-
-
 def _least(a: Any, b: Any) -> Any:
     return a if a != a or a < b else b
 
 
 def _greatest(a: Any, b: Any) -> Any:
     return a if a != a or a > b else b
-
-
-def _popcount(x: Any) -> int:
-    return (int(x) & 0xFFFFFFFF).bit_count()
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -243,26 +221,10 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Abs: abs,
     sympy.Abs: abs,
     sympy.sign: _either(lambda x: (x > 0) - (x < 0), np.sign),
-    Exp: _either(_scalar(math.exp), np.exp),
-    Log: _either(_scalar(math.log), np.log),
-    Log2: _either(_scalar(math.log2), np.log2),
-    Tanh: _either(math.tanh, np.tanh),
-    Sin: _either(_scalar(math.sin), np.sin),
-    Cos: _either(_scalar(math.cos), np.cos),
+    **{record: _recorded(record) for record in FUNCTIONS.values() if record is not Sigmoid},
     Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
-    Erf: _either(math.erf, np.vectorize(math.erf, otypes=[float])),
-    Erfc: _either(math.erfc, np.vectorize(math.erfc, otypes=[float])),
-    Log1p: _either(_log1p, np.log1p),
-    Expm1: _either(_scalar(math.expm1), np.expm1),
-    Atan2: _either(math.atan2, np.arctan2),
-    BitAnd: lambda a, b: a & b,
-    BitOr: lambda a, b: a | b,
-    BitXor: lambda a, b: a ^ b,
-    ShiftLeft: lambda x, n: x << n,
-    ShiftRight: lambda x, n: x >> n,
-    Popcount: _either(_popcount, np.vectorize(_popcount, otypes=[np.int64])),
     sympy.StrictLessThan: lambda a, b: a < b,
     sympy.LessThan: lambda a, b: a <= b,
     sympy.StrictGreaterThan: lambda a, b: a > b,

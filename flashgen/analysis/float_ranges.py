@@ -33,7 +33,7 @@ from flashgen.language.comparisons import (
 )
 from flashgen.language.integer_limits import fits, limits
 from flashgen.language.lets import Let, named
-from flashgen.language.sympy_functions import Select
+from flashgen.language.sympy_functions import Select, branches_of
 
 
 def float_range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
@@ -93,10 +93,7 @@ def _leaf(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
 
 
 def _choice(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
-    if isinstance(expr, Select):
-        branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-    else:
-        *branches, (last, _) = expr.args
+    branches, last = branches_of(expr)
     result = float_range(last, tile)
     for value, condition in reversed(branches):
         part = float_range(value, tile)

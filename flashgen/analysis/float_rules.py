@@ -13,12 +13,6 @@ import sympy
 from flashgen.language import (
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
@@ -26,21 +20,16 @@ from flashgen.language import (
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
 )
 from flashgen.language.comparisons import (
     FloatGreater,
     FloatGreaterEqual,
     FloatLess,
 )
+from flashgen.language.float_functions import FUNCTIONS, Bounded, Monotone
 from flashgen.language.float_operations import negative
 
 SLACK = sympy.Rational(1, 2**18)
@@ -282,36 +271,25 @@ def _widened(x: FloatRange) -> FloatRange:
     return FloatRange(lo, moved(x.hi, 1), x.defined, least, moved_number(x.most, 1))
 
 
-def _increasing(
-    least: float = -math.inf, most: float = math.inf, from_on: int | None = None
-) -> Callable[..., FloatRange]:
-    """The rule of an increasing function with values between two numbers.
-
-    Args:
-        from_on: the least argument that it is defined for.
-    """
-
+def _monotone(of: Monotone) -> Callable[..., FloatRange]:
     def rule(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-        domain = sympy.true if from_on is None else _at_least(x, from_on)
-        lo, hi = (expr.func(AsFloat(end)) for end in (x.lo, x.hi))
-        return _widened(FloatRange(lo, hi, sympy.And(x.defined, domain), least, most))
+        domain = sympy.true if of.from_on is None else _at_least(x, of.from_on)
+        ends = (x.hi, x.lo) if of.falls else (x.lo, x.hi)
+        lo, hi = (expr.func(AsFloat(end)) for end in ends)
+        return _widened(FloatRange(lo, hi, sympy.And(x.defined, domain), of.least, of.most))
 
     return rule
 
 
-def _falling(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-    lo, hi = (expr.func(AsFloat(end)) for end in (x.hi, x.lo))
-    return _widened(FloatRange(lo, hi, x.defined, 0.0, 3.0))
+def _bounded(of: Bounded) -> Callable[..., FloatRange]:
+    def rule(expr: sympy.Expr, *parts: FloatRange) -> FloatRange:
+        defined = sympy.And(*(part.defined for part in parts))
+        if of.of_finite:
+            defined = sympy.And(defined, *map(_is_finite, parts))
+        end, number = of.bound + SLACK, of.bound + 0.125
+        return FloatRange(-end, end, defined, -number, number)
 
-
-def _wave(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-    defined = sympy.And(x.defined, _is_finite(x))
-    return FloatRange(-1 - SLACK, 1 + SLACK, defined, -1.125, 1.125)
-
-
-def _angle(expr: sympy.Expr, y: FloatRange, x: FloatRange) -> FloatRange:
-    four = sympy.Integer(4)
-    return FloatRange(-four, four, sympy.And(x.defined, y.defined), -4.0, 4.0)
+    return rule
 
 
 RULES: dict[type[sympy.Basic], Callable[..., FloatRange]] = {
@@ -328,16 +306,9 @@ RULES: dict[type[sympy.Basic], Callable[..., FloatRange]] = {
     Round: lambda expr, x: _applied(Round, x),
     FloorDiv: _floor_quotient,
     FloorMod: _remainder,
-    Exp: _increasing(0.0),
-    Expm1: _increasing(-2.0),
-    Log: _increasing(from_on=0),
-    Log2: _increasing(from_on=0),
-    Log1p: _increasing(from_on=-1),
-    Tanh: _increasing(-1.125, 1.125),
-    Sigmoid: _increasing(0.0, 1.125),
-    Erf: _increasing(-1.125, 1.125),
-    Erfc: _falling,
-    Sin: _wave,
-    Cos: _wave,
-    Atan2: _angle,
 }
+for _record in FUNCTIONS.values():
+    if isinstance(_record.interval, Monotone):
+        RULES[_record] = _monotone(_record.interval)
+    elif isinstance(_record.interval, Bounded):
+        RULES[_record] = _bounded(_record.interval)

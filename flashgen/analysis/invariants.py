@@ -1,4 +1,4 @@
-"""Which parts of an expression the scores of a head, of a query or of a key share.
+"""Loop-invariant parts of an expression: constant per head, query row or key column.
 
 A kernel computes such a part once, before its loop over scores, and not once for each score. The
 compiler cannot do this by itself: it does not know that the memory behind a read stays the same.

@@ -33,7 +33,7 @@ from flashgen.language.bit_functions import BitFunction
 from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import limits
 from flashgen.language.lets import Let, named
-from flashgen.language.sympy_functions import Select
+from flashgen.language.sympy_functions import Select, branches_of
 
 _MINUS = sympy.S.NegativeOne
 
@@ -250,10 +250,7 @@ def _power(expr: sympy.Expr, tile: TileBounds) -> Range:
 
 
 def _choice(expr: sympy.Expr, tile: TileBounds) -> Range:
-    if isinstance(expr, Select):
-        branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-    else:
-        *branches, (last, _) = expr.args
+    branches, last = branches_of(expr)
     result = range_of(last, tile)
     for value, condition in reversed(branches):
         part = range_of(value, tile)

@@ -139,21 +139,25 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     # Conditions are hidden behind names, because sympy would rewrite them.
     choices = score.atoms(sympy.Piecewise)
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
-    hidden = replaced(score, names)
-    found = sympy.diff(_with_named_choices(hidden, by), by)
-    values = {let: c for c, let in names.items()}
-    for let in lets_of(found):
+    hidden, sides = _with_named_sides(replaced(score, names), by)
+    found = sympy.diff(hidden, by)
+    values: dict[sympy.Basic, sympy.Basic] = {let: c for c, let in names.items()}
+    for let in sides:
         value = replaced(let.value, values)
-        if let not in values and value != let.value:
+        if value != let.value:
             values[let] = Let(value)
     return replaced(found, values)
 
 
-def _with_named_choices(expr: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
+def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, list[Let]]:
     """The expression with a Let, and its derivative, for each choice that an extremum compares.
 
     sympy would fold the choices in a condition, and lose their cases.
+
+    Returns:
+        The expression, and these Lets, inner ones first.
     """
+    made: list[Let] = []
 
     def with_names(extremum: sympy.Expr) -> sympy.Expr:
         sides = []
@@ -162,10 +166,11 @@ def _with_named_choices(expr: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
                 slope = sympy.diff(side, by)
                 side = Let(side)
                 side.slopes[by] = slope
+                made.append(side)
             sides.append(side)
         return extremum.func(*sides, evaluate=False)
 
-    return expr.replace(lambda part: isinstance(part, Minimum | Maximum), with_names)
+    return expr.replace(lambda part: isinstance(part, Minimum | Maximum), with_names), made
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:

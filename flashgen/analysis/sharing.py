@@ -11,26 +11,19 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.language import (
-    Atan2,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
     Maximum,
     Minimum,
-    Tanh,
     is_condition,
     is_int,
 )
+from flashgen.language.float_functions import FUNCTIONS
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of, parts_of
 from flashgen.language.sympy_functions import Select
@@ -178,8 +171,8 @@ _LONG_INDEX = 20
 """An index of a tensor with more parts than this has a name of its own."""
 
 _COSTLY = (
-    *(TensorRead, FloorDiv, FloorMod, sympy.Pow, FloatPower, FloatQuotient, Exp, Log, Tanh),
-    *(Erf, Erfc, Log1p, Expm1, Atan2),
+    *(TensorRead, FloorDiv, FloorMod, sympy.Pow, FloatPower, FloatQuotient),
+    *(record for record in FUNCTIONS.values() if record.is_costly),
 )
 """Operations that code computes only on the paths that need them."""
 

@@ -7,6 +7,7 @@ quarter of the time of one index per dimension. Tensors may have any strides and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -27,10 +28,11 @@ def read(dtype: torch.dtype, tensor: Tensor, *places: Tensor) -> Tensor:
     """The elements at indices inside the tensor, one for each dimension, in ``dtype``."""
     if not places:
         return tensor.to(dtype)
-    lengths = zip(tensor.shape, tensor.stride(), strict=True)
-    reach = sum((size - 1) * stride for size, stride in lengths)
-    memory = tensor.as_strided((reach + 1,), (1,))
-    return torch.take(memory, _sum_of(places, tensor.stride())).to(dtype)
+    strides = tensor.stride()
+    if not tensor.is_contiguous():
+        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+        tensor = tensor.as_strided((reach + 1,), (1,))
+    return torch.take(tensor, _sum_of(places, strides)).to(dtype)
 
 
 def flat_index(tensor: Tensor, *places: Tensor) -> Tensor:
@@ -57,8 +59,6 @@ def add_at(total: Tensor, places: Tensor, tile: Tensor, factor: float) -> None:
 
 
 def _sum_of(places: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
-    steps = sorted(zip(places, strides, strict=True), key=lambda step: step[0].numel())
-    total = torch.zeros((), dtype=torch.int64)
-    for place, stride in steps:  # the smallest first, so that few sums have the size of a tile
-        total = total + (place if stride == 1 else place * stride)
-    return total
+    steps = [x if n == 1 else x * n for x, n in zip(places, strides, strict=True)]
+    steps.sort(key=Tensor.numel)  # so that few sums have the size of a tile
+    return reduce(torch.add, steps) if steps else torch.zeros((), dtype=torch.int64)

@@ -113,8 +113,11 @@ def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     sums = scores.logsumexp(-1, keepdim=True)
     lse.copy_(sums.view(lse.shape))
     # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
-    p = scores.sub_(sums.clamp_min_(torch.finfo(torch.float64).min)).exp_()
+    p = scores.sub_(sums.clamp_min_(_LOWEST)).exp_()
     out.copy_(torch.bmm(p, v).view(out.shape))
+
+
+_LOWEST = torch.finfo(torch.float64).min
 
 
 def _chunk(

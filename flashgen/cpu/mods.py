@@ -23,13 +23,7 @@ from flashgen.errors import SpecError
 from flashgen.language import (
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
@@ -37,29 +31,16 @@ from flashgen.language import (
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_condition,
     is_int,
 )
-from flashgen.language.bit_functions import (
-    BitAnd,
-    BitFunction,
-    BitOr,
-    BitXor,
-    Popcount,
-    ShiftLeft,
-    ShiftRight,
-)
+from flashgen.language.bit_functions import BitFunction
 from flashgen.language.comparisons import FLOAT_RELATIONS
 from flashgen.language.divisors import may_be_zero
+from flashgen.language.float_functions import FUNCTIONS
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of
 
@@ -212,7 +193,7 @@ class _Compiler:
         if isinstance(expr, FloorDiv | FloorMod):
             return self._integer_division(expr)
         if isinstance(expr, BitFunction):
-            return self._step(_BITS[expr.func], *map(self.integer, expr.args))
+            return self._step(expr.of, *map(self.integer, expr.args))
         return self._common(expr, self.integer)
 
     def _integer_division(self, expr: sympy.Expr) -> int:
@@ -332,15 +313,6 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
     return torch.remainder(a.double(), b.double()).to(a.dtype)
 
 
-def _popcount(x: Tensor) -> Tensor:
-    """The ones among the low 32 bits, counted in pairs, fours and bytes."""
-    x = x & 0xFFFFFFFF
-    x = x - (x >> 1 & 0x55555555)
-    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
-    x = x + (x >> 4) & 0x0F0F0F0F
-    return x * 0x01010101 >> 24 & 0xFF
-
-
 def _number(expr: sympy.Expr) -> float:
     # A derivative can hold sympy's 1 / 0 in a branch: an infinity without a sign.
     return math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
@@ -390,27 +362,7 @@ _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
     FloorDiv: torch.floor_divide,
     FloorMod: _remainder,
     Abs: torch.abs,
-    Exp: torch.exp,
-    Log: torch.log,
-    Log2: torch.log2,
-    Tanh: torch.tanh,
-    Sin: torch.sin,
-    Cos: torch.cos,
-    Sigmoid: torch.sigmoid,
     Floor: torch.floor,
     Round: torch.round,
-    Erf: torch.erf,
-    Erfc: torch.erfc,
-    Log1p: torch.log1p,
-    Expm1: torch.expm1,
-    Atan2: torch.atan2,
-}
-
-_BITS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    BitAnd: torch.bitwise_and,
-    BitOr: torch.bitwise_or,
-    BitXor: torch.bitwise_xor,
-    ShiftLeft: torch.bitwise_left_shift,
-    ShiftRight: torch.bitwise_right_shift,
-    Popcount: _popcount,
+    **{record: getattr(torch, name) for name, record in FUNCTIONS.items()},
 }

@@ -81,7 +81,7 @@ def chunks_of(problem: SequenceProblem, *, keep: bool = False) -> Iterator[Chunk
 
 
 class Modified(NamedTuple):
-    """s' of a tile and its derivatives.
+    """The scores of a tile after score_mod, with the derivatives that the backward pass needs.
 
     Attributes:
         score: s', [pairs, rows, group, keys]; it may be a view that repeats elements.

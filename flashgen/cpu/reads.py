@@ -11,21 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import sympy
 import torch
 
 from flashgen.analysis.tile_walk import numbers_of
-from flashgen.cpu.chunks import SequenceRows, sequences
+from flashgen.cpu.chunks import sequences
 from flashgen.cpu.mods import compiled
-from flashgen.cpu.program import Program
+from flashgen.cpu.program import BoundProgram, Program
 from flashgen.dtypes import Number
 from flashgen.errors import InputError
-from flashgen.language import SCORE, B, Element, H, K, Q, TensorSymbol, python_text
+from flashgen.language import (
+    SCORE,
+    B,
+    Element,
+    H,
+    K,
+    Q,
+    TensorSymbol,
+    is_condition,
+    python_text,
+)
 from flashgen.language.integer_limits import Limits, limits
-from flashgen.language.lets import Let, elements_of, named
+from flashgen.language.lets import Let, lets_of, named
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.user_source import SourceLines
 from flashgen.signature import LAYOUT_NAMES
@@ -76,31 +86,46 @@ def size_of(tensor: TensorSymbol, axis: int) -> sympy.Symbol:
 
 
 class _Finder:
-    """Finds the elements that expressions read, and where they use them."""
+    """Finds the elements that expressions read, and where they use them.
+
+    What is known of a part is kept for all that contain it, and large conditions have names, so
+    that the time is linear in the size of the mods.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         # Other tensors have no dimensions that a mod can miss.
         self.dims = {x.symbol: x.dims for x in spec.tensors if x.name not in LAYOUT_NAMES}
         self.possible: dict[tuple[sympy.Basic, bool], sympy.Basic] = {}
+        self.mistakes: dict[sympy.Basic, sympy.Basic] = {}
 
     def reads(self, expr: sympy.Basic, in_score: bool) -> Iterator[Read]:
-        order: dict[sympy.Basic, None] = {}
-        self._visit(expr, order)
-        uses: dict[sympy.Basic, list[sympy.Basic]] = {expr: [sympy.true]}
-        for node in reversed(order):  # every node after all that contain it
-            used = named(_any(*uses[node]))
-            for part, where in self._parts(node):
-                uses.setdefault(part, []).append(_all(used, where))
-            if isinstance(node, Element) and node.tensor in self.dims:
-                for axis, dim in enumerate(self.dims[node.tensor]):
-                    yield Read(node, axis, dim, self._outside(node, axis), used, in_score)
-
-    def _visit(self, node: sympy.Basic, order: dict[sympy.Basic, None]) -> None:
-        """Appends the nodes that contain elements, each after its parts."""
-        if node not in order:
-            for part, _ in self._parts(node):
+        order: dict[sympy.Basic, tuple[tuple[sympy.Basic, sympy.Basic], ...]] = {}
+        for part in (*lets_of(expr), expr):  # parts before what uses them: recursion stays shallow
+            if _reads_tensors(part):
                 self._visit(part, order)
-            order[node] = None
+        uses: dict[sympy.Basic, list[sympy.Basic]] = {expr: [sympy.true]}
+        for node, parts in reversed(order.items()):  # every node after all that contain it
+            used = named(_any(*uses[node]))
+            for part, where in parts:
+                uses.setdefault(part, []).append(_all(used, where))
+            for axis, dim, outside in self._outside(node):
+                yield Read(node, axis, dim, outside, used, in_score)
+
+    def _visit(
+        self,
+        node: sympy.Basic,
+        order: dict[sympy.Basic, tuple[tuple[sympy.Basic, sympy.Basic], ...]],
+    ) -> None:
+        """Appends the nodes that contain elements, with their parts, each after its parts."""
+        if node not in order:
+            parts = tuple(self._parts(node))
+            for part, _ in parts:
+                self._visit(part, order)
+            order[node] = parts
+            if isinstance(node, Let):
+                self._mistake(node)
+                if is_condition(node):
+                    self._may(node), self._may(node, turned=True)
 
     def _parts(self, node: sympy.Basic) -> Iterator[tuple[sympy.Basic, sympy.Basic]]:
         """The parts of a node that contain elements, each with the condition that it is used."""
@@ -116,16 +141,16 @@ class _Finder:
             parts = [
                 (part, _all(*(self._may(x, turned) for x in node.args if x is not part)))
                 for part in node.args
-                if elements_of(part)
+                if _reads_tensors(part)
             ]
         else:
             parts = [(part, sympy.true) for part in node.args]
-        return ((part, where) for part, where in parts if elements_of(part))
+        return ((part, where) for part, where in parts if _reads_tensors(part))
 
     def _may(self, condition: sympy.Basic, turned: bool = False) -> sympy.Basic:
         """The condition, or its opposite, with each comparison that a mistake or the score decides
         replaced by true where it is decided so."""
-        if SCORE not in condition.free_symbols and not elements_of(condition):
+        if SCORE not in condition.free_symbols and not _reads_tensors(condition):
             return _not(condition) if turned else condition
         if (condition, turned) not in self.possible:
             self.possible[condition, turned] = named(self._possible(condition, turned))
@@ -141,15 +166,30 @@ class _Finder:
             return join(*(self._may(part, turned) for part in condition.args))
         if SCORE in condition.free_symbols:
             return sympy.true
-        mistakes = (read.mistake for read in self.reads(condition, False))
-        return _any(_not(condition) if turned else condition, *mistakes)
+        return _any(_not(condition) if turned else condition, self._mistake(condition))
 
-    def _outside(self, element: Element, axis: int) -> sympy.Basic:
-        index, dim = element.indices[axis], self.dims[element.tensor][axis]
-        size = dim if isinstance(dim, int) else size_of(element.tensor, axis)
-        inside = sympy.And(index >= 0, index < size, evaluate=False)  # false for NaN
-        outside = sympy.Not(inside, evaluate=False)
-        return outside if isinstance(dim, int) else _all(sympy.Gt(size, 1), outside)
+    def _mistake(self, node: sympy.Basic) -> sympy.Basic:
+        """The condition that a part of an expression uses an element outside of its tensor."""
+        if node not in self.mistakes:
+            own = (outside for _, _, outside in self._outside(node))
+            inner = (_all(where, self._mistake(part)) for part, where in self._parts(node))
+            self.mistakes[node] = named(_any(*own, *inner))
+        return self.mistakes[node]
+
+    def _outside(self, node: sympy.Basic) -> Iterator[tuple[int, str | int, sympy.Basic]]:
+        """For each index of an element: the axis, the dimension, and that it is outside."""
+        dims = self.dims.get(node.tensor, ()) if isinstance(node, Element) else ()
+        for axis, dim in enumerate(dims):
+            index, size = node.indices[axis], dim
+            if isinstance(dim, str):
+                size = size_of(node.tensor, axis)
+            inside = sympy.And(index >= 0, index < size, evaluate=False)  # false for NaN
+            outside = sympy.Not(inside, evaluate=False)
+            yield axis, dim, outside if size is dim else _all(sympy.Gt(size, 1), outside)
+
+
+def _reads_tensors(expr: sympy.Basic) -> bool:
+    return any(isinstance(symbol, TensorSymbol) for symbol in expr.free_symbols)
 
 
 def _all(*conditions: sympy.Basic) -> sympy.Basic:
@@ -182,93 +222,101 @@ def _program(spec: AttentionSpec, reads: tuple[Read, ...], with_mask: bool) -> P
     )
 
 
-def check_reads(
-    spec: AttentionSpec,
-    sizes: tuple[int, int, int, int],
-    offsets: tuple[int, int],
-    scalars: Mapping[str, Number],
-    tensors: Mapping[str, Tensor],
-) -> bool:
-    """Refuses a call whose mods use an element outside of a captured tensor.
+class ReadCheck:
+    """Refuses the calls of a spec whose mods use an element outside of a captured tensor.
 
-    Args:
-        sizes: batch, heads_q, seq_q and seq_k of the operands.
-        offsets: q_offset and k_offset, where they are not among ``tensors``.
-        tensors: the captured tensors by name, on the CPU, with the blocks of a block layout.
-
-    Returns:
-        Whether all calls with these sizes, numbers and shapes are right, whatever their tensors
-        hold.
-
-    Raises:
-        InputError: an index is outside; the error names the mod, the index and the position.
+    What the contents of tensors do not change is found once for all calls with the same sizes and
+    shapes.
     """
-    by_symbol = {x.symbol: tensors[x.name] for x in spec.read_tensors if x.name in tensors}
-    always = not (spec.packed or spec.offsets)
-    for rows in sequences(spec, sizes[0], tensors, offsets):
-        call = _Call.of(spec, sizes, rows, scalars, by_symbol)
-        reads = call.open_reads(reads_of(spec))
-        if reads and 0 not in call.shape:
-            always &= not any(isinstance(x, TensorSymbol) for x in _decisive(spec, reads))
-            call.check(reads)
-    return always
+
+    def __init__(self, spec: AttentionSpec, scalars: Mapping[str, Number]) -> None:
+        """
+        Args:
+            scalars: a number for each of spec.scalars, the same in all calls.
+        """
+        self.spec = spec
+        self._positions = lru_cache(maxsize=64)(partial(_Positions, spec, scalars))
+
+    def __call__(
+        self,
+        sizes: tuple[int, int, int, int],
+        offsets: tuple[int, int],
+        tensors: Mapping[str, Tensor],
+    ) -> bool:
+        """Whether all calls with these sizes and shapes are right, whatever their tensors hold.
+
+        Args:
+            sizes: batch, heads_q, seq_q and seq_k of the operands.
+            offsets: q_offset and k_offset, where they are not among ``tensors``.
+            tensors: the captured tensors by name, on the CPU, with the blocks of a block layout.
+
+        Raises:
+            InputError: an index is outside; the error names the mod, the index and the position.
+        """
+        spec = self.spec
+        given = {x.symbol: tensors[x.name].detach() for x in spec.read_tensors if x.name in tensors}
+        shapes = tuple((symbol, tensor.shape) for symbol, tensor in given.items())
+        always = not (spec.packed or spec.offsets)
+        for rows in sequences(spec, sizes[0], tensors, offsets):
+            number, entries = rows.place or (0, sizes[0])
+            seq_q, seq_k = (
+                len(range(length)[part])
+                for length, part in zip(sizes[2:], (rows.queries, rows.keys), strict=True)
+            )
+            shape = sizes[0] if rows.place is None else 1, sizes[1], seq_q, seq_k
+            positions = self._positions(shape, (number, 0, *rows.offsets), entries, shapes)
+            always &= positions.always
+            if positions.reads:
+                positions.check(given)
+        return always
 
 
-def _decisive(spec: AttentionSpec, reads: tuple[Read, ...]) -> set[sympy.Symbol]:
-    """The symbols on which it depends whether a read is wrong."""
-    symbols: set[sympy.Symbol] = set(spec.keep.free_symbols)
-    return symbols.union(*(x.mistake.free_symbols for x in reads))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A sequence of a call, or all its batch entries at the same positions.
+class _Positions:
+    """The positions of a sequence of a call, or of all its batch entries at the same positions.
 
     Attributes:
         shape: batch entries, heads, queries and keys.
         first: the least b, h, q and k.
-        values: numbers and tensors by symbol.
+        shapes: those of the captured tensors.
+        numbers: sizes and scalars by symbol.
+        reads: the reads whose indices are not inside the tensor by their bounds alone.
+        always: whether it does not depend on the contents of tensors that these are right.
     """
 
-    spec: AttentionSpec
-    shape: tuple[int, int, int, int]
-    first: tuple[int, int, int, int]
-    values: Mapping[sympy.Symbol, Any]
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         spec: AttentionSpec,
-        sizes: tuple[int, int, int, int],
-        rows: SequenceRows,
         scalars: Mapping[str, Number],
-        tensors: Mapping[sympy.Symbol, Tensor],
-    ) -> _Call:
-        number, entries = rows.place or (0, sizes[0])
-        own = sizes[0] if rows.place is None else 1
-        seq_q, seq_k = (
-            len(range(length)[part])
-            for length, part in zip(sizes[2:], (rows.queries, rows.keys), strict=True)
-        )
-        shape = own, sizes[1], seq_q, seq_k
-        values: dict[sympy.Symbol, Any] = dict(
-            numbers_of(spec, (entries, sizes[1], seq_q, seq_k), scalars)
-        )
-        values |= {x: tensor.detach() for x, tensor in tensors.items()}
-        for symbol, tensor in tensors.items():
-            values |= {size_of(symbol, axis): size for axis, size in enumerate(tensor.shape)}
-        return _Call(spec, shape, (number, 0, *rows.offsets), values)
-
-    def open_reads(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
-        """The reads whose indices are not inside the tensor by their bounds alone."""
+        shape: tuple[int, int, int, int],
+        first: tuple[int, int, int, int],
+        entries: int,
+        shapes: tuple[tuple[TensorSymbol, torch.Size], ...],
+    ) -> None:
+        self.spec, self.shape, self.first, self.shapes = spec, shape, first, dict(shapes)
+        self.numbers = numbers_of(spec, (entries, *shape[1:]), scalars)
+        for symbol, lengths in shapes:
+            self.numbers |= {size_of(symbol, axis): size for axis, size in enumerate(lengths)}
         known: dict[sympy.Symbol, Limits] = {
-            symbol: (first, first + max(length, 1) - 1)
-            for symbol, first, length in zip((B, H, Q, K), self.first, self.shape, strict=True)
+            symbol: (least, least + max(length, 1) - 1)
+            for symbol, least, length in zip((B, H, Q, K), first, shape, strict=True)
         }
-        known |= {x: (n, n) for x, n in self.values.items() if type(n) in (int, bool)}
-        return tuple(read for read in reads if not self._is_inside(read, known))
+        known |= {x: (int(n), int(n)) for x, n in self.numbers.items() if type(n) in (int, bool)}
+        reads = () if 0 in shape else reads_of(spec)
+        self.reads = tuple(read for read in reads if not self._is_inside(read, known))
+        decisive = spec.keep.free_symbols.union(*(x.mistake.free_symbols for x in self.reads))
+        self.always = not (self.reads and any(isinstance(x, TensorSymbol) for x in decisive))
+
+    @cached_property
+    def _fixed(self) -> tuple[dict[sympy.Symbol, Tensor], Tensor, Tensor]:
+        """What programs read besides tensors, by symbol, and all q and k."""
+        b, h, q, k = (
+            torch.arange(first, first + length).view(*(-1 if i == axis else 1 for i in range(4)))
+            for axis, (first, length) in enumerate(zip(self.first, self.shape, strict=True))
+        )
+        return {x: _as_tensor(n) for x, n in self.numbers.items()} | {B: b, H: h}, q, k
 
     def _is_inside(self, read: Read, known: Mapping[sympy.Symbol, Limits]) -> bool:
-        size = self.values[read.element.tensor].shape[read.axis]
+        size = self.shapes[read.element.tensor][read.axis]
         if size == 1 and isinstance(read.dim, str):
             return True
         try:
@@ -277,27 +325,31 @@ class _Call:
             return False
         return least >= 0 and greatest < size
 
-    def check(self, reads: tuple[Read, ...]) -> None:
-        """Raises InputError for the first of these reads that is a mistake."""
+    def check(self, tensors: Mapping[sympy.Symbol, Tensor]) -> None:
+        """Raises InputError for the first read that is a mistake."""
+        fixed, q, k = self._fixed
+        values = {**fixed, **tensors}
         for with_mask in (False, True):
-            program = _program(self.spec, reads, with_mask)
-            found = self._first(program)
+            program = _program(self.spec, self.reads, True) if with_mask else self._of_all_scores
+            found = self._first(program.bind(values), q, k)
             if found is None:
                 return
-            if with_mask or not reads[found[0]].in_score:
-                self._refuse(reads[found[0]], found[1])
+            number, place = found
+            if with_mask or not self.reads[number].in_score:
+                self._refuse(self.reads[number], place, values)
         raise AssertionError("the second round returns or refuses")
 
-    def _first(self, program: Program) -> tuple[int, tuple[int, int, int, int]] | None:
+    @cached_property
+    def _of_all_scores(self) -> Program:
+        return _program(self.spec, self.reads, False)
+
+    def _first(
+        self, bound: BoundProgram, q: Tensor, k: Tensor
+    ) -> tuple[int, tuple[int, int, int, int]] | None:
         """The number of the first condition that is true somewhere, and b, h, q and k there."""
         batch, heads, seq_q, seq_k = self.shape
-        b, h, q, k = (
-            torch.arange(first, first + length).view(*(-1 if i == axis else 1 for i in range(4)))
-            for axis, (first, length) in enumerate(zip(self.first, self.shape, strict=True))
-        )
-        bound = program.bind(self._bound(program, b, h))
         step = max(1, _MOST_ELEMENTS // (batch * heads * seq_k))
-        if not program.uses(Q):
+        if not bound.program.uses(Q):
             step = seq_q
         for start in range(0, seq_q, step):
             rows = q[:, :, start : start + step]
@@ -310,20 +362,17 @@ class _Call:
                     return number, tuple(first + int(i) + more for first, i, more in ends)  # type: ignore[return-value]
         return None
 
-    def _bound(self, program: Program, b: Tensor, h: Tensor) -> dict[sympy.Symbol, Tensor]:
-        values = {**self.values, B: b, H: h}
-        return {
-            x: values[x] if isinstance(values[x], Tensor) else _as_tensor(values[x])
-            for x in program.inputs
-            if x in values
-        }
-
-    def _refuse(self, read: Read, place: tuple[int, int, int, int]) -> None:
+    def _refuse(
+        self,
+        read: Read,
+        place: tuple[int, int, int, int],
+        values: Mapping[sympy.Symbol, Tensor],
+    ) -> None:
         b, h, q, k = (torch.tensor(number) for number in place)
         program = compiled((read.index,), torch.float64)
-        (value,) = program.bind(self._bound(program, b, h))(q, k)
+        (value,) = program.bind({**values, B: b, H: h})(q, k)
         element, axis = read.element, read.axis
-        size = self.values[element.tensor].shape[axis]
+        size = self.shapes[element.tensor][axis]
         texts = [python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"

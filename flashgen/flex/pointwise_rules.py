@@ -15,7 +15,8 @@ import torch
 
 import flashgen.language.mod_functions as fg
 from flashgen.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.language import SCORE, AsFloat, Element, Log, Tensor, Traced, python_text
+from flashgen.language import SCORE, AsFloat, Element, Tensor, Traced, python_text
+from flashgen.language.float_functions import FUNCTIONS, Log
 from flashgen.language.integer_limits import fits
 from flashgen.language.mod_functions import where
 from flashgen.language.symbols import is_int
@@ -262,24 +263,12 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "positive": operator.pos,
     "sign": fg.sign,
     "sgn": fg.sign,
-    "exp": fg.exp,
     "exp2": fg.exp2,
-    "expm1": fg.expm1,
-    "erf": fg.erf,
-    "erfc": fg.erfc,
-    "atan2": fg.atan2,
-    "log": fg.log,
-    "log2": fg.log2,
     "log10": lambda x: fg.log(x) / LN_10,
-    "log1p": fg.log1p,
     "sqrt": fg.sqrt,
     "rsqrt": fg.rsqrt,
     "reciprocal": lambda x: 1 / x,
-    "sin": fg.sin,
-    "cos": fg.cos,
     "tan": lambda x: fg.sin(x) / fg.cos(x),
-    "tanh": fg.tanh,
-    "sigmoid": fg.sigmoid,
     "sinh": lambda x: (fg.exp(x) - fg.exp(-x)) / 2,
     "cosh": lambda x: (fg.exp(x) + fg.exp(-x)) / 2,
     "floor": fg.floor,
@@ -288,6 +277,7 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x <= 0, 0, x),  # NaN where x is
     "pow": operator.pow,
+    **{name: getattr(fg, name) for name in FUNCTIONS},
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_and": operator.and_,

@@ -6,13 +6,13 @@ import ast
 import linecache
 from types import FrameType
 
+from flashgen.language import float_functions
 from flashgen.language.user_source import user_frame
 
 FUNCTIONS = (
-    "where", "minimum", "maximum", "exp", "log", "log2", "sqrt",
-    "tanh", "sigmoid", "abs", "sin", "cos", "floor", "round", "exp2", "expm1", "log1p", "rsqrt",
-    "erf", "erfc", "atan2", "sign", "clamp", "isfinite", "popcount",
-)  # fmt: skip
+    *("where", "minimum", "maximum", "abs", "sqrt", "rsqrt", "exp2", *float_functions.FUNCTIONS),
+    *("floor", "round", "sign", "clamp", "isfinite", "popcount"),
+)
 
 LANGUAGE = f"operators and the functions of flashgen: fg.{', '.join(FUNCTIONS)}"
 

@@ -6,7 +6,9 @@ is a remainder, which the analysis of masks understands better.
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import sympy
 
@@ -16,9 +18,14 @@ Limits = tuple[int, int]
 
 
 class BitFunction(sympy.Function):  # type: ignore[misc]
-    """A function of integers whose value is an integer; its derivative is 0."""
+    """A function of integers whose value is an integer; its derivative is 0.
+
+    Attributes:
+        of: the value for integers of Python, and for arrays and tensors of 64-bit integers.
+    """
 
     integer_closed = True
+    of: ClassVar[Callable[..., Any]]
 
     def _eval_is_integer(self) -> bool:
         return True
@@ -37,10 +44,6 @@ class BitFunction(sympy.Function):  # type: ignore[misc]
 class _Commutative(BitFunction):
     nargs = (2,)
 
-    @staticmethod
-    def of(a: int, b: int) -> int:
-        raise NotImplementedError
-
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         if a.is_Integer and b.is_Integer:
@@ -57,9 +60,7 @@ class _Commutative(BitFunction):
 class BitAnd(_Commutative):
     """``a & b``"""
 
-    @staticmethod
-    def of(a: int, b: int) -> int:
-        return a & b
+    of = staticmethod(operator.and_)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -83,9 +84,7 @@ class BitAnd(_Commutative):
 class BitOr(_Commutative):
     """``a | b``"""
 
-    @staticmethod
-    def of(a: int, b: int) -> int:
-        return a | b
+    of = staticmethod(operator.or_)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -95,9 +94,7 @@ class BitOr(_Commutative):
 class BitXor(_Commutative):
     """``a ^ b``"""
 
-    @staticmethod
-    def of(a: int, b: int) -> int:
-        return a ^ b
+    of = staticmethod(operator.xor)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -108,6 +105,7 @@ class ShiftLeft(BitFunction):
     """``x << n`` for n from 0 to 31: ``x * 2**n``, without overflow"""
 
     nargs = (2,)
+    of = staticmethod(operator.lshift)
 
     @classmethod
     def eval(cls, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr | None:
@@ -122,6 +120,7 @@ class ShiftRight(BitFunction):
     """``x >> n`` for n from 0 to 31: ``x // 2**n``"""
 
     nargs = (2,)
+    of = staticmethod(operator.rshift)
 
     @classmethod
     def eval(cls, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr | None:
@@ -139,7 +138,16 @@ class Popcount(BitFunction):
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        return sympy.Integer((int(x) & 0xFFFFFFFF).bit_count()) if x.is_Integer else None
+        return sympy.Integer(cls.of(int(x))) if x.is_Integer else None
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        """Counted in pairs, fours and bytes."""
+        x = x & 0xFFFFFFFF
+        x = x - (x >> 1 & 0x55555555)
+        x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+        x = x + (x >> 4) & 0x0F0F0F0F
+        return x * 0x01010101 >> 24 & 0xFF
 
     def _eval_is_nonnegative(self) -> Any:
         return True

@@ -6,25 +6,15 @@ constant, so that ``fg.sqrt(2) * score`` works.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import sympy
 
 from flashgen.language.bit_functions import Popcount
 from flashgen.language.comparisons import FloatLess
-from flashgen.language.float_functions import (
-    Abs,
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
-    Log,
-    Log1p,
-    Log2,
-    Sigmoid,
-    Sin,
-    Tanh,
-)
+from flashgen.language.float_functions import FUNCTIONS, Abs, FloatFunction
 from flashgen.language.float_operations import FloatPower
 from flashgen.language.lets import Let, replaced
 from flashgen.language.operators import as_condition
@@ -115,34 +105,9 @@ def maximum(a: Operand, b: Operand) -> Traced:
     return apply_function("maximum", Maximum, a, b)
 
 
-def exp(x: Operand) -> Traced:
-    """e to the power x."""
-    return apply_function("exp", Exp, x)
-
-
-def log(x: Operand) -> Traced:
-    """Natural logarithm."""
-    return apply_function("log", Log, x)
-
-
-def log2(x: Operand) -> Traced:
-    """Logarithm to base 2."""
-    return apply_function("log2", Log2, x)
-
-
 def sqrt(x: Operand) -> Traced:
     """Square root."""
     return apply_function("sqrt", lambda x: FloatPower(x, _HALF), x)
-
-
-def tanh(x: Operand) -> Traced:
-    """Hyperbolic tangent."""
-    return apply_function("tanh", Tanh, x)
-
-
-def sigmoid(x: Operand) -> Traced:
-    """1 / (1 + exp(-x))."""
-    return apply_function("sigmoid", Sigmoid, x)
 
 
 def absolute(x: Operand) -> Traced:
@@ -151,16 +116,6 @@ def absolute(x: Operand) -> Traced:
 
 
 abs = absolute
-
-
-def sin(x: Operand) -> Traced:
-    """Sine of x in radians."""
-    return apply_function("sin", Sin, x)
-
-
-def cos(x: Operand) -> Traced:
-    """Cosine of x in radians."""
-    return apply_function("cos", Cos, x)
 
 
 def floor(x: Operand) -> Traced:
@@ -178,34 +133,9 @@ def exp2(x: Operand) -> Traced:
     return apply_function("exp2", lambda x: FloatPower(sympy.Integer(2), x), x)
 
 
-def expm1(x: Operand) -> Traced:
-    """exp(x) - 1, accurate near 0."""
-    return apply_function("expm1", Expm1, x)
-
-
-def log1p(x: Operand) -> Traced:
-    """log(1 + x), accurate near 0."""
-    return apply_function("log1p", Log1p, x)
-
-
 def rsqrt(x: Operand) -> Traced:
     """1 / sqrt(x)."""
     return apply_function("rsqrt", lambda x: FloatPower(x, -_HALF), x)
-
-
-def erf(x: Operand) -> Traced:
-    """The error function."""
-    return apply_function("erf", Erf, x)
-
-
-def erfc(x: Operand) -> Traced:
-    """1 - erf(x), accurate where it is tiny."""
-    return apply_function("erfc", Erfc, x)
-
-
-def atan2(y: Operand, x: Operand) -> Traced:
-    """The angle of the point (x, y) in radians, from -pi to pi."""
-    return apply_function("atan2", Atan2, y, x)
 
 
 def sign(x: Operand) -> Traced:
@@ -247,3 +177,31 @@ def popcount(x: Operand) -> Traced:
             way_out="an integer expression, such as q ^ k",
         )
     return apply_function("popcount", Popcount, x)
+
+
+def _function(record: type[FloatFunction]) -> Callable[..., Traced]:
+    """The function for mods that a record describes."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in record.takes])
+
+    def function(*values: Operand, **named: Operand) -> Traced:
+        try:
+            taken = signature.bind(*values, **named).args
+        except TypeError as error:
+            refuse(
+                f"fg.{record.called} is called with other arguments than it has",
+                numbers=f"{error}; given {len(values) + len(named)}, takes {len(record.takes)}",
+                way_out=f"fg.{record.called}{signature}",
+            )
+        return apply_function(record.called, record, *taken)
+
+    function.__name__ = function.__qualname__ = record.called
+    function.__doc__ = record.__doc__
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+globals().update({name: _function(record) for name, record in FUNCTIONS.items()})
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Traced]: ...

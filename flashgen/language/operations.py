@@ -7,20 +7,7 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.language.float_functions import (
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
-    Log,
-    Log1p,
-    Log2,
-    Sigmoid,
-    Sin,
-    Tanh,
-)
+from flashgen.language.float_functions import FloatFunction
 from flashgen.language.float_operations import FloatPower, FloatQuotient
 from flashgen.language.integer_limits import fits
 from flashgen.language.lets import Let, lets_of, nodes_of
@@ -33,13 +20,7 @@ MOST_INSTRUCTIONS = 40_000
 square, and these take it about 10 s."""
 
 # Counted in kernels of float16 and float32; all other operations count as one.
-_INSTRUCTIONS: tuple[tuple[tuple[type[sympy.Basic], ...], int], ...] = (
-    ((Sin, Cos), 80),
-    ((Atan2, Erfc), 60),
-    ((Erf, Expm1, Log1p), 30),
-    ((Exp, Log, Log2, Tanh, Sigmoid, TensorRead), 8),
-    ((FloatQuotient,), 4),
-)
+_READ, _QUOTIENT = 8, 4
 _DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 80
 
 
@@ -70,5 +51,8 @@ def _cost(node: sympy.Basic) -> int:
         return 4 if divisor.is_number else _DIVISION
     if isinstance(node, sympy.Pow | FloatPower):
         return 4 if node.args[1].is_Rational or node.args[0].is_Rational else _POWER
-    found = (cost for kinds, cost in _INSTRUCTIONS if isinstance(node, kinds))
-    return next(found, max(1, len(node.args) - 1))
+    if isinstance(node, FloatFunction):
+        return node.most_instructions
+    if isinstance(node, TensorRead):
+        return _READ
+    return _QUOTIENT if isinstance(node, FloatQuotient) else max(1, len(node.args) - 1)

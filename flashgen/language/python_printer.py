@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -84,6 +85,11 @@ def _ranked(terms: list[sympy.Expr]) -> list[sympy.Expr]:
     return sorted(terms, key=rank)
 
 
+def _by_sign(sign: str) -> Callable[[Any, Any], str]:
+    """The method that prints ``a sign b``."""
+    return lambda self, expr: str(self._divided(expr, sign))
+
+
 class _Printer(StrPrinter):  # type: ignore[misc]
     def _print_Let(self, expr: Any) -> str:
         return "..."  # a part of an expression that is too large to read
@@ -136,26 +142,9 @@ class _Printer(StrPrinter):  # type: ignore[misc]
     def _print_FloatPower(self, expr: Any) -> str:
         return str(self._print_Pow(sympy.Pow(*expr.args, evaluate=False)))
 
-    def _print_FloorDiv(self, expr: Any) -> str:
-        return self._divided(expr, "//")
-
-    def _print_FloorMod(self, expr: Any) -> str:
-        return self._divided(expr, "%")
-
-    def _print_BitAnd(self, expr: Any) -> str:
-        return self._divided(expr, "&")
-
-    def _print_BitOr(self, expr: Any) -> str:
-        return self._divided(expr, "|")
-
-    def _print_BitXor(self, expr: Any) -> str:
-        return self._divided(expr, "^")
-
-    def _print_ShiftLeft(self, expr: Any) -> str:
-        return self._divided(expr, "<<")
-
-    def _print_ShiftRight(self, expr: Any) -> str:
-        return self._divided(expr, ">>")
+    _print_FloorDiv, _print_FloorMod = _by_sign("//"), _by_sign("%")
+    _print_BitAnd, _print_BitOr, _print_BitXor = _by_sign("&"), _by_sign("|"), _by_sign("^")
+    _print_ShiftLeft, _print_ShiftRight = _by_sign("<<"), _by_sign(">>")
 
     def _print_Relational(self, expr: Any) -> str:
         sign = SIGNS[type(expr)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -42,6 +43,21 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
             return None
         # Of decimals: the exact power of two integers has any number of digits.
         return self.form(*(sympy.N(arg, max(15, int(prec * 0.302))) for arg in self.args))
+
+    def _eval_derivative(self, by: sympy.Symbol) -> sympy.Expr:
+        return _derivative(self, by)
+
+
+@lru_cache(maxsize=1 << 12)
+def _derivative(function: RealFunction, by: sympy.Symbol) -> sympy.Expr:
+    """The chain rule as sympy applies it, but once for a part that a function uses twice."""
+    terms = []
+    for place, arg in enumerate(function.args, 1):
+        is_function = isinstance(arg, RealFunction)
+        inner = arg._eval_derivative(by) if is_function else arg.diff(by)
+        if not inner.is_zero:
+            terms.append(function.fdiff(place) * inner)
+    return sympy.Add(*terms)
 
 
 class FloorDiv(RealFunction):
@@ -287,3 +303,11 @@ class Select(RealFunction):
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args[1:]) else None
+
+
+def branches_of(choice: sympy.Expr) -> tuple[list[tuple[sympy.Expr, sympy.Basic]], sympy.Expr]:
+    """The values of a Piecewise or a Select with their conditions, and the value of all others."""
+    if isinstance(choice, Select):
+        return [(choice.args[1], choice.args[0])], choice.args[2]
+    *branches, (last, _) = choice.args
+    return branches, last

@@ -16,6 +16,7 @@ import sympy
 from flashgen.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
 from flashgen.language.capture_names import check_name
 from flashgen.language.integer_limits import NARROW
+from flashgen.language.lets import Let
 from flashgen.language.python_printer import python_text
 from flashgen.language.symbols import is_condition
 from flashgen.language.tensor_elements import Element, TensorSymbol
@@ -101,7 +102,8 @@ class Tensor(Capture):
 
     def _index(self, index: object, dim: str | int) -> sympy.Expr:
         expr = as_expr(index)
-        if is_condition(expr) or not expr.is_integer:
+        whole = expr.value if isinstance(expr, Let) else expr
+        if is_condition(expr) or not whole.is_integer:
             refuse(
                 f"an index of the Tensor {self.name!r} is not an integer",
                 numbers=f"index {python_text(expr)} of dimension {dim}",

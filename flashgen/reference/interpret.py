@@ -19,13 +19,7 @@ from flashgen.language import (
     SCORE,
     Abs,
     AsFloat,
-    Atan2,
-    Cos,
     Element,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     FloatPower,
     FloatProduct,
     FloatQuotient,
@@ -33,15 +27,9 @@ from flashgen.language import (
     Floor,
     FloorDiv,
     FloorMod,
-    Log,
-    Log1p,
-    Log2,
     Maximum,
     Minimum,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_condition,
 )
 from flashgen.language.bit_functions import (
@@ -53,6 +41,21 @@ from flashgen.language.bit_functions import (
     ShiftRight,
 )
 from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
+from flashgen.language.float_functions import (
+    Atan,
+    Atan2,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
 from flashgen.language.lets import lets_of
 
 Tensor = torch.Tensor
@@ -299,6 +302,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     Erfc: _real(torch.erfc),
     Log1p: _real(torch.log1p),
     Expm1: _real(torch.expm1),
+    Atan: _real(torch.atan),
     Atan2: _real(torch.atan2),
     BitAnd: _integers(torch.bitwise_and),
     BitOr: _integers(torch.bitwise_or),

@@ -229,7 +229,6 @@ class PreparedForward(PreparedCall):
             else:
                 tiles = self._tiles(q, k, captured, rng, backward=False)
                 out, lse = cpu.forward(self.spec, q, k, v, *tiles)
-            out = memory_layout.in_memory_order_of(q, out)
         seconds = perf_counter() - start
         return out, lse, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
 
@@ -244,7 +243,9 @@ class PreparedForward(PreparedCall):
         copied = contiguous_call(*operands[:3], captured)
         arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
         out, lse = cpu.forward(spec, *copied[:3], arguments)
-        return copied.of_queries(out, operands.q), copied.of_queries(lse, operands.q)
+        q = operands.q
+        out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
+        return out, copied.of_queries(lse, q)
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor | None]:

@@ -22,6 +22,7 @@ from flashgen.runtime.programs import CallProgram, SpecProgram, program_of
 if TYPE_CHECKING:
     from flashgen.cpu import TileArguments
     from flashgen.cpu.parts import SequenceParts
+    from flashgen.cpu.reads import ReadCheck
     from flashgen.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -57,6 +58,7 @@ class PreparedCall:
         self.launch = launch
         self._layout = static_layout(self.signature, call, target.device)
         self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
+        self._check: ReadCheck | None = None
         self._reads_inside = False  # whether no later call can read outside of a tensor
         self._built = 0.0  # seconds of building kernels for the call that runs
 
@@ -83,19 +85,20 @@ class PreparedCall:
         if not isinstance(self.program, SpecProgram):
             self._reads_inside = True  # an export has no expressions
             return
-        from flashgen.cpu.reads import check_reads, reads_of
+        from flashgen.cpu.reads import ReadCheck, reads_of
 
-        spec, call = self.spec, self.call
-        if reads_of(spec):
+        call = self.call
+        if self._check is None and reads_of(self.spec):
+            from flashgen.language.signature import contiguous
+
+            spec = contiguous(self.spec) if self.signature.paged else self.spec
+            self._check = ReadCheck(spec, call.scalars)
+        if self._check is not None:
             captured = {name: tensor.cpu() for name, tensor in captured.items()}
             if self.signature.paged:
-                from flashgen.language.signature import contiguous
-
-                spec = contiguous(spec)
                 q, k, _, captured = contiguous_call(q.cpu(), k.cpu(), v.cpu(), captured)
             sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-            offsets = call.q_offset, call.k_offset
-            if not check_reads(spec, sizes, offsets, call.scalars, captured):
+            if not self._check(sizes, (call.q_offset, call.k_offset), captured):
                 return
         self._reads_inside = True
 

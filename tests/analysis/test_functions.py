@@ -19,6 +19,7 @@ MASKS: dict[str, Any] = {
     "expm1": lambda q, k: fg.expm1((k - q) / 9) < 0.3,
     "exp2": lambda q, k: fg.exp2((k - q) / 9) < 1.3,
     "rsqrt": lambda q, k: fg.rsqrt(fg.abs(q - k) + 1) > 0.3,
+    "atan": lambda q, k: fg.atan((q - k) / 9) < 0.7,
     "atan2": lambda q, k: fg.atan2(q + 0.5, k + 0.5) > 0.8,
     "round": lambda q, k: fg.round((q - k) / 7) == 2,
     "sign": lambda q, k: fg.sign(q - k - 5) == 1,

@@ -23,19 +23,17 @@ from flashgen.language import (
     Q_HI,
     Q_LO,
     SCORE,
-    Exp,
     FloorDiv,
     FloorMod,
     H,
     K,
-    Log2,
     Maximum,
     Minimum,
     Q,
-    Tanh,
     trace_mask,
     trace_score,
 )
+from flashgen.language.float_functions import Exp, Log2, Tanh
 
 X, Y = sympy.symbols("x y", real=True)
 LIMIT = sympy.Symbol("limit", integer=True)

@@ -22,24 +22,18 @@ from flashgen.language import (
     Q_LO,
     Abs,
     B,
-    Cos,
-    Exp,
     Floor,
     FloorDiv,
     FloorMod,
     H,
     K,
-    Log,
-    Log2,
     Maximum,
     Minimum,
     Q,
-    Sigmoid,
-    Sin,
-    Tanh,
     is_condition,
     is_int,
 )
+from flashgen.language.float_functions import Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
 from flashgen.language.traced import Value
 from tests.support.expr_trees import MASKS, NUMBERS, SCALARS, SIZES, Undefined, direct, traced
 from tests.support.nvrtc_helper import compile_ptx

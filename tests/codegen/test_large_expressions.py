@@ -13,10 +13,11 @@ import sympy
 import flashgen as fg
 from flashgen import pipeline
 from flashgen.analysis import evaluate
+from flashgen.analysis import score as score_analysis
 from flashgen.analysis.score import derivative, derivatives
 from flashgen.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.errors import PlanError
-from flashgen.language import SCORE, K, Q, elements_of
+from flashgen.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
 from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
 from flashgen.language.signature import in_whole, signature_of
 from flashgen.language.symbols import is_int
@@ -107,6 +108,23 @@ def test_the_derivative_of_a_large_score_is_its_slope(kind: str) -> None:
     assert slope == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-9)
 
 
+def test_a_derivative_looks_once_at_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = []
+    replaced = score_analysis.replaced
+    monkeypatch.setattr(
+        score_analysis, "replaced", lambda *given: (work.append("replaced"), replaced(*given))[1]
+    )
+    for operation in (FloatProduct, FloatSum):
+        rule = operation.fdiff
+        monkeypatch.setattr(
+            operation, "fdiff", lambda *given, rule=rule: (work.append("rule"), rule(*given))[1]
+        )
+    score = spec_of("squares", 300).score
+    assert derivative(score) != 0
+    assert work.count("replaced") <= 3 * (len(lets_of(score)) + 1)
+    assert work.count("rule") <= 2 * len(set(nodes_of(score)))
+
+
 def test_derivatives_by_the_elements_of_a_large_sum_have_one_term_each() -> None:
     score = spec_of("reads", 250).score
     elements = elements_of(score)
@@ -171,3 +189,16 @@ def test_nested_choices_of_angles_are_one_function_that_is_not_inlined() -> None
     start = time.process_time()
     assert len(pipeline.build(spec, "sm_90a").cubin) < 500_000
     assert time.process_time() - start < 10
+
+
+def test_a_large_whole_float_remains_an_index() -> None:
+    line = fg.Tensor("line", ("n",), "float32")
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        index = q
+        for _ in range(DEEPEST):
+            index = fg.floor(line[index] * 1.5 + k)
+        return score + line[index]
+
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16")
+    assert lets_of(spec.score)

@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 _OF_ONE = (
     *("log2", "sqrt", "tanh", "sigmoid", "abs", "sin", "cos", "floor", "round", "exp2", "expm1"),
-    *("log1p", "rsqrt", "erf", "erfc", "sign"),
+    *("log1p", "rsqrt", "erf", "erfc", "sign", "atan"),
 )
 FUNCTIONS |= {name: getattr(fg, name) for name in _OF_ONE}
 

@@ -20,6 +20,7 @@ FUNCTIONS: dict[str, Any] = {
     "log1p": lambda s: fg.log1p(s * s),
     "expm1": lambda s: fg.expm1(s / 2),
     "rsqrt": lambda s: 2 * fg.rsqrt(s * s + 1),
+    "atan": lambda s: 2 * fg.atan(s) + s / 4,
     "atan2": lambda s: fg.atan2(s, 1.5 - s / 4),
     "round": lambda s: fg.round(s * 3 + 0.01) / 3 + s / 2,
     "clamp": lambda s: fg.clamp(s, -0.7, 0.9) + s / 8,

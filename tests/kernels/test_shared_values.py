@@ -14,7 +14,8 @@ from flashgen.analysis import Level, analyse, leveled
 from flashgen.analysis.invariants import MOST_VALUES
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.shared_values import FunctionInParts
-from flashgen.language import SCORE, Cos, Exp, H
+from flashgen.language import SCORE, H
+from flashgen.language.float_functions import Cos, Exp
 from flashgen.paths import PATHS
 from flashgen.pipeline import build
 from tests.codegen.test_tile_functions import functions_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sympy
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +35,7 @@ from flashgen.language import (
     trace_score,
 )
 from flashgen.language.comparisons import FloatLess, FloatRelation
+from flashgen.language.float_functions import FUNCTIONS
 from tests.support.expr_trees import (
     MASKS,
     NUMBERS,
@@ -279,3 +282,23 @@ def test_simplified_floor_functions_keep_their_value(a: int, c: int, m: int, x: 
     assume(m != 0)
     assert evaluate(FloorDiv(a * Q + c, m), {Q: x}) == (a * x + c) // m
     assert evaluate(FloorMod(a * Q + c, m), {Q: x}) == (a * x + c) % m
+
+
+def test_a_record_is_all_that_a_function_of_floats_needs() -> None:
+    public = set(fg.__all__)
+    for name, record in FUNCTIONS.items():
+        assert name in public
+        function = getattr(fg, name)
+        assert list(inspect.signature(function).parameters) == list(record.takes)
+        assert record.nargs == {len(record.takes)}
+        assert hasattr(torch, name)
+        value = function(*(0.3 for _ in record.takes))
+        exact = float(getattr(torch, name)(*(torch.tensor(0.3).double() for _ in record.takes)))
+        assert abs(float(evaluate(value.expr, {}, np.float64)) - exact) < 1e-6
+
+
+def test_a_function_called_with_other_arguments_says_what_it_takes() -> None:
+    for call in (lambda s: fg.exp(s, s), lambda s: fg.atan2(s), lambda s: fg.exp(y=s)):
+        with pytest.raises(fg.SpecError, match="other arguments") as caught:
+            fg.AttentionSpec(score_mod=lambda s, b, h, q, k, call=call: call(s))
+        assert "test_expressions.py" in caught.value.where

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.cpu import reads
 from flashgen.errors import FlashgenError, InputError
 from flashgen.runtime.prepared_call import PreparedCall
 from tests.support.tiers import slow
@@ -209,3 +210,49 @@ def test_on_a_gpu_the_environment_decides(gpu, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK_READS", "yes")
     with pytest.raises(FlashgenError, match="FLASHGEN_CHECK_READS"):
         op(*qkv, **given)
+
+
+CHAINS = {
+    "choices by elements": lambda x, q, k, i: fg.where(
+        (FLAG[q - i] > i) & (FLAG[k - i] < i), x + LINE[q - k], fg.where(LINE[k + i] > x, x, x - 1)
+    ),
+    "indices of elements": lambda x, q, k, i: fg.where(
+        x > q + i, x + LINE[q - k - i], LINE[fg.floor(x)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_finding_reads_takes_time_linear_in_nested_choices(kind, monkeypatch):
+    steps = []
+    joined = reads._joined
+    monkeypatch.setattr(
+        reads, "_joined", lambda *given: (steps.append(len(given[-1])), joined(*given))[1]
+    )
+
+    def work_of(count):
+        def score_mod(score, b, h, q, k):
+            x = LINE[q]
+            for i in range(count):
+                x = CHAINS[kind](x, q, k, i)
+            return score + x
+
+        steps.clear()
+        found = reads.reads_of(fg.AttentionSpec(None, score_mod, head_dim=16, dtype="float32"))
+        assert len(found) > count
+        return sum(steps)
+
+    assert work_of(16) < 2.5 * work_of(8)
+
+
+def test_a_check_finds_what_tensors_do_not_change_once(monkeypatch):
+    op = operator(causal, lambda s, b, h, q, k: s + LINE[PLACE[q]])
+    given = given_to(op, SEQ + 1)
+    bounds = []
+    inside = reads._Positions._is_inside
+    monkeypatch.setattr(
+        reads._Positions, "_is_inside", lambda *given: (bounds.append(1), inside(*given))[1]
+    )
+    for _ in range(3):
+        op(*operands(), **given)
+    assert len(bounds) == len(reads.reads_of(op.spec))

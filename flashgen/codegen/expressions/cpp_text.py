@@ -13,20 +13,9 @@ from flashgen.dtypes import FLOAT32_MAX
 from flashgen.errors import RenderError
 from flashgen.language import (
     Abs,
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
     Floor,
-    Log,
-    Log1p,
-    Log2,
     Round,
-    Sigmoid,
-    Sin,
-    Tanh,
+    float_functions,
 )
 
 # Levels of C++ operator precedence; a higher level binds tighter.
@@ -77,22 +66,11 @@ HELPERS = frozenset(
 
 # The class of the function, its name for float32, its name for float16 and bfloat16.
 FUNCTIONS = (
-    (Exp, "expf", "expf"),
-    (Log, "logf", "fast_log"),
-    (Log2, "log2f", "fast_log2"),
-    (Tanh, "tanhf", "fast_tanh"),
-    (Sigmoid, "sigmoid", "fast_sigmoid"),
     (Abs, "fabsf", "fabsf"),
     (Floor, "floorf", "floorf"),
     (Round, "rintf", "rintf"),
-    (Erf, "erff", "erff"),
-    (Erfc, "erfcf", "erfcf"),
-    (Log1p, "log1pf", "log1pf"),
-    (Expm1, "expm1f", "expm1f"),
-    (Atan2, "atan2f", "atan2f"),
-    (Sin, "sine", "sine"),
-    (Cos, "cosine", "cosine"),
     (sympy.sign, "sign", "sign"),
+    *((record, *record.cuda) for record in float_functions.FUNCTIONS.values()),
 )
 
 CALLED = HELPERS.union(

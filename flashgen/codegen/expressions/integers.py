@@ -43,7 +43,7 @@ from flashgen.language.bit_functions import (
 from flashgen.language.divisors import is_data, may_be_zero
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.python_printer import is_subtracted, written_order
-from flashgen.language.sympy_functions import Select
+from flashgen.language.sympy_functions import Select, branches_of
 from flashgen.language.tensor_elements import TensorRead
 
 
@@ -286,10 +286,7 @@ class IntegerPrinter(ABC):
         return self._call(name, text, *divisor, self.multipliers[b])
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
-        if isinstance(expr, Select):
-            branches, last = [(expr.args[1], expr.args[0])], expr.args[2]
-        else:
-            *branches, (last, _) = expr.args
+        branches, last = branches_of(expr)
         text = inside(print_value(last), CHOICE)
         for value, condition in reversed(branches):
             test = inside(self._condition(condition), OR)

@@ -12,23 +12,8 @@ from __future__ import annotations
 # added to the index, which is then multiplied by a 64-bit stride.
 READ_INSTRUCTIONS = 5
 
-# Counted. Instructions of functions that take more than one, with float16 and bfloat16 operands, of
-# those that are computed differently for float32, and of a power with a variable exponent.
-FUNCTION_INSTRUCTIONS = {
-    "Exp": 8,
-    "Log": 2,
-    "Sin": 21,
-    "Cos": 21,
-    "Sigmoid": 9,
-    "Erf": 20,
-    "Erfc": 45,
-    "Log1p": 24,
-    "Expm1": 22,
-    "Atan2": 34,
-    "FloorDiv": 8,
-    "FloorMod": 8,
-}
-EXACT_FUNCTION_INSTRUCTIONS = {"Log": 22, "Log2": 22, "Tanh": 20, "Sigmoid": 17}
+# Counted. Instructions of a floor division or a remainder, and of a power with a variable exponent.
+DIVISION_INSTRUCTIONS = 8
 POWER_INSTRUCTIONS = 65
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column

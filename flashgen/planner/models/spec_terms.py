@@ -18,6 +18,7 @@ from flashgen.analysis import (
 from flashgen.arch import Arch
 from flashgen.dtypes import ITEMSIZE, OPERANDS
 from flashgen.language import SCORE, Element, FloorDiv, FloorMod, elements_of
+from flashgen.language.float_functions import FloatFunction
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import contains, parts_of
 from flashgen.language.spec import AttentionSpec
@@ -74,11 +75,11 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
     indices = sum(len(element.indices) for element in elements_of(expr))
     total = sum(int(sympy.count_ops(part)) for part in parts)
     total += fitted_common.READ_INSTRUCTIONS * indices
-    counted = fitted_common.FUNCTION_INSTRUCTIONS
-    exact = {} if fast else fitted_common.EXACT_FUNCTION_INSTRUCTIONS
     for node in (node for part in parts for node in sympy.preorder_traversal(part)):
-        name = type(node).__name__
-        total += exact.get(name, counted.get(name, 1)) - 1
+        if isinstance(node, FloatFunction):
+            total += node.instructions[0 if fast else 1] - 1
+        elif isinstance(node, FloorDiv | FloorMod):
+            total += fitted_common.DIVISION_INSTRUCTIONS - 1
         if isinstance(node, sympy.Pow) and node.exp.free_symbols:
             total += fitted_common.POWER_INSTRUCTIONS - 1
         if isinstance(node, sympy.Add):  # a product and a sum are one instruction

@@ -12,9 +12,33 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from flashgen import language as fx
 from flashgen.analysis import Analysis
-from flashgen.language import SCORE, elements_of, python_text
+from flashgen.language import (
+    SCORE,
+    Abs,
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Round,
+    elements_of,
+    python_text,
+)
+from flashgen.language.float_functions import (
+    Atan,
+    Cos,
+    Erf,
+    Erfc,
+    Exp,
+    Expm1,
+    Log,
+    Log1p,
+    Log2,
+    Sigmoid,
+    Sin,
+    Tanh,
+)
 from flashgen.language.float_operations import in_reals
 from flashgen.language.lets import lets_of
 from flashgen.language.spec import AttentionSpec
@@ -27,20 +51,21 @@ Derivative = Callable[[sympy.Expr], sympy.Expr]
 
 # f'(x) of functions of one argument.
 RULES: dict[type[sympy.Basic], Derivative] = {
-    fx.Exp: lambda x: fx.Exp(x),
-    fx.Log: lambda x: 1 / x,
-    fx.Log2: lambda x: 1 / (x * sympy.log(2)),
-    fx.Tanh: lambda x: 1 - fx.Tanh(x) ** 2,
-    fx.Sin: lambda x: fx.Cos(x),
-    fx.Cos: lambda x: -fx.Sin(x),
-    fx.Abs: lambda x: sympy.sign(x),
-    fx.Log1p: lambda x: 1 / (x + 1),
-    fx.Expm1: lambda x: fx.Exp(x),
-    fx.Erf: lambda x: 2 * fx.Exp(-x * x) / sympy.sqrt(sympy.pi),
-    fx.Erfc: lambda x: -2 * fx.Exp(-x * x) / sympy.sqrt(sympy.pi),
-    fx.Sigmoid: lambda x: fx.Exp(-x) / (1 + fx.Exp(-x)) ** 2,
+    Exp: lambda x: Exp(x),
+    Log: lambda x: 1 / x,
+    Log2: lambda x: 1 / (x * sympy.log(2)),
+    Tanh: lambda x: 1 - Tanh(x) ** 2,
+    Sin: lambda x: Cos(x),
+    Cos: lambda x: -Sin(x),
+    Abs: lambda x: sympy.sign(x),
+    Log1p: lambda x: 1 / (x + 1),
+    Expm1: lambda x: Exp(x),
+    Atan: lambda x: 1 / (x * x + 1),
+    Erf: lambda x: 2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
+    Erfc: lambda x: -2 * Exp(-x * x) / sympy.sqrt(sympy.pi),
+    Sigmoid: lambda x: Exp(-x) / (1 + Exp(-x)) ** 2,
 }
-STEPS = (fx.Floor, fx.Round, sympy.floor, sympy.ceiling, fx.FloorDiv, sympy.sign)
+STEPS = (Floor, Round, sympy.floor, sympy.ceiling, FloorDiv, sympy.sign)
 """Piecewise constant functions: their derivative is 0, as in torch."""
 
 
@@ -101,9 +126,9 @@ def _chain(expr: sympy.Expr, x: sympy.Expr) -> sympy.Expr:
         if x not in exponent.free_symbols:
             return exponent * base ** (exponent - 1) * inner[0]
         return expr * (inner[1] * sympy.log(base) + exponent * inner[0] / base)
-    if isinstance(expr, fx.FloorMod):
-        return inner[0] - fx.FloorDiv(*expr.args) * inner[1]
-    if isinstance(expr, fx.Maximum | fx.Minimum):
+    if isinstance(expr, FloorMod):
+        return inner[0] - FloorDiv(*expr.args) * inner[1]
+    if isinstance(expr, Maximum | Minimum):
         return _of_extremum(expr, inner)
     if isinstance(expr, sympy.Piecewise):
         # The derivative of each piece; jumps between pieces have none.
@@ -116,7 +141,7 @@ def _chain(expr: sympy.Expr, x: sympy.Expr) -> sympy.Expr:
 
 def _of_extremum(expr: sympy.Expr, slopes: list[sympy.Expr]) -> sympy.Expr:
     """The slope of the argument that is the extremum, for arguments that differ."""
-    least = isinstance(expr, fx.Minimum)
+    least = isinstance(expr, Minimum)
     total = sympy.S.Zero
     for i, (arg, slope) in enumerate(zip(expr.args, slopes, strict=True)):
         wins = sympy.And(
