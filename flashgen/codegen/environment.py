@@ -1,16 +1,19 @@
 """The Jinja environment of the templates, whose delimiters leave them valid C++ to an editor.
 
 ``/*% %*/`` blocks, ``/*{ x }*/`` values, ``/*# #*/`` comments, ``//%`` line statements and ``//#``
-line comments. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
+line comments. A line that ends with ``//? condition`` is part of the kernel where the condition
+holds. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 
 from flashgen.codegen.text import one_line
 from flashgen.errors import RenderError
@@ -54,6 +57,21 @@ def template_digest() -> str:
     return found.hexdigest()[:16]
 
 
+class _GuardedLines(jinja2.ext.Extension):
+    """Lines with a condition at their end, as blocks; line numbers of errors stay the same."""
+
+    _GUARDED = re.compile(r"^(.*?) *//\? (.+)$", re.MULTILINE)
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return self._GUARDED.sub(self._block, source)
+
+    @staticmethod
+    def _block(found: re.Match[str]) -> str:
+        line, condition = found.groups()
+        end = "" if line.endswith("-}*/") else '/*{ "\\n" }*/'  # a macro that ends its lines
+        return f"/*% if {condition} %*/{line}{end}/*% endif %*/"
+
+
 @functools.cache
 def environment() -> jinja2.Environment:
     """The environment that loads the templates of this installation.
@@ -75,6 +93,7 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        extensions=[_GuardedLines],
     )
     made.filters["one_line"] = one_line
     return made

@@ -110,7 +110,7 @@ def check_text(source: Source) -> None:
     assert [line for line in lines if len(line) > 100] == [], source.filename
     assert not any(a == b == "" for a, b in itertools.pairwise(lines))
     assert str(ROOT) not in text
-    assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "#if", "#include"))
+    assert not any(mark in text for mark in ("/*%", "/*{", "//%", "//#", "//?", "#if", "#include"))
 
 
 def test_the_pages_and_pictures_of_variants_are_what_the_specs_say() -> None:
