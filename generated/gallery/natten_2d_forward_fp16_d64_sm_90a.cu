@@ -90,7 +90,6 @@ struct Params {
   long long d_width;  // multiplier and shift of a division by width
   int s_radius;  // the spec's radius
   int s_height;  // the spec's height
-  int head_bits;  // 2^head_bits heads alternate, tile by tile
   int tiles_per_group;  // work tiles of a head group
   int head_groups;  // heads, or sets of heads, per batch entry
   int work_tiles;  // all work tiles of the launch
@@ -415,7 +414,6 @@ struct WorkTile {
 // The work tile of a number: tiles of queries count first, then heads, then batch entries.
 __device__ __forceinline__ WorkTile work_tile_of(const Params& p, int work_tile) {
   const int number = uniform(work_tile % p.tiles_per_group);
-  const int bits = p.head_bits;
   const int batch_head = uniform(work_tile / p.tiles_per_group);
   const int entry = uniform(batch_head / p.head_groups);
   const int head = uniform(batch_head % p.head_groups);

@@ -421,9 +421,9 @@ __device__ __forceinline__ bool any_far(unsigned rows, int lane) {
   bool far = false;
 #pragma unroll
   for (int first = 0; first < ROWS; first += 32) {
-    float base;
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(base) : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
+    float base, delta;  // both at once: reading every second word would be a bank conflict
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(base), "=f"(delta)
+                 : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
     far |= is_far(base);
   }
   return __any_sync(0xffffffffu, far);

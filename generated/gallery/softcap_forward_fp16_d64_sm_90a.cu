@@ -82,7 +82,6 @@ struct Params {
   int seq_q;
   int seq_k;
   float scale;  // factor on Q K^T
-  int head_bits;  // 2^head_bits heads alternate, tile by tile
   int tiles_per_group;  // work tiles of a head group
   int head_groups;  // heads, or sets of heads, per batch entry
   int work_tiles;  // all work tiles of the launch
@@ -246,7 +245,6 @@ struct WorkTile {
 // The work tile of a number: tiles of queries count first, then heads, then batch entries.
 __device__ __forceinline__ WorkTile work_tile_of(const Params& p, int work_tile) {
   const int number = uniform(work_tile % p.tiles_per_group);
-  const int bits = p.head_bits;
   const int batch_head = uniform(work_tile / p.tiles_per_group);
   const int entry = uniform(batch_head / p.head_groups);
   const int head = uniform(batch_head % p.head_groups);

@@ -17,7 +17,7 @@ TESTED_IN = {
     "templates/common": ("codegen", "kernels"),
     "templates/sm80": ("codegen", "kernels/sm80"),
     "templates/sm90": ("codegen", "kernels/sm90"),
-    "templates/report": ("page", "report"),
+    "templates/report": ("views",),
     "specs": ("codegen", "language"),
     "generated": ("codegen",),
     ".md": ("docs",),
