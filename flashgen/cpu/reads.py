@@ -9,6 +9,7 @@ all positions of a call, by the bounds of the expression, are not evaluated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,17 @@ from flashgen.cpu.mods import compiled
 from flashgen.cpu.program import Program
 from flashgen.dtypes import Number
 from flashgen.errors import InputError
-from flashgen.language import SCORE, B, Element, H, K, Q, TensorSymbol, python_text
+from flashgen.language import (
+    SCORE,
+    B,
+    Element,
+    H,
+    K,
+    Q,
+    TensorSymbol,
+    mod_functions,
+    python_text,
+)
 from flashgen.language.integer_limits import Limits, limits
 from flashgen.language.lets import Let, elements_of, named
 from flashgen.language.spec import AttentionSpec
@@ -93,6 +104,8 @@ class _Finder:
                 uses.setdefault(part, []).append(_all(used, where))
             if isinstance(node, Element) and node.tensor in self.dims:
                 for axis, dim in enumerate(self.dims[node.tensor]):
+                    if SCORE in node.indices[axis].free_symbols:
+                        continue  # known only where scores are computed
                     yield Read(node, axis, dim, self._outside(node, axis), used, in_score)
 
     def _visit(self, node: sympy.Basic, order: dict[sympy.Basic, None]) -> None:
@@ -326,6 +339,7 @@ class _Call:
         size = self.values[element.tensor].shape[axis]
         texts = [python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
+        texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
         lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
         mod = "score_mod" if read.in_score else "mask_mod"
@@ -337,6 +351,14 @@ class _Call:
             way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
             "tensor, or a mask_mod or fg.where that is false there",
         )
+
+
+def _as_typed(index: str) -> str:
+    """The text of an index in a mod; "index" where the mod's own line says it better."""
+    names = re.findall(r"[A-Za-z_]\w*(?=\()", index)
+    if "..." in index or not all(hasattr(mod_functions, name) for name in names):
+        return "index"
+    return re.sub(r"([A-Za-z_]\w*\()", r"fg.\1", index)
 
 
 def _as_tensor(number: Number) -> Tensor:
