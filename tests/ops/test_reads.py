@@ -243,3 +243,17 @@ def test_on_a_gpu_the_environment_decides(gpu, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK_READS", "yes")
     with pytest.raises(FlashgenError, match="FLASHGEN_CHECK_READS"):
         op(*qkv, **given)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_integers_are_exact_at_an_index_that_is_made_of_floats(backend):
+    ids = torch.tensor([2**24 + 1, 2**24 + 3, 5]).int()
+
+    def score(s, b, h, q, k):
+        return fg.where(FLAG[fg.floor(k * 0.5)] - 2**24 == 1, s, s * 2)
+
+    q, k, v = operands(batch=1)
+    s = q @ k.mT / 4
+    wanted = torch.softmax(torch.where(torch.arange(SEQ) < 2, s, s * 2), -1) @ v
+    out = operator(None, score)(q, k, v, flag=ids, backend=backend)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
