@@ -124,7 +124,7 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_own(func: Any) -> bool:
