@@ -9,6 +9,7 @@ all positions of a call, by the bounds of the expression, are not evaluated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -32,6 +33,7 @@ from flashgen.language import (
     Q,
     TensorSymbol,
     is_condition,
+    mod_functions,
     python_text,
 )
 from flashgen.language.integer_limits import Limits, limits
@@ -181,6 +183,8 @@ class _Finder:
         dims = self.dims.get(node.tensor, ()) if isinstance(node, Element) else ()
         for axis, dim in enumerate(dims):
             index, size = node.indices[axis], dim
+            if SCORE in index.free_symbols:
+                continue  # known only where scores are computed
             if isinstance(dim, str):
                 size = size_of(node.tensor, axis)
             inside = sympy.And(index >= 0, index < size, evaluate=False)  # false for NaN
@@ -375,6 +379,7 @@ class _Positions:
         size = self.shapes[element.tensor][axis]
         texts = [python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
+        texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
         lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
         mod = "score_mod" if read.in_score else "mask_mod"
@@ -386,6 +391,14 @@ class _Positions:
             way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
             "tensor, or a mask_mod or fg.where that is false there",
         )
+
+
+def _as_typed(index: str) -> str:
+    """The text of an index in a mod; "index" where the mod's own line says it better."""
+    names = re.findall(r"[A-Za-z_]\w*(?=\()", index)
+    if "..." in index or not all(hasattr(mod_functions, name) for name in names):
+        return "index"
+    return re.sub(r"([A-Za-z_]\w*\()", r"fg.\1", index)
 
 
 def _as_tensor(number: Number) -> Tensor:

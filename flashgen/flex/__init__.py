@@ -9,6 +9,7 @@ import torch
 
 from flashgen.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.flex.checks import (
+    FlexTypeError,
     FlexUnsupported,
     FlexValueError,
     check_batch,
@@ -23,7 +24,7 @@ from flashgen.flex.recorder import Recorder
 from flashgen.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
 from flashgen.flex.tracer import DTYPES
 from flashgen.language.spec_options import HEAD_DIM_STEP
-from flashgen.runtime.arguments.refusals import refuse_jit_trace, untraced
+from flashgen.runtime.arguments.refusals import refuse_jit_trace, shown, untraced
 
 __all__ = [
     "Notes",
@@ -146,6 +147,13 @@ def _check_returned(return_lse: bool, return_aux: Any) -> None:
             where="argument return_aux",
             numbers=f"return_lse {return_lse}, return_aux {return_aux}",
             way_out="return_aux=AuxRequest(lse=True)",
+        )
+    if not hasattr(return_aux, "max_scores"):
+        raise FlexTypeError(
+            "return_aux is not a torch AuxRequest",
+            where="argument return_aux",
+            numbers=f"given {shown(return_aux)}",
+            way_out="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
         )
     if return_aux.max_scores:
         raise FlexUnsupported(

@@ -111,6 +111,13 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 numbers=f"layout {tensor.layout}",
                 way_out=f"{name}.to_padded_tensor(0.0), or packed sequences and a document mask",
             )
+        if tensor.layout != torch.strided:
+            raise FlexUnsupported(
+                f"{name} is not an ordinary dense tensor",
+                where=f"argument {name}",
+                numbers=f"layout {tensor.layout}",
+                way_out=f"{name}.to_dense()",
+            )
         if tensor.dim() != 4:
             raise FlexUnsupported(
                 "NYI: query, key, and value must be 4D tensors",

@@ -64,12 +64,25 @@ class Same(NamedTuple):
     changed: bool
 
 
+class Views(NamedTuple):
+    """Results of which some share the memory of operands.
+
+    Attributes:
+        leaves, tree: the results, with kinds in place of tensors, and their tree.
+        places: the operands that share theirs, by their places.
+    """
+
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    places: tuple[int, ...]
+
+
 def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of an operation, computed on meta tensors.
 
     Returns:
-        A `Kind` for a tensor; the `Same` for an operand; leaves with kinds in place of tensors, and
-        their tree; or `NO_TENSOR`.
+        A `Kind` for a tensor; the `Same` for an operand; `Views` for several tensors and for those
+        that share memory; or `NO_TENSOR`.
 
     Raises:
         SpecError: the operation needs the elements of a tensor.
@@ -104,8 +117,14 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leaves, tree = pytree.tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return NO_TENSOR
+    made = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    shared = tuple(place for place, tensor in enumerate(operands) if _memory(tensor) in made)
     leaves = [Kind(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
-    return leaves[0] if isinstance(result, Tensor) else (leaves, tree)
+    return leaves[0] if isinstance(result, Tensor) and not shared else Views(leaves, tree, shared)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_own(func: Any) -> bool:

@@ -132,6 +132,18 @@ def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None)
     return Entry(x / y, a.lost)
 
 
+def _power(to: Result, /, a: Entry, b: Entry) -> Entry:
+    x, y = to.number("pow", a), to.number("pow", b)
+    exact = y.expr.is_Integer or (x.expr.is_Integer and int(x.expr).bit_count() == 1)
+    if not to.dtype.is_floating_point and not exact:
+        to.tracer.refuse(
+            "a power of integers is computed in floats where its exponent is not a constant",
+            numbers=f"{python_text(x.expr)} to the power of {python_text(y.expr)}",
+            way_out="a power of floats, x.float() ** y, or an exponent that is a constant",
+        )
+    return Entry(x**y)
+
+
 def _copy(to: Result, /, x: Entry, **_: Any) -> Entry:
     """A cast; between floats it has no effect, because everything is computed in float32.
 
@@ -276,7 +288,6 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x <= 0, 0, x),  # NaN where x is
-    "pow": operator.pow,
     **{name: getattr(fg, name) for name in FUNCTIONS},
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
@@ -302,6 +313,7 @@ RULES: dict[str, Rule] = {
     "rsub": _rsub,
     "mul": _multiply,
     "div": _divide,
+    "pow": _power,
     "true_divide": _divide,
     "fmod": _fmod,
     "clamp": _clamp,

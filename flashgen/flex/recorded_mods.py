@@ -141,6 +141,13 @@ def _recorded(
 ) -> Recorded | None:
     if mod is None:
         return None
+    if not callable(mod):
+        raise SpecError(
+            f"{role} is not a function",
+            where=f"argument {role}",
+            numbers=f"given a {type(mod).__name__}",
+            way_out=f"{role}=None, or a function of {len(dtypes)} tensors without dimensions",
+        )
     arguments = recorder.arguments(dtypes)
     try:
         with recorder:

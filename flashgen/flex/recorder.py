@@ -125,6 +125,7 @@ class Recorder(TorchFunctionMode):
         self._known: list[Tensor] = []  # arguments, tensors that are read, and results
         self._kinds: list[Any] = []  # the dtype and the shape of each; None for a constant
         self._operands: list[int] = []  # of the operation that is being noted
+        self._shared: set[int] = set()  # tensors of which another has the memory
         self._number: dict[int, int] = {}  # by id, which `_known` keeps from being reused
         self._learns = torch.is_grad_enabled()
         self._level = 0 if self._executes else transforms()
@@ -274,14 +275,18 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         if type(found) is Same:
             number = self._operands[found.place]
-            if found.changed and type(self._known[number]) is not StandIn:
+            held = type(self._known[number]) is not StandIn or number in self._shared
+            if found.changed and held:
                 refuse_write(name_of(func))
             self._known.append(self._known[number])
             self._kinds.append(self._kinds[number])
             return self._known[number]
-        leaves, tree = found
-        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in leaves]
-        return pytree.tree_unflatten(leaves, tree)
+        before = len(self._known)
+        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in found.leaves]
+        if found.places:
+            self._shared.update([self._operands[place] for place in found.places])
+            self._shared.update(range(before, len(self._known)))
+        return pytree.tree_unflatten(leaves, found.tree)
 
     def _stand_in(self, kind: Kind) -> Tensor:
         dtype, shape = kind

@@ -16,8 +16,9 @@ from flashgen.flex.operation_results import name_of
 from flashgen.flex.recorded_mods import Record, Recorded
 from flashgen.flex.recorder import Operation
 from flashgen.flex.traced_array import TracedArray, literal
-from flashgen.flex.tracer import TracedTensor, Tracer
+from flashgen.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.language import SCORE, B, H, K, Q
+from flashgen.language.integer_limits import promoted
 
 
 def replay(
@@ -46,6 +47,7 @@ class _Replay:
         self.done = 0  # operations
         self.place = 0  # of the next number
         self.next = 0  # the number of the next argument or result
+        self.beside: torch.dtype | None = None  # of the narrow integers of the operation
         self.created: set[int] = set()  # constants that depend on a number that varies
         places = enumerate(record.key.reads)
         self.read = {reading.number: record.tensors[place] for place, reading in places}
@@ -84,6 +86,7 @@ class _Replay:
 
     def _run(self, operation: Operation) -> None:
         first, operands = self.place, _tensors_in((operation.args, operation.kwargs))
+        self.beside = self._narrow(operation.function, operands)
         args, kwargs = self._value(operation.args), self._value(operation.kwargs)
         if operation.function is torch._C._set_grad_enabled:
             self.tracer.learns = args[0]
@@ -95,17 +98,34 @@ class _Replay:
             self._create(operation.results)
             return
         with self.tracer:
-            try:
-                result = operation.function(*args, **kwargs)
-            except Exception:  # some functions take no mixture of tensors and numbers
-                if not varies:
-                    raise
-                args = tuple(map(self._as_tensor, args))
-                kwargs = {name: self._as_tensor(value) for name, value in kwargs.items()}
-                result = operation.function(*args, **kwargs)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._keep(leaf if self.tracer.learns else leaf.detach())
+            made = self._applied(operation.function, args, kwargs, varies)
+            if varies and self.beside is not None and made[0].is_floating_point():
+                self.place, self.beside = first, None  # floats hold the number itself
+                args, kwargs = self._value(operation.args), self._value(operation.kwargs)
+                made = self._applied(operation.function, args, kwargs, varies)
+        for leaf in made:
+            self._keep(leaf if self.tracer.learns else leaf.detach())
+
+    def _applied(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, varies: bool
+    ) -> list[torch.Tensor]:
+        """The tensors that an operation returns."""
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # some functions take no mixture of tensors and numbers
+            if not varies:
+                raise
+            args = tuple(map(self._as_tensor, args))
+            kwargs = {name: self._as_tensor(value) for name, value in kwargs.items()}
+            result = function(*args, **kwargs)
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    def _narrow(self, function: Callable[..., Any], operands: Sequence[int]) -> torch.dtype | None:
+        """The dtype that torch gives to an integer beside tensors of narrow ones."""
+        tensors = [self.values[x] if x in self.values else self.read[x] for x in operands]
+        dtypes = {DTYPES.get(tensor.dtype, "") for tensor in tensors} - {"bool"}
+        name = "" if function is torch.Tensor.__getitem__ else promoted(dtypes)
+        return getattr(torch, name) if name else None
 
     def _keep(self, value: Any) -> None:
         while self.next in self.read:
@@ -135,7 +155,10 @@ class _Replay:
         if noted in ("int", "float"):
             place, self.place = self.place, self.place + 1
             value = self.record.numbers[place]
-            return self.tracer.number(value, place) if place in self.varying else value
+            if place not in self.varying:
+                return value
+            scalar = self.tracer.number(value, place)
+            return scalar if noted == "float" or self.beside is None else scalar.to(self.beside)
         kind, *parts = noted
         if kind == "plain":
             return parts[0]

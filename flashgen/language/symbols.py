@@ -56,7 +56,7 @@ def is_int(expr: sympy.Basic) -> bool:
         return all(is_int(value) for value in expr.args[1:])
     if expr.func in _INTEGER_CLOSED or getattr(expr.func, "integer_closed", False):
         return all(is_int(arg) for arg in expr.args)
-    return False
+    return bool(getattr(expr.func, "reads_tensor", False)) and is_int(expr.args[0])
 
 
 _INTEGER_CLOSED = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.sign)

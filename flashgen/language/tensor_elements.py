@@ -41,7 +41,7 @@ class TensorRead(RealFunction):
     Its derivative is 0 with respect to every symbol, because indices are integers.
     """
 
-    integer_closed = True
+    reads_tensor = True
 
     @classmethod
     def eval(cls, *args: Any) -> None:

@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 _C = torch._C
 
 
-def attention(spec: AttentionSpec) -> Attention:
+def attention(spec: AttentionSpec | None = None, *more: Any, **others: Any) -> Attention:
     """Returns the operator that computes ``spec``; equal specs share one operator.
 
     The operator is also registered as ``torch.ops.flashgen.<name>``, with the name of the spec.
@@ -45,10 +45,18 @@ def attention(spec: AttentionSpec) -> Attention:
         A callable; `flashgen.ops.Attention.__call__` lists its arguments.
 
     Raises:
-        SpecError: ``spec`` is not an AttentionSpec.
+        SpecError: ``spec`` is not an AttentionSpec, or not the only argument.
     """
     from flashgen.language.spec import AttentionSpec
 
+    if more or others:
+        raise SpecError(
+            "an operator is made from an AttentionSpec alone",
+            where="flashgen.attention",
+            numbers=f"given {len(more)} more by position and {', '.join(others) or 'none'} by name",
+            way_out="options of the variant in fg.AttentionSpec(...), and what belongs to a call "
+            "in the call: fg.attention(spec)(q, k, v, scale=...)",
+        )
     if not isinstance(spec, AttentionSpec):
         raise SpecError(
             "an operator is made from an AttentionSpec",

@@ -339,11 +339,12 @@ struct WorkTile {
 // the end. 2^head_bits heads alternate tile by tile, by the low bits of number.
 __device__ __forceinline__ WorkTile work_tile_of(const Params& packed, int work_tile) {
   const int number = uniform(work_tile % packed.tiles_per_group);
+  const int bits = packed.head_bits;
   const int batch_head = uniform(work_tile / packed.tiles_per_group);
   const int entry = uniform(batch_head / packed.head_groups);
-  const int head = uniform((batch_head % packed.head_groups) << packed.head_bits
-      | (number & ((1 << packed.head_bits) - 1)));
-  return {((packed.tiles_per_group - 1 - number) >> packed.head_bits), head, entry};
+  const int head = uniform((batch_head % packed.head_groups) << bits
+      | (number & ((1 << bits) - 1)));
+  return {((packed.tiles_per_group - 1 - number) >> bits), head, entry};
 }
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`

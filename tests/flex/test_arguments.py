@@ -35,6 +35,24 @@ def test_the_signature_is_torchs_and_takes_what_it_refuses() -> None:
     assert names(fg.flex_attention) == names(torch_flex.flex_attention)
 
 
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [
+        ({"scale": 10**400}, "scale is not a positive, finite number"),
+        ({"return_aux": True}, "return_aux is not a torch AuxRequest"),
+        ({"return_aux": {"lse": True}}, "return_aux is not a torch AuxRequest"),
+        ({"query": noise(1, 2, 8, 8).to_sparse()}, "query is not an ordinary dense tensor"),
+        ({"value": noise(1, 2, 8, 8).to_mkldnn()}, "value is not an ordinary dense tensor"),
+        ({"score_mod": 3}, "score_mod is not a function"),
+        ({"score_mod": "causal"}, "score_mod is not a function"),
+    ],
+)
+def test_arguments_of_other_kinds(named: dict[str, object], what: str) -> None:
+    given = dict(zip(("query", "key", "value"), operands(1, 2, 8, 8, dim=8), strict=True))
+    with pytest.raises(fg.errors.FlashgenError, match=what):
+        fg.flex_attention(**(given | named))
+
+
 def added(score, b, h, q_idx, kv_idx):
     return score + 0.1 * kv_idx
 

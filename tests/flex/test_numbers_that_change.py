@@ -87,6 +87,41 @@ def test_a_number_of_a_layer_as_an_index() -> None:
     assert kernels(call(layer(number)) for number in range(-4, 6)) == 2
 
 
+BYTES = torch.tensor([0, 255, 128, 7, 200, 64, 1, 90], dtype=torch.uint8)
+SMALL = torch.tensor([-128, 127, 0, -1, 64, 3, -77, 50], dtype=torch.int8)
+WRAPPED: dict[str, Callable[[Any], Mod]] = {
+    "a sum": lambda w: lambda s, b, h, q, k: s + (BYTES[k] + w) / 50,
+    "a difference": lambda w: lambda s, b, h, q, k: s + (w - BYTES[k]) / 50,
+    "a product": lambda w: lambda s, b, h, q, k: s + SMALL[k] * w / 50,
+    "a product with a cast": lambda w: lambda s, b, h, q, k: s + k.to(torch.int8) * w / 50,
+    "a shift": lambda w: lambda s, b, h, q, k: s + (SMALL[k] << w % 8) / 50,
+    "a quotient": lambda w: lambda s, b, h, q, k: s + SMALL[k] // min(w - 8, -1),
+    "a choice": lambda w: lambda s, b, h, q, k: s + torch.where(q >= k, BYTES[k], -w) / 50,
+    "a bound": lambda w: lambda s, b, h, q, k: s + torch.clamp(BYTES[k], max=w) / 50,
+    "beside a condition": lambda w: lambda s, b, h, q, k: s + BYTES[k] * (q > 3) * w / 50,
+    "a float": lambda w: lambda s, b, h, q, k: s + BYTES[k] * (w / 4) / 50,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_number_that_changes_wraps_beside_narrow_integers(name: str) -> None:
+    assert kernels(call(WRAPPED[name](w)) for w in (1, 60, 7, 3, 11)) == 2
+
+
+def test_a_number_that_changes_in_a_quotient_of_narrow_integers_is_a_float() -> None:
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
+    for w in (3, 300, -2):
+        out = fg.flex_attention(q, k, v, lambda s, b, h, q, k, w=w: s + BYTES[k] / w)
+        wanted = torch.softmax(q @ k.mT / 8**0.5 + BYTES / w, -1) @ v
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_powers_of_integers_are_exact() -> None:
+    for w in (2, 3, 4, 5, 0):
+        call(lambda s, b, h, q, k, w=w: s + (k % 8 + 300) ** w % 7)
+        call(lambda s, b, h, q, k, w=w: s + (BYTES[k] ** w) / 50)
+
+
 def test_several_numbers_of_which_some_change() -> None:
     def mod(a: float, b: float, c: float) -> Mod:
         return lambda s, b_, h, q, k: a * torch.tanh(s / b) + c * (q - k)

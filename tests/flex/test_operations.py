@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import sympy
@@ -316,6 +317,39 @@ def test_refused_with_the_operation_and_the_line(name: str) -> None:
     error = refusal_of(mod)
     assert re.search(message, error.what), error.what
     assert int(error.where.rpartition(":")[2]) == mod.__code__.co_firstlineno
+
+
+def doubled(view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def mod(s, b, h, q, k):
+        view(s).mul_(2)
+        return s
+
+    return mod
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "a view": doubled(lambda s: s.view(())),
+    "a view of two": doubled(lambda s: s[None].squeeze(0)),
+    "one of several": doubled(lambda s: torch.stack([s, s])[None].unbind()[0][0]),
+    "relu": lambda s, b, h, q, k: s + F.relu(s.view(()), inplace=True),
+    "a captured tensor": lambda s, b, h, q, k: s + table[0].add_(1),
+    "a position": lambda s, b, h, q, k: s + k.expand(()).add_(1) + k,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_shares_memory_is_not_written(name: str) -> None:
+    assert "writes into a tensor" in refusal_of(WRITES[name]).what
+
+
+def test_a_tensor_of_which_there_is_a_view_is_not_written() -> None:
+    def mod(s, b, h, q, k):
+        s = s * 1
+        view = s.view(())
+        s.mul_(2)
+        return view
+
+    assert "writes into a tensor" in refusal_of(mod).what
 
 
 def test_no_gradient_is_lost_in_silence() -> None:

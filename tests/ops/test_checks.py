@@ -199,6 +199,16 @@ def test_an_operator_needs_a_spec():
     assert "function" in caught.value.numbers
 
 
+@pytest.mark.parametrize(
+    ("more", "others"), [((), {}), ((3,), {}), ((), {"backend": "tiled"}), ((), {"causal": True})]
+)
+def test_an_operator_needs_a_spec_alone(more, others):
+    given = (fg.AttentionSpec(head_dim=16), *more) if more or others else ()
+    with pytest.raises(SpecError, match="made from an AttentionSpec") as caught:
+        fg.attention(*given, **others)
+    assert "fg.AttentionSpec(" in caught.value.way_out
+
+
 def test_backends_are_chosen_by_call_then_environment_then_device(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)

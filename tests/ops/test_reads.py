@@ -118,6 +118,31 @@ def test_a_read_outside_is_refused_where_its_element_is_used(name, backend):
         op(*operands(), **given_to(op, 1), backend=backend)
 
 
+MADE_OF_SCORES = {
+    "floor": (lambda s: fg.floor(s * 2), lambda s, flag: (s * 2).floor()),
+    "clamped": (lambda s: fg.clamp(fg.floor(s), 0, 2), lambda s, flag: s.floor()),
+    "a choice": (lambda s: fg.where(s > 0, 7, -7), lambda s, flag: torch.where(s > 0, 7, -7)),
+    "an index of an index": (
+        lambda s: FLAG[fg.floor(s * 2)],
+        lambda s, flag: flag[(s * 2).floor().long().clamp(0, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
+@pytest.mark.parametrize("name", MADE_OF_SCORES)
+def test_an_index_that_is_made_of_the_score_reads_the_nearest_element(name, backend):
+    place, of_torch = MADE_OF_SCORES[name]
+    op = operator(None, lambda s, b, h, q, k: s + LINE[place(s)])
+    q, k, v = operands()
+    known = {"line": torch.tensor([1.0, -2.0, 3.0]), "flag": torch.tensor([3, 0, 2, 1]).int()}
+    given = {x.name: known[x.name] for x in op.spec.tensors}
+    s = q @ k.mT / 4
+    read = known["line"][of_torch(s, known["flag"]).long().clamp(0, 2)]
+    out = op(q, k, v, **given, backend=backend)
+    torch.testing.assert_close(out, torch.softmax(s + read, -1) @ v, atol=1e-5, rtol=1e-4)
+
+
 def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
     op = operator(None, lambda s, b, h, q, k: s + TABLE[h, q - k + 3])
     with pytest.raises(InputError) as caught:
@@ -132,6 +157,15 @@ def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
     assert text == "table[h, fg.clamp(q - k + 3, 0, 8)]"
     mended = operator(None, eval(f"lambda s, b, h, q, k: s + {text}", {"table": TABLE, "fg": fg}))
     mended(*operands(), table=torch.ones(2, 9))
+
+
+def test_the_way_out_names_functions_as_a_mod_does():
+    op = operator(None, lambda s, b, h, q, k: s + LINE[fg.floor(fg.exp(q * 0.25))])
+    with pytest.raises(InputError) as caught:
+        op(*operands(), line=torch.ones(2))
+    text = caught.value.way_out.partition(" for the nearest")[0]
+    mended = operator(None, eval(f"lambda s, b, h, q, k: s + {text}", {"line": LINE, "fg": fg}))
+    mended(*operands(), line=torch.ones(2))
 
 
 def test_positions_are_those_of_offsets_sequences_and_pages():
@@ -256,3 +290,17 @@ def test_a_check_finds_what_tensors_do_not_change_once(monkeypatch):
     for _ in range(3):
         op(*operands(), **given)
     assert len(bounds) == len(reads.reads_of(op.spec))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_integers_are_exact_at_an_index_that_is_made_of_floats(backend):
+    ids = torch.tensor([2**24 + 1, 2**24 + 3, 5]).int()
+
+    def score(s, b, h, q, k):
+        return fg.where(FLAG[fg.floor(k * 0.5)] - 2**24 == 1, s, s * 2)
+
+    q, k, v = operands(batch=1)
+    s = q @ k.mT / 4
+    wanted = torch.softmax(torch.where(torch.arange(SEQ) < 2, s, s * 2), -1) @ v
+    out = operator(None, score)(q, k, v, flag=ids, backend=backend)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)

@@ -188,7 +188,7 @@ def scale_of(signature: CallSignature, scale: object) -> float:
     if value is None:
         return 1 / math.sqrt(signature.head_dim)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < float(value) <= FLOAT32_MAX:  # type: ignore[arg-type]
+    if not number or not 0 < value <= FLOAT32_MAX:  # type: ignore[operator]
         refuse(
             "scale is not a positive, finite number",
             "argument scale",
