@@ -132,7 +132,7 @@ def test_a_plan_that_the_code_does_not_follow_fails_to_compile(
 
 
 def test_a_template_field_that_nobody_gave_is_an_error_that_names_it() -> None:
-    with pytest.raises(fg.RenderError, match="'plan' is undefined") as caught:
+    with pytest.raises(fg.RenderError, match="'float32' is undefined") as caught:
         render_template("sm80/mma.cuh.j2")
     assert "templates/sm80/mma.cuh.j2" in caught.value.where
 

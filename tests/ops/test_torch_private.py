@@ -224,6 +224,7 @@ USES = {
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": Use(
         "gives its formulas to a FlopCounterMode that is active", counted_modes
     ),
+    "torch.utils._pytree.TreeSpec": Use(TREES, callable),
     "torch.utils._pytree.tree_flatten": Use(TREES, lambda f: f([1, (2, 3)])[0] == [1, 2, 3]),
     "torch.utils._pytree.tree_leaves": Use(TREES, lambda f: f([1, (2, 3)]) == [1, 2, 3]),
     "torch.utils._pytree.tree_map_only": Use(
