@@ -42,7 +42,7 @@ constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 
-// Byte offsets into dynamic shared memory. dQ is staged over Q when the loop is done.
+// Byte offsets into dynamic shared memory. dQ is staged over Q.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;
@@ -459,7 +459,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+    // Tiles inside this range are full: the mask is true and is not evaluated.
     const Range full = tile_full(p, q_lo);
 
     // 3b. The end of the walk is a stage without a copy.
@@ -599,7 +599,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;

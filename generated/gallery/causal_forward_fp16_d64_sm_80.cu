@@ -31,7 +31,7 @@ constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
 constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and O
 
-// Byte offsets into dynamic shared memory. O is staged over Q, K and V when the loop is done.
+// Byte offsets into dynamic shared memory. O is staged over Q, K and V.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 16384;
 constexpr int SMEM_V = 28672;
@@ -41,7 +41,8 @@ static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows 
 static_assert(SMEM_K >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_V == SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_BYTES == SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
-static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: O tile");
+static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q,
+              "plan and code disagree: O tile");
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -164,8 +165,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -458,8 +459,8 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
-// a row takes the branch that subtracts its maximum.
+// Returns the lag for the next tile: none where a row of the warp is far, because each
+// tile of such a row takes the branch that subtracts its maximum.
 template <int GROUPS>
 __device__ __forceinline__ float update_maxima(
     float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
@@ -545,7 +546,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-  // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+  // Tiles inside this range are full: the mask is true and is not evaluated.
   const Range full = tile_full(p, q_lo);
 
   // 3. Start the copies of Q and of the first K tile.
@@ -611,9 +612,8 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // Each row's keys are one range, as a bit mask: testing a bit costs less than comparing a
-      // column.
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // A row's keys are one range, as bits: testing one costs less than comparing.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first =
@@ -683,7 +683,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   __syncthreads();
   const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;  // this warp's rows only
 
-  // 7. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+  // 7. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
   float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {

@@ -476,8 +476,8 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
-// a row takes the branch that subtracts its maximum.
+// Returns the lag for the next tile: none where a row of the warp is far, because each
+// tile of such a row takes the branch that subtracts its maximum.
 template <int GROUPS>
 __device__ __forceinline__ float update_maxima(
     float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
@@ -554,7 +554,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   //                 v         v |               v |                       v |
   //   consumers    S = Q K^T, softmax       O += P V                  every warp
   //
-  // Consumer i also waits for consumer i - 1 before its products, at BARRIER_PING_PONG + i.
+  // Consumer i also waits for i - 1 before its products, at BARRIER_PING_PONG + i.
 
   // 1. Initialise the barriers before any warp uses them.
   if (threadIdx.x == 0) {
@@ -571,7 +571,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   }
   __syncthreads();
 
-  // 2. The producer: one lane issues the TMA copies, all lanes of its warp search for live tiles.
+  // 2. The producer: one lane copies, all lanes of its warp search for tiles.
   //    It needs few registers. It copies K and Q of the next work tile while the consumers compute
   //    the softmax of this one's last tile, its product P V, and O.
   if (is_producer) {
@@ -670,7 +670,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+    // Tiles inside this range are full: the mask is true and is not evaluated.
     const Range full = tile_full(p, q_lo);
 
     // 5. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
@@ -726,9 +726,8 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const auto finish_scores = [&](int k_start, bool full_tile) {
       // 5c. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
-        // Each row's keys are one range, as a bit mask: testing a bit costs less than comparing a
-        // column.
-        // thread_index() is read again: values kept through the main loop would cost registers.
+        // A row's keys are one range, as bits: testing one costs less than comparing.
+        // thread_index() is read again: values kept would cost registers.
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
         const int q_first =
@@ -843,7 +842,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     stage = k;
 
-    // 9. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+    // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
     //    The lane's place is read again: values kept through the main loop would cost registers.
     const int writer = thread_index();
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;

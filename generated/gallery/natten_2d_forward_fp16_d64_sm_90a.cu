@@ -629,8 +629,8 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
-// a row takes the branch that subtracts its maximum.
+// Returns the lag for the next tile: none where a row of the warp is far, because each
+// tile of such a row takes the branch that subtracts its maximum.
 template <int GROUPS>
 __device__ __forceinline__ float update_maxima(
     float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
@@ -707,7 +707,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   //                 v         v |               v |                       v |
   //   consumers    S = Q K^T, softmax       O += P V                  every warp
   //
-  // Consumer i also waits for consumer i - 1 before its products, at BARRIER_PING_PONG + i.
+  // Consumer i also waits for i - 1 before its products, at BARRIER_PING_PONG + i.
 
   // 1. Initialise the barriers before any warp uses them.
   if (threadIdx.x == 0) {
@@ -724,7 +724,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   }
   __syncthreads();
 
-  // 2. The producer: one lane issues the TMA copies, all lanes of its warp search for live tiles.
+  // 2. The producer: one lane copies, all lanes of its warp search for tiles.
   //    It needs few registers. It copies K and Q of the next work tile while the consumers compute
   //    the softmax of this one's last tile, its product P V, and O.
   if (is_producer) {
@@ -885,7 +885,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     const auto finish_scores = [&](int k_start, bool full_tile) {
       // 5c. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
-        // thread_index() is read again: values kept through the main loop would cost registers.
+        // thread_index() is read again: values kept would cost registers.
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
         const int q_first =
@@ -1024,7 +1024,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     stage = k;
 
-    // 9. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+    // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
     //    The lane's place is read again: values kept through the main loop would cost registers.
     const int writer = thread_index();
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
