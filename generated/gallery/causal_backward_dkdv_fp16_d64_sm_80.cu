@@ -529,7 +529,8 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. Start the copies of K and V, which stay, and of the first Q and dO.
   const CopyPlace<VECTORS> q_place;
-  const CopyPlace<VECTORS_V>& do_place = q_place;  // the rows of Q and dO are equally long
+  // The rows of Q and dO are equally long.
+  const CopyPlace<VECTORS_V>& do_place = q_place;
   const char* q_source = q_place.source(q_rows, q_step);
   const char* do_source = do_place.source(do_rows, do_step);
   const auto load_q = [&](unsigned buffer) {

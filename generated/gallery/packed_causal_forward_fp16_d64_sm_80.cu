@@ -637,13 +637,15 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   // 3. Start the copies of Q and of the first K tile.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
-    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
-                       p.seq_q - q_start);
-    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place, k_source + (long long)k_step * (tile * BLOCK_K),
-                       k_step, p.seq_k - tile * BLOCK_K);
+    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place,
+                       k_place.source(q_rows, q_step), q_step, p.seq_q - q_start);
+    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place,
+                       k_source + (long long)k_step * (tile * BLOCK_K), k_step,
+                       p.seq_k - tile * BLOCK_K);
   }
   copy_commit();
 
@@ -661,10 +663,10 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
 
   float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
   float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
-  float row_base[ROW_GROUPS][2] = {};           // what exp2 subtracts, in units of log2
+  float row_base[ROW_GROUPS][2] = {};  // what exp2 subtracts, in units of log2
   float row_max[ROW_GROUPS][2];                 // in the unit of scores
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
-  float lag = MAX_LAG;                          // of the maxima; -inf where a row is far
+  float lag = MAX_LAG;  // of the maxima; -inf where a row is far
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   // 5. Main loop.
@@ -678,8 +680,8 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5a. K has arrived. Every warp is done with the last V, into whose space the next is loaded.
     copy_wait_all();
     __syncthreads();
-    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place, v_source + (long long)v_step * k_start, v_step,
-                       p.seq_k - k_start);
+    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place,
+                       v_source + (long long)v_step * k_start, v_step, p.seq_k - k_start);
     copy_commit();
 
     // 5b. S = Q K^T
@@ -789,10 +791,11 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
     }
   }
 
-  // 6. Every warp is done with Q, K and V, whose space now stages O, and no copy is in flight.
+  // 6. Every warp is done with Q, K and V, where O is staged, by each warp
+  //    its rows. No copy is in flight.
   copy_wait_all();
   __syncthreads();
-  const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;  // this warp's rows only
+  const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;
 
   // 7. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
   float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
@@ -826,7 +829,7 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const int column = i % VECTORS_V;
     if (q_start + warp_row + row < p.seq_q) {
       store_vector(o_rows + row * p.o_stride_n + column * (16 / ELEMENT_BYTES),
-                    o_stage + vector_offset<VECTORS_V>(row, column));
+                   o_stage + vector_offset<VECTORS_V>(row, column));
     }
   }
 }

@@ -433,7 +433,8 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
     load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,

@@ -631,10 +631,10 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
-  // Ping-pong: while one warpgroup multiplies, the others compute their softmax. Each has a named
-  // barrier, at which it waits for the arrival of the warpgroup before it.
+  // Ping-pong: while one warpgroup multiplies, the others compute their softmax.
+  // Each waits at a named barrier of its own for the one before it. The first may begin.
   const bool is_last_consumer = threadIdx.x >= THREADS;
-  if (is_last_consumer) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);  // the first may begin
+  if (is_last_consumer) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
 
 #pragma unroll 1
   for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
@@ -841,7 +841,8 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     // 10. Write O. A lane has 2 of each 8 columns of a row. The four lanes that have the same row
     //     exchange them: each gets 8 neighbouring columns, which it writes at once.
-    Element* const o_row = p.o + b * p.o_stride_b + h * p.o_stride_h
+    Element* const o_row = p.o + b * p.o_stride_b
+                           + h * p.o_stride_h
                            + q_row * p.o_stride_n + writer % 4 * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {

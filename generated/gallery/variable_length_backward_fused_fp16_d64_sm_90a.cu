@@ -222,10 +222,10 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   return p;
 }
 
-// The coordinates of a sequence's rows in a tensor map with ragged rows: row r has the coordinates
-// first + r and end, and RAGGED_ROWS as the last. The first of them is below RAGGED_ROWS in the
-// sequence alone: rows after it lie outside the map instead of in the next sequence, and are read
-// as zeros. The strides make the address that of row end - length + r.
+// The coordinates of a sequence's rows in a tensor map with ragged rows: row r has the
+// coordinates first + r and end, and RAGGED_ROWS as the last. The first of them is below
+// RAGGED_ROWS in the sequence alone: rows after it lie outside the map instead of in the next
+// sequence, and are read as zeros. The strides make the address that of row end - length + r.
 constexpr int RAGGED_ROWS = 1 << 30;
 struct RaggedRows {
   int first;  // of the sequence's first row
