@@ -80,6 +80,16 @@ def test_a_guard_is_a_block_around_its_line_or_its_statement(flags: int) -> None
     assert environment().from_string(GUARDED).render(**names) == expected
 
 
+def test_a_line_that_is_one_value_becomes_its_lines_indented_and_none_if_it_is_empty() -> None:
+    template = "begin\n    /*{ value }*/\n  /*{ value }*/  //? twice\nx = /*{ value }*/;\nend\n"
+    render = environment().from_string(template).render
+    assert render(value="a;\n\n  b;\n", twice=False) == (
+        "begin\n    a;\n\n      b;\nx = a;\n\n  b;\n;\nend\n"
+    )
+    assert render(value="a;", twice=True) == "begin\n    a;\n  a;\nx = a;;\nend\n"
+    assert render(value="", twice=True) == "begin\nx = ;\nend\n"
+
+
 def test_a_loop_of_one_round_becomes_its_body_at_index_0() -> None:
     loop = (
         "constexpr int ROUNDS = 1;\n"
