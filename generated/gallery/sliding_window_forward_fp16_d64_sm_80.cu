@@ -441,17 +441,15 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
                                             float lag) {
   bool any = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-      for (int n = 1; n < TILES; ++n) {
-        m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
-      }
-      tile_max[g][r] = m;
-      any |= exceeds(lag, row_max[g][r], m, scale);
+    for (int n = 1; n < TILES; ++n) {
+      m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
+    tile_max[g][r] = m;
+    any |= exceeds(lag, row_max[g][r], m, scale);
   }
   return __any_sync(0xffffffffu, any);
 }
@@ -468,17 +466,15 @@ __device__ __forceinline__ float update_maxima(
     const float (&tile_max)[GROUPS][2], float scale) {
   bool far = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float top = quad_max(tile_max[g][r]);
-      const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
-      factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
-      if (grows) row_max[g][r] = top;
-      row_base[g][r] = base_of(row_max[g][r], scale);
-      far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
-      row_sum[g][r] *= factor[g][r];
-    }
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float top = quad_max(tile_max[g][r]);
+    const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
+    factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
+    if (grows) row_max[g][r] = top;
+    row_base[g][r] = base_of(row_max[g][r], scale);
+    far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
+    row_sum[g][r] *= factor[g][r];
   }
   return __any_sync(0xffffffffu, far) ? minus_infinity() : MAX_LAG;
 }
@@ -488,15 +484,13 @@ template <int GROUPS, int TILES>
 __device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
                                              const float (&row_max)[GROUPS][2], float scale) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float shift = shift_of(row_max[g][r], scale);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float shift = shift_of(row_max[g][r], scale);
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        s[g][n][2 * r] -= shift;
-        s[g][n][2 * r + 1] -= shift;
-      }
+    for (int n = 0; n < TILES; ++n) {
+      s[g][n][2 * r] -= shift;
+      s[g][n][2 * r + 1] -= shift;
     }
   }
 }
@@ -508,10 +502,7 @@ __device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[g][n][e] *= factor[g][e / 2];
-    }
+    for (int i = 0; i < 4 * TILES; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
   }
 }
 

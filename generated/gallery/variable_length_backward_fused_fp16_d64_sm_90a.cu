@@ -459,10 +459,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
-  }
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
