@@ -2,7 +2,10 @@
 
 ``/*% %*/`` blocks, ``/*{ x }*/`` values, ``/*# #*/`` comments, ``//%`` line statements and ``//#``
 line comments. A line that ends with ``//? condition`` is part of the kernel where the condition
-holds. The default ``{{ }}`` would silently eat CUDA initialisers such as ``{{0}}``.
+holds; after ``//?? condition``, so is the whole statement or function that begins there, with the
+comments above it, the deeper lines below it and its closing brace. A line that is one value
+becomes the value's lines, indented, and none if the value is empty. The default ``{{ }}`` would
+silently eat CUDA initialisers such as ``{{0}}``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import textwrap
 from pathlib import Path
 
 import jinja2
@@ -57,19 +61,62 @@ def template_digest() -> str:
     return found.hexdigest()[:16]
 
 
-class _GuardedLines(jinja2.ext.Extension):
-    """Lines with a condition at their end, as blocks; line numbers of errors stay the same."""
+class _Lines(jinja2.ext.Extension):
+    """Guards at the end of lines, as blocks, and lines that are one value, as its lines.
 
-    _GUARDED = re.compile(r"^(.*?) *//\? (.+)$", re.MULTILINE)
+    The line numbers of errors stay the same.
+    """
+
+    _VALUE = re.compile(r"^( *)/\*\{ ((?:(?!\}\*/).)+) \}\*/$")
+    _GUARD = re.compile(r"^(.*?) *//\?(\??) (.+)$")
+    _LEADS = re.compile(r" *(//|#pragma|template <)")  # what belongs to the statement below it
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        return self._GUARDED.sub(self._block, source)
+        lines = source.split("\n")
+        guards = {i: found for i, line in enumerate(lines) if (found := self._GUARD.match(line))}
+        lines = [guards[i][1] if i in guards else line for i, line in enumerate(lines)]
+        last = {i: self._last(lines, i) if found[2] else i for i, found in guards.items()}
+        lines = [self._VALUE.sub(self._lines_of_value, line) for line in lines]
+        for i, found in reversed(guards.items()):
+            lines[i] = f"/*% if {found[3]} %*/{lines[i]}"
+            ends_its_lines = lines[last[i]].endswith(("#*/", "%*/"))
+            lines[last[i]] += "/*% endif %*/" if ends_its_lines else '/*{ "\\n" }*//*% endif %*/'
+        return "\n".join(lines)
 
     @staticmethod
-    def _block(found: re.Match[str]) -> str:
-        line, condition = found.groups()
-        end = "" if line.endswith("-}*/") else '/*{ "\\n" }*/'  # a macro that ends its lines
-        return f"/*% if {condition} %*/{line}{end}/*% endif %*/"
+    def _lines_of_value(found: re.Match[str]) -> str:
+        return f"/*{{ ({found[2]}) | lines({len(found[1])}) }}*//*# trims the end #*/"
+
+    @classmethod
+    def _last(cls, lines: list[str], i: int) -> int:
+        """The last line of the statement that begins at line i."""
+        while cls._LEADS.match(lines[i]) and i + 1 < len(lines):
+            i += 1
+        indent = _indent(lines[i])
+        for j in range(i + 1, len(lines)):
+            if not lines[j] or lines[j].startswith("#") or _indent(lines[j]) > indent:
+                continue
+            if _indent(lines[j]) < indent or lines[j][indent] != "}":
+                break
+            i = j
+            if not lines[j].endswith("{"):
+                return j
+        else:
+            j = len(lines)
+        j -= 1
+        while j > i and (not lines[j] or lines[j].startswith("#")):
+            j -= 1
+        return j
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _lines_of(value: object, indent: int) -> str:
+    """The lines of a value, indented and each with its end."""
+    text = str(value).removesuffix("\n")
+    return textwrap.indent(text, " " * indent) + "\n" if text.strip() else ""
 
 
 @functools.cache
@@ -93,9 +140,9 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        extensions=[_GuardedLines],
+        extensions=[_Lines],
     )
-    made.filters["one_line"] = one_line
+    made.filters.update(one_line=one_line, lines=_lines_of)
     return made
 
 

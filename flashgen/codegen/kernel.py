@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
-        counted_head=_counted_head(plan) if plan.heads_per_lane > 1 else "",
+        counted_head=functools.partial(_counted_head, plan),
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),
         packed=packed,
@@ -175,6 +176,7 @@ def rendered(
         float32=plan.itemsize == 4,
         grouped=plan.heads_per_tile > 1,
         by_columns=plan.column_warps > 1,
+        equal_dims=plan.head_dim == plan.head_dim_v,
         params=params,
         spec_section=spec_section,
         **fields,
@@ -198,12 +200,12 @@ def head_of(plan: Plan) -> str:
     return "head" if plan.heads_per_tile > 1 else "h"
 
 
-def _counted_head(plan: Plan) -> str:
+def _counted_head(plan: Plan, first: str) -> str:
     """C++ of the head of a lane's row r in row group g, where its rows have different heads.
 
-    `head` is that of its first row. Of rows without a head it is past the last head of the tile.
+    `first` is that of its first row. Of rows without a head it is past the last head of the tile.
     """
-    terms = ["head"]
+    terms = [first]
     for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):
         heads = rows // plan.queries_per_tile
         if heads and (index == "r" or plan.row_groups > 1):

@@ -64,6 +64,10 @@ class FunctionInParts:
         """All functions, in the order of the file."""
         return (*(each.function for each in self.shared), self.function)
 
+    def of(self, axis: str) -> SharedValues | None:
+        """The values of a query, for the axis "q", or of a key, for "k"."""
+        return self.query if axis == "q" else self.key
+
     def at(self, **replaced: str) -> FunctionInParts:
         """The same with other C++ for arguments of the calls, as in `DeviceFunction.call`."""
 

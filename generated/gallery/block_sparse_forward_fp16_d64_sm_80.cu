@@ -33,7 +33,7 @@ constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
 constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and O
 
-// Byte offsets into dynamic shared memory. O is staged over Q, K and V when the loop is done.
+// Byte offsets into dynamic shared memory. O is staged over Q, K and V.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 16384;
 constexpr int SMEM_V = 28672;
@@ -43,7 +43,8 @@ static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows 
 static_assert(SMEM_K >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_V == SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_BYTES == SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
-static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: O tile");
+static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q,
+              "plan and code disagree: O tile");
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -297,8 +298,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -562,17 +563,15 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
                                             float lag) {
   bool any = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-      for (int n = 1; n < TILES; ++n) {
-        m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
-      }
-      tile_max[g][r] = m;
-      any |= exceeds(lag, row_max[g][r], m, scale);
+    for (int n = 1; n < TILES; ++n) {
+      m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
+    tile_max[g][r] = m;
+    any |= exceeds(lag, row_max[g][r], m, scale);
   }
   return __any_sync(0xffffffffu, any);
 }
@@ -580,8 +579,8 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
-// a row takes the branch that subtracts its maximum.
+// Returns the lag for the next tile: none where a row of the warp is far, because each
+// tile of such a row takes the branch that subtracts its maximum.
 template <int GROUPS>
 __device__ __forceinline__ float update_maxima(
     float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
@@ -589,17 +588,15 @@ __device__ __forceinline__ float update_maxima(
     const float (&tile_max)[GROUPS][2], float scale) {
   bool far = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float top = quad_max(tile_max[g][r]);
-      const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
-      factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
-      if (grows) row_max[g][r] = top;
-      row_base[g][r] = base_of(row_max[g][r], scale);
-      far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
-      row_sum[g][r] *= factor[g][r];
-    }
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float top = quad_max(tile_max[g][r]);
+    const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
+    factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
+    if (grows) row_max[g][r] = top;
+    row_base[g][r] = base_of(row_max[g][r], scale);
+    far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
+    row_sum[g][r] *= factor[g][r];
   }
   return __any_sync(0xffffffffu, far) ? minus_infinity() : MAX_LAG;
 }
@@ -609,15 +606,13 @@ template <int GROUPS, int TILES>
 __device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
                                              const float (&row_max)[GROUPS][2], float scale) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float shift = shift_of(row_max[g][r], scale);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float shift = shift_of(row_max[g][r], scale);
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        s[g][n][2 * r] -= shift;
-        s[g][n][2 * r + 1] -= shift;
-      }
+    for (int n = 0; n < TILES; ++n) {
+      s[g][n][2 * r] -= shift;
+      s[g][n][2 * r + 1] -= shift;
     }
   }
 }
@@ -629,10 +624,7 @@ __device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[g][n][e] *= factor[g][e / 2];
-    }
+    for (int i = 0; i < 4 * TILES; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
   }
 }
 
@@ -667,7 +659,7 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-  // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+  // Tiles inside this range are full: the mask is true and is not evaluated.
   const Range full = tile_full(p, q_lo);
   // Within these bounds, only tiles that the block layout lists are loaded.
   tile = next_listed_tile(p, b, h, q_lo, q_hi, tile, tile_end);
@@ -675,13 +667,15 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
   // 3. Start the copies of Q and of the first K tile.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
-    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
-                       p.seq_q - q_start);
-    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place, k_source + (long long)k_step * (tile * BLOCK_K),
-                       k_step, p.seq_k - tile * BLOCK_K);
+    load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place,
+                       k_place.source(q_rows, q_step), q_step, p.seq_q - q_start);
+    load_tile<BLOCK_K>(smem_base + SMEM_K, k_place,
+                       k_source + (long long)k_step * (tile * BLOCK_K), k_step,
+                       p.seq_k - tile * BLOCK_K);
   }
   copy_commit();
 
@@ -699,10 +693,10 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
 
   float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
   float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
-  float row_base[ROW_GROUPS][2] = {};           // what exp2 subtracts, in units of log2
+  float row_base[ROW_GROUPS][2] = {};  // what exp2 subtracts, in units of log2
   float row_max[ROW_GROUPS][2];                 // in the unit of scores
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
-  float lag = MAX_LAG;                          // of the maxima; -inf where a row is far
+  float lag = MAX_LAG;  // of the maxima; -inf where a row is far
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   // 5. Main loop.
@@ -717,8 +711,8 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5a. K has arrived. Every warp is done with the last V, into whose space the next is loaded.
     copy_wait_all();
     __syncthreads();
-    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place, v_source + (long long)v_step * k_start, v_step,
-                       p.seq_k - k_start);
+    load_tile<BLOCK_K>(smem_base + SMEM_V, v_place,
+                       v_source + (long long)v_step * k_start, v_step, p.seq_k - k_start);
     copy_commit();
 
     // 5b. S = Q K^T
@@ -737,7 +731,7 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first =
@@ -827,12 +821,13 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
     }
   }
 
-  // 6. Every warp is done with Q, K and V, whose space now stages O, and no copy is in flight.
+  // 6. Every warp is done with Q, K and V, where O is staged, by each warp
+  //    its rows. No copy is in flight.
   copy_wait_all();
   __syncthreads();
-  const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;  // this warp's rows only
+  const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;
 
-  // 7. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+  // 7. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
   float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; ++g) {
@@ -864,7 +859,7 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
     const int column = i % VECTORS_V;
     if (q_start + warp_row + row < p.seq_q) {
       store_vector(o_rows + row * p.o_stride_n + column * (16 / ELEMENT_BYTES),
-                    o_stage + vector_offset<VECTORS_V>(row, column));
+                   o_stage + vector_offset<VECTORS_V>(row, column));
     }
   }
 }

@@ -33,7 +33,7 @@ constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
 constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and dO
 
-// Byte offsets into dynamic shared memory. dQ is staged over Q when the loop is done.
+// Byte offsets into dynamic shared memory. dQ is staged over Q.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;  // two buffers: K is used first and last in a step
@@ -41,7 +41,8 @@ constexpr int SMEM_V = 45056;
 constexpr int SMEM_BYTES = 51200;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
+static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS,
+              "plan and code disagree: rows per warp");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
@@ -184,8 +185,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -472,13 +473,14 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-  // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+  // Tiles inside this range are full: the mask is true and is not evaluated.
   const Range full = tile_full(p, q_lo);
 
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
     load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
@@ -591,8 +593,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, relative to this lane.
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // A row's keys are one range: columns are compared with its ends.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int mask_row = thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;

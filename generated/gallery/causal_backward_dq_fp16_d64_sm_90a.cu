@@ -42,7 +42,7 @@ constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 
-// Byte offsets into dynamic shared memory. dQ is staged over Q when the loop is done.
+// Byte offsets into dynamic shared memory. dQ is staged over Q.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;
@@ -307,10 +307,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
-  }
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
@@ -459,7 +456,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+    // Tiles inside this range are full: the mask is true and is not evaluated.
     const Range full = tile_full(p, q_lo);
 
     // 3b. The end of the walk is a stage without a copy.
@@ -599,7 +596,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;

@@ -47,14 +47,18 @@ constexpr int SMEM_BYTES = 120320;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
-static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
+static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS,
+              "plan and code disagree: warps");
 static_assert(SMEM_V >= SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_Q >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
 static_assert(SMEM_ROWS >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
-static_assert(SMEM_P >= SMEM_ROWS + 2 * ROWS_BYTES, "plan and code disagree: rows");
-static_assert(SMEM_DS >= SMEM_P + 16 * VECTORS_S * BLOCK_K, "plan and code disagree: P tile");
-static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K, "plan and code disagree: dS tile");
+static_assert(SMEM_P >= SMEM_ROWS + 2 * ROWS_BYTES,
+              "plan and code disagree: rows");
+static_assert(SMEM_DS >= SMEM_P + 16 * VECTORS_S * BLOCK_K,
+              "plan and code disagree: P tile");
+static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K,
+              "plan and code disagree: dS tile");
 
 // Groups of 8 columns of dK and of dV that one warp sums.
 constexpr int COLUMNS = (HEAD_DIM + 16 * COLUMN_WARPS - 1) / (16 * COLUMN_WARPS) * 2;
@@ -208,8 +212,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -405,7 +409,7 @@ __device__ __forceinline__ float above_base(float score, float unit, float base,
   return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
-// Whether one of ROWS queries is far. Each lane looks at one of every 32, the last 32 included.
+// Whether one of ROWS queries is far. Each lane looks at one of every 32.
 template <int ROWS>
 __device__ __forceinline__ bool any_far(unsigned rows, int lane) {
   const unsigned own = rows + 8 * (lane % ROWS);
@@ -539,7 +543,6 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const int h_kv = (p.first_head_group + blockIdx.y) << p.head_bits
       | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = p.first_batch + blockIdx.z;
-
   const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
   const int h_end = (h_kv + 1) * group;
 
@@ -561,7 +564,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const int tile_end =
       reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_Q) : 0;
   const int first_tile = next_tile;
-  // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+  // Tiles inside this range are full: the mask is true and is not evaluated.
   const Range full = tile_full(p, k_hi);
   // Advance to the next tile in this head or a later one; next_h = h_end when none is left.
   const auto settle = [&] {
@@ -574,7 +577,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. Start the copies of K and V, which stay, and of the first Q and dO.
   const CopyPlace<VECTORS> q_place;
-  const CopyPlace<VECTORS_V>& do_place = q_place;  // the rows of Q and dO are equally long
+  // The rows of Q and dO are equally long.
+  const CopyPlace<VECTORS_V>& do_place = q_place;
   const char* q_source = q_place.source(q_rows, q_step);
   const char* do_source = do_place.source(do_rows, do_step);
   const auto load_q = [&](unsigned buffer) {
@@ -686,7 +690,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread / 32 % COLUMN_WARPS * QUERIES + thread % 4 * 2;
       const int row = k_start + thread / 32 / COLUMN_WARPS * (16 * ROW_GROUPS) + thread % 32 / 4;
@@ -712,10 +716,11 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       }
     }
 
-    // 5e. P and dS to shared memory, for the other warps of the same keys, visible by the barrier.
+    // 5e. P and dS to shared memory, for the other warps of the keys.
     store_scores(smem_base + SMEM_P, s, warp_row, first_query, lane);
     store_scores(smem_base + SMEM_DS, ds, warp_row, first_query, lane);
     __syncthreads();
+
     // 5f. dV += P^T dO
     const unsigned stored = stored_rows_offset<VECTORS_S>(warp_row, lane);
     const StoredRows<VECTORS_S> p_rows{smem_base + SMEM_P + stored};

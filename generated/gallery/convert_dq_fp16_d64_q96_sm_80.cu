@@ -99,8 +99,8 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   const long long tile = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
   const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
 
-  // 2. Scale the sums, round them and stage dQ. A lane reads 8 columns of a row: the even ones,
-  //    then the odd ones. Neighbouring lanes have neighbouring rows.
+  // 2. Scale the sums, round them and stage dQ. A lane reads 8 columns of a row:
+  //    the even ones, then the odd ones. Neighbouring lanes have neighbouring rows.
 #pragma unroll 4
   for (int i = threadIdx.x; i < BLOCK_Q * (HEAD_DIM / 8); i += THREADS) {
     const int column = i / 8 % (HEAD_DIM / 8);  // group of 8 columns

@@ -19,8 +19,8 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;  // 16-byte vectors per row of dQ
 
-// The main kernel computes dQ^T = K^T dS^T in strips of 16 rows, which are columns of dQ. A strip
-// has DQ_QUERIES columns, which are queries.
+// The main kernel computes dQ^T = K^T dS^T in strips of 16 rows, which are columns of
+// dQ. A strip has DQ_QUERIES columns, which are queries.
 constexpr int DQ_QUERIES = 64;
 constexpr int DQ_STRIPS = (HEAD_DIM + 15) / 16;
 constexpr int SUM_COLUMNS = 16 * DQ_STRIPS;
@@ -116,7 +116,7 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   p.seq_k = max(start_k(packed, b + 1) - first_k, 0);
   p.dq += first_q * p.dq_stride_n;
   p.dq_stride_b = 0;
-  // The sums of dQ are whole tiles. This leaves room for those of all earlier sequences.
+  // The sums of dQ are whole tiles. Earlier sequences come first.
   p.dq_sum += ((long long)first_q / BLOCK_Q + b) * (BLOCK_Q * SUM_COLUMNS);
   return p;
 }
@@ -167,8 +167,8 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
-// The transpose of a matrix of 8 rows and 8 columns. A lane has a pair of neighbours of a row: row
-// lane/4, columns 2*(lane%4) and the next.
+// The transpose of a matrix of 8 rows and 8 columns. A lane has a pair of neighbours
+// of a row: row lane/4, columns 2*(lane%4) and the next.
 __device__ __forceinline__ unsigned transposed(unsigned pair) {
   unsigned result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
@@ -191,8 +191,8 @@ convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
   const long long tile = (long long)h * gridDim.x + place.tile;
   const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
 
-  // 2. Scale the sums, round them to dQ^T, transpose them and stage dQ. A warp reads 16 columns of
-  //    8 queries: lane 4a + t has columns a and a + 8 of queries 2t and 2t + 1.
+  // 2. Scale the sums, round them to dQ^T, transpose them and stage dQ. A warp reads
+  //    16 columns of 8 queries: lane 4a + t has columns a and a + 8 of queries 2t and 2t + 1.
   const int lane = threadIdx.x % 32;
 #pragma unroll 4
   for (int i = threadIdx.x / 32; i < BLOCK_Q / 8 * DQ_STRIPS; i += WARPS) {

@@ -166,15 +166,15 @@ delta_sink_fp16_d64(const __grid_constant__ Params p) {
       const bool empty = lse == __int_as_float(0xff800000);
       const float base = base_of(empty ? __int_as_float(0x7f800000) : lse);
       ((float2*)p.rows)[head + row] = {base, empty ? 0.0f : float(sum - dlse)};
-      // The sink is like a key whose V is 0: its dP is 0, and dS = -P * delta. Rows without keys
-      // contribute where LSE is the sink's logit. Rows with LSE -inf do not: their sink is -inf, or
-      // they belong to no sequence.
+      // The sink is like a key whose V is 0: its dP is 0, and dS = -P * delta. Rows
+      // without keys contribute where LSE is the sink's logit. Rows with LSE -inf do not: their
+      // sink is -inf, or they belong to no sequence.
       if (lse != __int_as_float(0xff800000)) sink_sum -= expf(read_sink(p, h) - lse) * (sum - dlse);
     }
   }
 
-  // 5. The sum over the warp's rows, to an element of this warp alone. The host adds the elements
-  //    in a fixed order, so that the gradient has the same bits in every run.
+  // 5. The sum over the warp's rows, to an element of this warp alone. The host adds the
+  //    elements in a fixed order, so that the gradient has the same bits in every run.
 #pragma unroll
   for (int step = 16; step >= LANES; step /= 2) {
     sink_sum += __shfl_xor_sync(0xffffffffu, sink_sum, step);

@@ -463,10 +463,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
-  }
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // The lanes of a quad exchange 4 x 4 words: word i of lane j becomes word j of lane i.
@@ -611,17 +608,15 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
                                             float lag) {
   bool any = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-      for (int n = 1; n < TILES; ++n) {
-        m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
-      }
-      tile_max[g][r] = m;
-      any |= exceeds(lag, row_max[g][r], m, scale);
+    for (int n = 1; n < TILES; ++n) {
+      m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
+    tile_max[g][r] = m;
+    any |= exceeds(lag, row_max[g][r], m, scale);
   }
   return __any_sync(0xffffffffu, any);
 }
@@ -629,8 +624,8 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
 // decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
 // by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each tile of such
-// a row takes the branch that subtracts its maximum.
+// Returns the lag for the next tile: none where a row of the warp is far, because each
+// tile of such a row takes the branch that subtracts its maximum.
 template <int GROUPS>
 __device__ __forceinline__ float update_maxima(
     float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
@@ -638,17 +633,15 @@ __device__ __forceinline__ float update_maxima(
     const float (&tile_max)[GROUPS][2], float scale) {
   bool far = false;
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float top = quad_max(tile_max[g][r]);
-      const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
-      factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
-      if (grows) row_max[g][r] = top;
-      row_base[g][r] = base_of(row_max[g][r], scale);
-      far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
-      row_sum[g][r] *= factor[g][r];
-    }
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float top = quad_max(tile_max[g][r]);
+    const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
+    factor[g][r] = grows ? rescale_factor(row_max[g][r], top, scale) : 1.0f;
+    if (grows) row_max[g][r] = top;
+    row_base[g][r] = base_of(row_max[g][r], scale);
+    far |= is_far(row_max[g][r], scale) && row_max[g][r] >= LOWEST;
+    row_sum[g][r] *= factor[g][r];
   }
   return __any_sync(0xffffffffu, far) ? minus_infinity() : MAX_LAG;
 }
@@ -658,15 +651,13 @@ template <int GROUPS, int TILES>
 __device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
                                              const float (&row_max)[GROUPS][2], float scale) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
+  for (int i = 0; i < 2 * GROUPS; ++i) {
+    const int g = i / 2, r = i % 2;
+    const float shift = shift_of(row_max[g][r], scale);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float shift = shift_of(row_max[g][r], scale);
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        s[g][n][2 * r] -= shift;
-        s[g][n][2 * r + 1] -= shift;
-      }
+    for (int n = 0; n < TILES; ++n) {
+      s[g][n][2 * r] -= shift;
+      s[g][n][2 * r + 1] -= shift;
     }
   }
 }
@@ -678,10 +669,7 @@ __device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[g][n][e] *= factor[g][e / 2];
-    }
+    for (int i = 0; i < 4 * TILES; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
   }
 }
 
@@ -707,7 +695,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   //                 v         v |               v |                       v |
   //   consumers    S = Q K^T, softmax       O += P V                  every warp
   //
-  // Consumer i also waits for consumer i - 1 before its products, at BARRIER_PING_PONG + i.
+  // Consumer i also waits for i - 1 before its products, at BARRIER_PING_PONG + i.
 
   // 1. Initialise the barriers before any warp uses them.
   if (threadIdx.x == 0) {
@@ -724,7 +712,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   }
   __syncthreads();
 
-  // 2. The producer: one lane issues the TMA copies, all lanes of its warp search for live tiles.
+  // 2. The producer: one lane copies, all lanes of its warp search for tiles.
   //    It needs few registers. It copies K and Q of the next work tile while the consumers compute
   //    the softmax of this one's last tile, its product P V, and O.
   if (is_producer) {
@@ -808,10 +796,10 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
-  // Ping-pong: while one warpgroup multiplies, the others compute their softmax. Each has a named
-  // barrier, at which it waits for the arrival of the warpgroup before it.
+  // Ping-pong: while one warpgroup multiplies, the others compute their softmax.
+  // Each waits at a named barrier of its own for the one before it. The first may begin.
   const bool is_last_consumer = threadIdx.x >= THREADS;
-  if (is_last_consumer) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);  // the first may begin
+  if (is_last_consumer) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
 
 #pragma unroll 1
   for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
@@ -885,7 +873,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     const auto finish_scores = [&](int k_start, bool full_tile) {
       // 5c. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
-        // thread_index() is read again: values kept through the main loop would cost registers.
+        // thread_index() is read again: values kept would cost registers.
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
         const int q_first =
@@ -1024,7 +1012,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     stage = k;
 
-    // 9. Divide by the row sums, write LSE. A fully masked row has sum 0: O = 0 and LSE = -inf.
+    // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
     //    The lane's place is read again: values kept through the main loop would cost registers.
     const int writer = thread_index();
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
@@ -1042,8 +1030,9 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     }
     // 10. Write O. A lane has 2 of each 8 columns of a row. The four lanes that have the same row
     //     exchange them: each gets 8 neighbouring columns, which it writes at once.
-    Element* const o_row = p.o + b * p.o_stride_b + h * p.o_stride_h
-                           + q_row * p.o_stride_n + writer % 4 * 8;
+    Element* const o_row =
+        p.o + b * p.o_stride_b + h * p.o_stride_h + q_row * p.o_stride_n
+        + writer % 4 * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {
 #pragma unroll

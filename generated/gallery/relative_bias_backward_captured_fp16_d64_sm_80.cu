@@ -43,7 +43,8 @@ constexpr int WINDOW_BYTES = WARPS * WINDOW_ENTRIES * int(sizeof(float));
 constexpr int SMEM_BYTES = 46064;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
+static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS,
+              "plan and code disagree: rows per warp");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
@@ -186,8 +187,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -404,7 +405,8 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
     load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
@@ -457,7 +459,6 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll 1
   for (int place = lane; place < WINDOW_ENTRIES; place += 32) sums[place] = 0;
   __syncwarp();
-
   unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
 
   // 5. Main loop.
@@ -521,8 +522,8 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only.
     if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, relative to this lane.
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // A row's keys are one range: columns are compared with its ends.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
 #pragma unroll
@@ -609,7 +610,6 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
       }
     }
     __syncwarp();
-
     k_buffer ^= K_BYTES;
   }
   copy_wait_all();  // no copy is in flight when the block ends

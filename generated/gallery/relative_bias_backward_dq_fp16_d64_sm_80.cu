@@ -33,7 +33,7 @@ constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
 constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and dO
 
-// Byte offsets into dynamic shared memory. dQ is staged over Q when the loop is done.
+// Byte offsets into dynamic shared memory. dQ is staged over Q.
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_DO = 16384;
 constexpr int SMEM_K = 32768;  // two buffers: K is used first and last in a step
@@ -41,7 +41,8 @@ constexpr int SMEM_V = 45056;
 constexpr int SMEM_BYTES = 51200;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
+static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS,
+              "plan and code disagree: rows per warp");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
@@ -196,8 +197,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -482,7 +483,8 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   // 3. Start the copies of Q and dO, which stay, and of the first K and V.
   const CopyPlace<VECTORS> k_place;
   const char* k_source = k_place.source(k_rows, k_step);
-  const CopyPlace<VECTORS_V>& v_place = k_place;  // the rows of K and V are equally long
+  // The rows of K and V are equally long.
+  const CopyPlace<VECTORS_V>& v_place = k_place;
   const char* v_source = v_place.source(v_rows, v_step);
   if (tile < tile_end) {
     load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place, k_place.source(q_rows, q_step), q_step,
@@ -604,7 +606,7 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float prob = probability(s[g][n][e], exp_scale, base[g][e / 2]);
-          // Where P is 0 the slope may be infinite or undefined, as at a score of -inf.
+          // Where P is 0 the slope may be infinite or NaN, as at a score of -inf.
           ds[g][n][e] = prob == 0.0f ? 0.0f : prob * ds[g][n][e];
         }
       }
@@ -612,8 +614,8 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // Each row's keys are one range: columns are compared with its ends, relative to this lane.
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // A row's keys are one range: columns are compared with its ends.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
 #pragma unroll

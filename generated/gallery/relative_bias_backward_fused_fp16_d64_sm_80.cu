@@ -46,13 +46,16 @@ constexpr int SMEM_BYTES = 67072;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
-static_assert(BLOCK_K == 16 * ROW_GROUPS * WARPS, "plan and code disagree: keys per warp");
+static_assert(BLOCK_K == 16 * ROW_GROUPS * WARPS,
+              "plan and code disagree: keys per warp");
 static_assert(SMEM_V >= SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_Q >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
 static_assert(SMEM_ROWS >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
-static_assert(SMEM_DS >= SMEM_ROWS + 2 * ROWS_BYTES, "plan and code disagree: rows");
-static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K, "plan and code disagree: dS tile");
+static_assert(SMEM_DS >= SMEM_ROWS + 2 * ROWS_BYTES,
+              "plan and code disagree: rows");
+static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K,
+              "plan and code disagree: dS tile");
 
 // Groups of 8 columns of dK and of dV that one warp sums.
 constexpr int COLUMNS = HEAD_DIM / 8;
@@ -218,8 +221,8 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Hide the origin of a value from the compiler, which then keeps it in a register through the main
-// loop instead of computing it again in every step.
+// Hide the origin of a value from the compiler, which then keeps it in a register
+// through the main loop instead of computing it again in every step.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
@@ -426,7 +429,7 @@ __device__ __forceinline__ float above_base(float score, float unit, float base,
   return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
 }
 
-// Whether one of ROWS queries is far. Each lane looks at one of every 32, the last 32 included.
+// Whether one of ROWS queries is far. Each lane looks at one of every 32.
 template <int ROWS>
 __device__ __forceinline__ bool any_far(unsigned rows, int lane) {
   const unsigned own = rows + 8 * (lane % ROWS);
@@ -551,7 +554,6 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const int k_start = blockIdx.x * BLOCK_K;
   const int h_kv = p.first_head_group + blockIdx.y;
   const int b = p.first_batch + blockIdx.z;
-
   const int group = p.heads_q / p.heads_kv;  // query heads that share these keys
   const int h_end = (h_kv + 1) * group;
 
@@ -580,7 +582,8 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. Start the copies of K and V, which stay, and of the first Q and dO.
   const CopyPlace<VECTORS> q_place;
-  const CopyPlace<VECTORS_V>& do_place = q_place;  // the rows of Q and dO are equally long
+  // The rows of Q and dO are equally long.
+  const CopyPlace<VECTORS_V>& do_place = q_place;
   const char* q_source = q_place.source(q_rows, q_step);
   const char* do_source = do_place.source(do_rows, do_step);
   const auto load_q = [&](unsigned buffer) {
@@ -665,7 +668,6 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     for (int n = 0; n < QUERIES / 8; ++n) {
       float base[2], delta[2];
       read_rows(base, delta, rows + 8 * (column + 8 * n));
-
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = q_first + 8 * n + e % 2;
@@ -696,14 +698,14 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       for (int e = 0; e < 4; ++e) {
         const float prob = probability(s[0][n][e], exp_scale, base[e % 2]);
         s[0][n][e] = prob;
-        // Where P is 0 the slope may be infinite or undefined, as at a score of -inf.
+        // Where P is 0 the slope may be infinite or NaN, as at a score of -inf.
         ds[0][n][e] = prob == 0.0f ? 0.0f : prob * ds[0][n][e];
       }
     }
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;

@@ -51,7 +51,7 @@ constexpr int S_BYTES = BLOCK_Q * BLOCK_K * ELEMENT_BYTES;
 constexpr int QUERIES = BLOCK_Q;  // scores of all queries, with 64 keys
 constexpr int COLUMNS = HEAD_DIM;  // columns of dK, for its own 64 keys
 constexpr int COLUMNS_V = HEAD_DIM_V;  // columns of dV
-// dQ^T has blocks of 64 rows, which are columns of dQ. Each warpgroup has some of the queries.
+// dQ^T has blocks of 64 rows. Each warpgroup has some of the queries.
 constexpr int DQ_BLOCKS = (HEAD_DIM + 63) / 64;
 constexpr int DQ_QUERIES = BLOCK_Q / CONSUMERS;
 constexpr int DQ_BYTES = 16 * DQ_QUERIES * 4;  // bytes that a warp has of one block
@@ -74,7 +74,8 @@ static_assert(PANELS * PANEL >= 64 * DQ_BLOCKS, "plan and code disagree: columns
 static_assert(SMEM_V == SMEM_K + K_BYTES, "plan and code disagree: K tile");
 static_assert(SMEM_Q == SMEM_V + V_BYTES, "plan and code disagree: V tile");
 static_assert(SMEM_DO == SMEM_Q + STAGES * Q_BYTES, "plan and code disagree: Q tiles");
-static_assert(SMEM_DS >= SMEM_DO + STAGES * DO_BYTES, "plan and code disagree: dO tiles");
+static_assert(SMEM_DS >= SMEM_DO + STAGES * DO_BYTES,
+              "plan and code disagree: dO tiles");
 static_assert(SMEM_ROWS == SMEM_DQ + 4 * CONSUMERS * DQ_BLOCKS * DQ_BYTES,
               "plan and code disagree: dS tiles, dQ tile");
 static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
@@ -216,15 +217,15 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
   p.dv_stride_b = 0;
   p.lse += first_q;
   p.rows += 2 * first_q;
-  // The sums of dQ are whole tiles. This leaves room for those of all earlier sequences.
+  // The sums of dQ are whole tiles. Earlier sequences come first.
   p.dq_sum += ((long long)first_q / BLOCK_Q + b) * (BLOCK_Q * SUM_COLUMNS);
   return p;
 }
 
-// The coordinates of a sequence's rows in a tensor map with ragged rows: row r has the coordinates
-// first + r and end, and RAGGED_ROWS as the last. The first of them is below RAGGED_ROWS in the
-// sequence alone: rows after it lie outside the map instead of in the next sequence, and are read
-// as zeros. The strides make the address that of row end - length + r.
+// The coordinates of a sequence's rows in a tensor map with ragged rows: row r has the
+// coordinates first + r and end, and RAGGED_ROWS as the last. The first of them is below
+// RAGGED_ROWS in the sequence alone: rows after it lie outside the map instead of in the next
+// sequence, and are read as zeros. The strides make the address that of row end - length + r.
 constexpr int RAGGED_ROWS = 1 << 30;
 struct RaggedRows {
   int first;  // of the sequence's first row
@@ -458,10 +459,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N][4]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[n][e]) :: "memory");
-  }
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
@@ -633,9 +631,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int k_start = place.tile * BLOCK_K;
   const Params p = sequence_of(packed, b);
   if (k_start >= p.seq_k) return;
-
-  // The sequence's queries and keys in the tensor maps of the kernel's parameter: TMA must not
-  // read maps from p, which is a copy.
+  // The sequence's queries and keys in the tensor maps of the kernel's parameter: TMA
+  // must not read maps from p, which is a copy.
   const RaggedRows qs = ragged_q(packed, b, p.seq_q);
   const RaggedRows ks = ragged_k(packed, b, p.seq_k);
   const TensorMap& q_map = packed.q_map;
@@ -674,7 +671,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     const int tile_end =
         reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_Q) : 0;
     const int first_tile = next_tile;
-    // Tiles inside this range are full: the mask is true on every element, and is not evaluated.
+    // Tiles inside this range are full: the mask is true and is not evaluated.
     const Range full = tile_full(p, k_hi);
     // Advance to the next tile in this head or a later one; next_h = h_end when none is left.
     const auto settle = [&] {
@@ -800,7 +797,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     const int h = tile.h;
     barrier_wait(resident, 0);
 
-    // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, a sum that begins at -delta
+    // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, from -delta on
     float s[QUERIES / 8][4];
     float ds[QUERIES / 8][4];
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
@@ -829,7 +826,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     }
     wgmma_commit();
 
-    // 5b. P = exp(S - LSE), while dP is being computed; then dS = P (dP - delta).
+    // 5b. P = exp(S - LSE), while dP is computed; then dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
     if (tile.far) {
@@ -867,7 +864,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      // thread_index() is read again: values kept through the main loop would cost registers.
+      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
@@ -923,8 +920,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     wgmma_commit();
 
     // 5i. While that product runs, the buffer of dO is released.
-    //     dQ is summed in global memory over all blocks that reach the queries, in the order of
-    //     registers: the elements of a warp are contiguous.
+    //     dQ is summed in global memory over all blocks that reach the queries, in the
+    //     order of registers: the elements of a warp are contiguous.
     wgmma_wait<1>();
     if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
     if (lane == 0) bulk_wait();  // for the previous step's dQ

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen.codegen.environment import render_template
+from flashgen.codegen.environment import environment, render_template
 from flashgen.codegen.text import comment
 from flashgen.codegen.tidy import simplified
 from flashgen.compile import compile
@@ -37,6 +37,57 @@ def test_the_same_spec_gives_the_same_bytes_in_every_process() -> None:
     committed = (ROOT / "generated/DIGESTS").read_text()
     for name, digest in zip(("strided", "softcap", "alibi"), done.stdout.split(), strict=True):
         assert f"{digest[:16]}  {name}_forward_fp16_d64_sm_80.cu\n" in committed
+
+
+GUARDED = """\
+// The first function  //?? first
+// has a comment of two lines.
+template <int N>
+__device__ void one() {
+#pragma unroll  //?? loop
+  for (int n = 0; n < N; ++n) {
+    if (n) {  //?? n
+      f(n,  //? even
+        1);  //? even
+    } else {
+      g(n,
+        2);
+    }
+  }
+  int x = 0;  //? loop
+}
+
+int two = 2;
+long_call(first,  //?? first
+          /*% if n %*/
+          second);
+          /*% endif %*/
+// End.
+"""
+
+
+@pytest.mark.parametrize("flags", range(16))
+def test_a_guard_is_a_block_around_its_line_or_its_statement(flags: int) -> None:
+    first, loop, n, even = (bool(flags >> i & 1) for i in range(4))
+    names = {"first": first, "loop": loop, "n": n, "even": even}
+    head = "// The first function\n// has a comment of two lines.\ntemplate <int N>\n"
+    call = "      f(n,\n        1);\n" * even
+    choice = f"    if (n) {{\n{call}    }} else {{\n      g(n,\n        2);\n    }}\n" * n
+    body = f"#pragma unroll\n  for (int n = 0; n < N; ++n) {{\n{choice}  }}\n  int x = 0;\n" * loop
+    tail = "long_call(first,\n" + "          second);\n" * n
+    expected = f"{head}__device__ void one() {{\n{body}}}\n" * first
+    expected += "\nint two = 2;\n" + tail * first + "// End.\n"
+    assert environment().from_string(GUARDED).render(**names) == expected
+
+
+def test_a_line_that_is_one_value_becomes_its_lines_indented_and_none_if_it_is_empty() -> None:
+    template = "begin\n    /*{ value }*/\n  /*{ value }*/  //? twice\nx = /*{ value }*/;\nend\n"
+    render = environment().from_string(template).render
+    assert render(value="a;\n\n  b;\n", twice=False) == (
+        "begin\n    a;\n\n      b;\nx = a;\n\n  b;\n;\nend\n"
+    )
+    assert render(value="a;", twice=True) == "begin\n    a;\n  a;\nx = a;;\nend\n"
+    assert render(value="", twice=True) == "begin\nx = ;\nend\n"
 
 
 def test_a_loop_of_one_round_becomes_its_body_at_index_0() -> None:
@@ -132,7 +183,7 @@ def test_a_plan_that_the_code_does_not_follow_fails_to_compile(
 
 
 def test_a_template_field_that_nobody_gave_is_an_error_that_names_it() -> None:
-    with pytest.raises(fg.RenderError, match="'float32' is undefined") as caught:
+    with pytest.raises(fg.RenderError, match=r"'\w+' is undefined") as caught:
         render_template("sm80/mma.cuh.j2")
     assert "templates/sm80/mma.cuh.j2" in caught.value.where
 
