@@ -83,8 +83,8 @@ def append_kv(
     if torch.compiler.is_compiling():
         torch.ops.flashgen.append_kv.default(*operands[:4], **keywords)
         return
-    index = tuple(tensor for tensor in operands[3:] if tensor is not None)
-    if is_plain(k, v, k_cache) and are_plain(index):
+    index = tuple(tensor for tensor in operands[4:] if tensor is not None)
+    if is_plain(k, v, k_cache) and are_plain((v_cache, *index)) and not k.is_meta:
         _refuse_gradients(operands)
         append(operands, backend, arch)
         # What torch does for an operator that changes a tensor, so that autograd notices it.

@@ -31,22 +31,23 @@ Tensor = torch.Tensor
 def dispatched_call(
     operator: Operator, operands: Operands, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """A call whose numbers may be symbols: kinds are checked now, and values when it runs.
+    """A call whose numbers may be symbols, which are checked when it runs.
 
     Raises:
-        InputError: an argument is of a wrong kind; torch's own error would not explain it.
+        InputError: an argument is of a wrong kind, which torch's own error would not explain, or is
+            a number of a wrong value, which may never run: that of a call of meta tensors does not.
     """
     check_traced(operator.signature, operands, options.scalars)
     q, k, v, captured, rng = operands
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)
-    if p is not None and rng is None:
+    if p is not None and rng is None and operator.dropout:
         rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     check_choices(options.backend, options.arch, options.deterministic)
     numbers = dict(zip(NUMBERS, options[1:6], strict=True))
     numbers = {name: numbers[name] for name in operator.numbers}
     for name in OFFSETS:
-        if name in numbers and not _is(numbers[name], int, torch.SymInt):
+        if name in numbers and not _is_open(numbers[name], int, torch.SymInt):
             numbers[name] = offset_of(name, numbers[name], 0)
     scale, floats, scalars = _numbers(operator, options)
     result: tuple[Tensor, Tensor] = operator.overload(
@@ -62,9 +63,12 @@ _KINDS: dict[str, tuple[type, type]] = {
 }
 
 
-def _is(value: Any, kind: type, symbol: type) -> bool:
-    """Whether a value is of a kind or a symbol for one; Python counts bools as ints."""
-    return isinstance(value, kind | symbol) and (kind is bool or not isinstance(value, bool))
+def _is_open(value: Any, kind: type, symbol: type) -> bool:
+    """Whether a value is known when the call runs: a symbol or, in a trace, a number of a kind."""
+    if isinstance(value, symbol) or not torch.compiler.is_compiling():
+        return isinstance(value, symbol)
+    # Python counts bools as ints.
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _numbers(
@@ -75,13 +79,13 @@ def _numbers(
     scale: Any = options.scale
     default = signature.scale or 1 / math.sqrt(signature.head_dim)
     if scale is not None:
-        if not _is(scale, float, torch.SymFloat):
+        if not _is_open(scale, float, torch.SymFloat):
             scale = scale_of(signature, scale)
         scale = None if is_constant(scale == default) else _tensor(scale)
     floats, others = [], {}
     scalars = zip(operator.arguments, signature.scalars, options.scalars, strict=True)
     for name, scalar, value in scalars:
-        if not _is(value, *_KINDS[scalar.dtype]):
+        if not _is_open(value, *_KINDS[scalar.dtype]):
             value = scalar_value(scalar, value)
         if scalar.dtype == "float32":
             floats.append(_tensor(value))
@@ -97,9 +101,10 @@ def _probability(operator: Operator, dropout_p: Any) -> Tensor | None:
     if not operator.dropout:
         if dropout_p != 0.0:
             refuse_dropout(operator.signature, "dropout_p", dropout_p)
-    elif not isinstance(dropout_p, int | float):
-        check_probability(dropout_p)
-    elif not is_constant(dropout_p == 0.0):
+        return None
+    if not torch.compiler.is_compiling() or not isinstance(dropout_p, int | float):
+        dropout_p = check_probability(dropout_p)
+    if not is_constant(dropout_p == 0.0):
         return _tensor(dropout_p)
     return None
 

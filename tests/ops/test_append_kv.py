@@ -120,6 +120,10 @@ def test_fakes_have_no_contents_and_are_checked_all_the_same() -> None:
         fg.append_kv(k, v, k_cache, v_cache, slot_mapping=slots)
         with pytest.raises(fg.InputError, match="do not fit together"):
             fg.append_kv(k, v[:, :1], k_cache, v_cache, slot_mapping=slots)
+    tensors = [x.to("meta") for x in (rows.k, rows.v, cache.k, cache.v)]
+    fg.append_kv(*tensors, slot_mapping=rows.slots.to("meta"))
+    with pytest.raises(fg.InputError, match="on one CUDA GPU or all on the CPU"):
+        fg.append_kv(*tensors, slot_mapping=rows.slots)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "k_cache"])
@@ -195,6 +199,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"page_table": torch.zeros(1, 1).int()}, "no way or in more than one", "page_table"),
     ({"cu_seqlens": torch.tensor([0, 2]).int()}, "no way or in more than one", "cu_seqlens"),
     ({"k": 3}, "not a torch tensor", "k"),
+    *(({name: None}, "not a torch tensor", name) for name in ("k", "v", "k_cache", "v_cache")),
     ({"k": one_row(1, 1, 2, 8).double()}, "has a dtype", "k"),
     ({"v": one_row(1, 1, 2, 8).half()}, "has a dtype", "v"),
     ({"slot_mapping": torch.tensor([0, 1]).int()}, "has a dtype", "slot_mapping"),

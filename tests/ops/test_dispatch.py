@@ -200,6 +200,39 @@ def test_numbers_of_numpy_and_wrong_numbers_are_handled_before_the_dispatcher(th
             mapped(**wrong)
 
 
+def on_meta(call, q):
+    return call(q.to("meta"))
+
+
+@pytest.mark.parametrize("through", [on_meta, through_vmap, through_a_mode])
+def test_values_of_numbers_are_checked_where_no_kernel_may_run(through):
+    spec, scalars = SPECS["scalars"]
+    window = fg.Scalar("window", "int32", minimum=1)
+    spec = spec.replace(
+        mask_mod=lambda b, h, q, k: fg.where(FLIP, q < k, q - k < window), dropout=True
+    )
+    op, (q, _, v) = fg.attention(spec), operands(spec, False)
+
+    def mapped(**changes):
+        return through(
+            lambda x: op(x, x[:, :2], v[:, :, :9].to(x.device), **{**scalars, **changes}), q
+        )
+
+    assert mapped().shape == (2, 4, 9, 8)
+    for name, *values in (
+        ("scale", math.nan, math.inf, 0.0, -1.0),
+        ("q_offset", 2**29),
+        ("k_offset", -(2**29)),
+        ("dropout_p", 1.5, -0.1, math.nan),
+        ("window", 0, 2**40),
+        ("slope", math.nan, 1e300),
+    ):
+        for value in values:
+            with pytest.raises(InputError) as refused:
+                mapped(**{name: value})
+            assert refused.value.where == f"argument {name}"
+
+
 def test_shapes_are_known_without_data():
     spec, scalars = SPECS["scalars"]
     operator = operator_of(spec)

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
 
+import flashgen as fg
 from tests.ops.test_checks import DROPS, STATE, checked, refusal
 
 
 @pytest.mark.parametrize("p", [0.1, 0, 0.0, np.float32(0.1), np.float64(0.1), torch.tensor(0.1)])
 def test_dropout_p_is_a_number_of_any_kind(p):
     assert checked(spec=DROPS, dropout_p=p, rng=STATE).dropout_p == pytest.approx(float(p))
+
+
+@pytest.mark.parametrize("p", [0.25, np.float32(0.25), np.float64(0.25), Fraction(1, 4)])
+def test_dropout_p_of_any_kind_drops_in_traces_and_transforms(p):
+    op = fg.attention(DROPS)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=generator).half()
+
+    def drop(x):
+        return op(x, k, v, dropout_p=p, rng=STATE)
+
+    wanted = op(q, k, v, dropout_p=0.25, rng=STATE)
+    assert not torch.equal(wanted, op(q, k, v))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(drop, backend="eager", fullgraph=True)(q), wanted)
+    assert torch.equal(torch.vmap(drop)(q[None])[0], wanted)
 
 
 @pytest.mark.parametrize(

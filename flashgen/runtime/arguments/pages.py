@@ -193,7 +193,7 @@ def check_append(operands: AppendOperands) -> None:
     """
     _check_ways(operands)
     for name, tensor in zip(operands._fields, operands, strict=True):
-        if tensor is not None:
+        if tensor is not None or name in operands._fields[:4]:
             _check_kind(name, tensor, operands.k)
     _check_shapes(operands)
     for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
