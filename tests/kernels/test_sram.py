@@ -24,7 +24,8 @@ def causal(head_dim: int, dtype: str) -> fg.AttentionSpec:
 
 
 def shape_of(plan: Plan) -> tuple[int, ...]:
-    return plan.block_q, plan.block_k, plan.warps, plan.column_warps, plan.score_warps
+    tile = plan.block_q, plan.block_k, plan.warps, plan.column_warps, plan.score_warps
+    return *tile, plan.blocks_per_sm  # which the launch bounds of the kernel state
 
 
 @pytest.mark.slow
