@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import sympy
 
@@ -65,6 +66,7 @@ def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
     return fitted_common.DROPOUT_INSTRUCTIONS
 
 
+@lru_cache(maxsize=1 << 14)
 def _operations(expr: sympy.Basic, fast: bool) -> int:
     """Instructions of an expression, with those that address elements of captured tensors.
 
