@@ -229,6 +229,9 @@ def _reads_elements(spec: AttentionSpec) -> bool:
 
 # ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
 
+MOST_WINDOWS = 16
+"""The windows of a kernel: a lane keeps two registers for each. Elements beyond have none."""
+
 Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
 """Elements of learned tensors, each with the dims of its tensor."""
 
@@ -247,7 +250,7 @@ def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
 
 def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
     """The windows of a warp with this part of a tile, in the order of ``learned``."""
-    for element, dims in learned:
+    for element, dims in learned[:MOST_WINDOWS]:
         window = window_of(element, dims, rows, keys)
         if window is not None:
             yield window
