@@ -16,8 +16,8 @@ from flashgen.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.language.tensor_elements import TensorRead
 
 MOST_INSTRUCTIONS = 20_000
-"""Instructions per score of the largest mods of a kernel: the assembler's time grows with their
-square, and these take it about 10 s."""
+"""Instructions per score of the largest mods of a kernel. The compiler takes about 7 s for a pass
+of these, and the stages before it 2 s; more where most of them are choices."""
 
 # Counted in kernels of float16 and float32; all other operations count as one.
 _READ, _QUOTIENT = 8, 4
