@@ -25,6 +25,7 @@ from flashgen.language.lets import (
     Let,
     contains,
     direct_lets,
+    distinct,
     lets_of,
     named,
     replaced,
@@ -137,7 +138,7 @@ _CHOICES = (sympy.Piecewise, Minimum, Maximum)
 
 def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     # Conditions are hidden behind names, because sympy would rewrite them.
-    choices = score.atoms(sympy.Piecewise)
+    choices = [each for each in distinct(score) if isinstance(each, sympy.Piecewise)]
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
     hidden, sides = _with_named_sides(replaced(score, names), by)
     found = sympy.diff(hidden, by)
@@ -176,7 +177,8 @@ def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, l
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
     """The expression without ITE, which sympy makes of a choice inside a comparison."""
     while True:
-        inner = [ite for ite in expr.atoms(sympy.ITE) if not ite.args[0].has(sympy.ITE)]
+        ites = [each for each in distinct(expr) if isinstance(each, sympy.ITE)]
+        inner = [ite for ite in ites if not ite.args[0].has(sympy.ITE)]
         if not inner:
             return expr
         expr = replaced(

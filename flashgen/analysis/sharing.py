@@ -25,7 +25,7 @@ from flashgen.language import (
 )
 from flashgen.language.float_functions import FUNCTIONS
 from flashgen.language.integer_limits import fits
-from flashgen.language.lets import Let, lets_of, parts_of
+from flashgen.language.lets import Let, distinct, elements_of, lets_of, parts_of
 from flashgen.language.sympy_functions import Select
 from flashgen.language.tensor_elements import TensorRead
 
@@ -125,8 +125,7 @@ class _Sharing:
         self.inner = lets_of(*results)
         self.indices = {
             index
-            for result in parts_of(*results)
-            for element in result.atoms(Element)
+            for element in elements_of(*results)
             for index in element.indices
             if sum(1 for _ in sympy.preorder_traversal(index)) > _LONG_INDEX
         }
@@ -183,8 +182,7 @@ def is_costly(expr: sympy.Basic) -> bool:
     A division of integers by a number or a scalar that is never 0 is a multiplication.
     """
     return any(
-        isinstance(part, _COSTLY) and not _is_multiplication(part)
-        for part in sympy.preorder_traversal(expr)
+        isinstance(part, _COSTLY) and not _is_multiplication(part) for part in distinct(expr)
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashgen import language as fx
 from flashgen.analysis import Analysis, kind_of_sum
+from flashgen.arch import WARP
 from flashgen.codegen.functions import SpecFunctions
 from flashgen.codegen.kernel import KernelCode, kernel
 from flashgen.codegen.readers import type_of_sums
@@ -16,6 +17,11 @@ from flashgen.codegen.walk import ScoreCode, walk_of
 from flashgen.codegen.windows import WindowCode, codes_of_windows
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
+from flashgen.planner.models.kernel_model import MMA_ROWS
+
+MOST_UNROLLED = 128
+"""Additions of a thread to gradients of learned elements in the code of one tile. With more, the
+loop over a tile's scores is not unrolled: the compiler's time grows faster than their number."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,12 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
     fragment = plan.code_path.fragment
+    elements = [element for element, _ in analysis.score.learned]
+    scores = MMA_ROWS * plan.row_groups * plan.block_k // WARP
+    kept = "" if len(elements) * scores <= MOST_UNROLLED else "kept_"
     score = ScoreCode.of(functions, element=f"{fragment}[e]")
     walk = walk_of(functions, plan)
     derivatives = functions.score_partials()
-    elements = [element for element, _ in analysis.score.learned]
     learned = dict.fromkeys(element.tensor.name for element in elements)
     exact = [ExactSumVariable(f"exact{n}", tensor) for n, tensor in enumerate(learned)]
     if plan.kernel == "captured":
@@ -117,7 +125,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
                 *(each for window in windows.values() for each in window.functions),
             ),
             partials=Partials(
-                derivatives.function.call(score=f"{fragment}[2 * r + c] * p.scale"),
+                derivatives.function.call(score=f"{kept}{fragment}[2 * r + c] * p.scale"),
                 ", ".join(part.sum for part in parts),
                 quad_sums=not kinds.isdisjoint(("row", "block")),
                 parts=derivatives,
@@ -126,6 +134,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         parts=parts,
         exact=exact,
         sum_type=sums,
+        kept=kept,
         window_entries=sum(window.entries for window in windows.values()),
         # A column's sum needs all of its rows together.
         skewed=bool(windows) and "column" not in kinds,

@@ -198,10 +198,8 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
         assert expr.form is not None
         return expr.form(*args)
     if isinstance(expr, FloatRelation):
-        try:
-            return REAL_RELATIONS[type(expr)](*args)
-        except TypeError:  # the root of a negative number
-            return type(expr)(*args)
+        # sympy would look for the sign of the difference, in time that grows with its size.
+        return REAL_RELATIONS[type(expr)](*args, evaluate=False)
     if tuple(args) == expr.args:
         return expr
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}

@@ -170,13 +170,29 @@ def replaced(expr: sympy.Basic, values: Mapping[sympy.Basic, sympy.Basic]) -> sy
     sympy would divide both sides of a comparison by a coefficient, which makes quotients of floats
     of a comparison of integers.
     """
-    if expr in values:
-        return values[expr]
-    args = [replaced(arg, values) for arg in expr.args]
-    if all(new is old for new, old in zip(args, expr.args, strict=True)):
-        return expr
-    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
-    return expr.func(*args, **options)
+    found = dict(values)
+
+    def rebuilt(expr: sympy.Basic) -> sympy.Basic:
+        if expr not in found:
+            args = [rebuilt(arg) for arg in expr.args]
+            same = all(new is old for new, old in zip(args, expr.args, strict=True))
+            options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
+            found[expr] = expr if same else expr.func(*args, **options)
+        return found[expr]
+
+    return rebuilt(expr)
+
+
+def distinct(*exprs: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Every subexpression once, without the values of Lets: a tree may repeat each many times."""
+    seen: set[sympy.Basic] = set()
+    waiting = list(exprs)
+    while waiting:
+        expr = waiting.pop()
+        if expr not in seen:
+            seen.add(expr)
+            waiting += expr.args
+            yield expr
 
 
 def nodes_of(*exprs: sympy.Basic) -> Iterator[sympy.Basic]:
@@ -192,10 +208,10 @@ def contains(expr: sympy.Basic, *kinds: type[sympy.Basic]) -> bool:
 
 def atoms_of(expr: sympy.Basic, *kinds: type[sympy.Basic]) -> set[sympy.Basic]:
     """The subexpressions of these types, the values of Lets included."""
-    return {atom for part in parts_of(expr) for atom in part.atoms(*kinds)}
+    return {part for part in distinct(*parts_of(expr)) if isinstance(part, kinds)}
 
 
 def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
     """Every element that expressions read, those in indices included, in a fixed order."""
-    found = {element for part in parts_of(*exprs) for element in part.atoms(Element)}
+    found = {part for part in distinct(*parts_of(*exprs)) if isinstance(part, Element)}
     return tuple(sorted(found, key=sympy.default_sort_key))

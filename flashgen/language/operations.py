@@ -10,14 +10,14 @@ import sympy
 from flashgen.language.float_functions import FloatFunction
 from flashgen.language.float_operations import FloatPower, FloatQuotient
 from flashgen.language.integer_limits import fits
-from flashgen.language.lets import Let, lets_of, nodes_of
+from flashgen.language.lets import Let, distinct, lets_of, parts_of
 from flashgen.language.symbols import is_int
 from flashgen.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.language.tensor_elements import TensorRead
 
-MOST_INSTRUCTIONS = 40_000
-"""Instructions per score of the largest mods of a kernel: the assembler's time grows with their
-square, and these take it about 10 s."""
+MOST_INSTRUCTIONS = 20_000
+"""Instructions per score of the largest mods of a kernel. The compiler takes about 7 s for a pass
+of these, and the stages before it 2 s; more where most of them are choices."""
 
 # Counted in kernels of float16 and float32; all other operations count as one.
 _READ, _QUOTIENT = 8, 4
@@ -26,7 +26,7 @@ _DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 80
 
 def operations(exprs: Sequence[sympy.Basic]) -> int:
     """The instructions of expressions; equal subexpressions are computed once."""
-    return sum(map(_cost, {node for node in nodes_of(*exprs) if node.args}))
+    return sum(map(_cost, (node for node in distinct(*parts_of(*exprs)) if node.args)))
 
 
 def operations_so_far(let: Let) -> int:
@@ -36,7 +36,7 @@ def operations_so_far(let: Let) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _own_operations(let: Let) -> int:
-    return sum(map(_cost, {n for n in sympy.preorder_traversal(let.value) if n.args}))
+    return sum(map(_cost, (node for node in distinct(let.value) if node.args)))
 
 
 def _cost(node: sympy.Basic) -> int:

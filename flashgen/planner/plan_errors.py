@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashgen.arch import facts, known
 from flashgen.errors import PlanError
+from flashgen.language.lets import elements_of
 from flashgen.language.operations import MOST_INSTRUCTIONS, operations
 from flashgen.language.spec import AttentionSpec
 from flashgen.planner.formulas import counted
@@ -72,8 +73,23 @@ def heads_cannot_share(problem: TileProblem, why: str) -> PlanError:
     )
 
 
+MOST_LEARNED = 64
+"""Elements of learned tensors that a score reads: a kernel has code for the gradient of each, and
+these take the compiler about 4 s."""
+
+
 def check_size(spec: AttentionSpec) -> None:
     """Raises PlanError if the mods of a spec are larger than a kernel can hold."""
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    read = sum(element.tensor in learned for element in elements_of(spec.score))
+    if read > MOST_LEARNED:
+        raise PlanError(
+            "score_mod reads too many elements of learned tensors for a kernel",
+            where=_place(spec),
+            numbers=f"{read:,} elements with a gradient each; limit {MOST_LEARNED}",
+            way_out="grad=False for tensors that need no gradient, or sums of these elements that "
+            "are computed before the call",
+        )
     needs = operations((spec.mask, spec.score))
     if needs > MOST_INSTRUCTIONS:
         raise PlanError(

@@ -18,7 +18,7 @@ from flashgen.analysis.score import derivative, derivatives
 from flashgen.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.errors import PlanError
 from flashgen.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
-from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of
+from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of, replaced
 from flashgen.language.signature import in_whole, signature_of
 from flashgen.language.symbols import is_int
 from flashgen.planner import plan_errors
@@ -202,3 +202,53 @@ def test_a_large_whole_float_remains_an_index() -> None:
 
     spec = fg.AttentionSpec(score_mod=score_mod, head_dim=16, dtype="float16")
     assert lets_of(spec.score)
+
+
+def learned_steps(steps: int) -> fg.AttentionSpec:
+    tg = fg.Tensor("tg", ("heads", "seq_k"), "float32", grad=True)
+
+    def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        for i in range(steps):
+            score = score + tg[h, fg.clamp(k - i, 0, 31)] * score
+        return score
+
+    return fg.AttentionSpec(score_mod=score_mod, head_dim=64, dtype="float16", name="steps")
+
+
+def test_the_additions_of_many_learned_elements_are_not_unrolled() -> None:
+    """Unrolled, eight took 20 s to compile on sm_90a."""
+    loops = [fg.emit(learned_steps(n), "sm_90a").backward[-1].text for n in (2, 3, 8)]
+    assert ["#pragma unroll 1\n    for (int n" in text for text in loops] == [False, True, True]
+    assert ["kept_ds" in text for text in loops] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_many_learned_elements_are_little_machine_code() -> None:
+    (learned,) = (
+        b for b in pipeline.build_backward(learned_steps(8), "sm_90a") if b.plan.of_captured
+    )
+    assert len(learned.cubin) < 200_000
+
+
+def test_more_learned_elements_than_a_kernel_can_hold_are_refused_with_their_number() -> None:
+    fg.plan(learned_steps(plan_errors.MOST_LEARNED))
+    with pytest.raises(PlanError) as caught:
+        fg.plan(learned_steps(plan_errors.MOST_LEARNED + 1))
+    assert "65 elements with a gradient each; limit 64" in caught.value.numbers
+
+
+def test_a_derivative_replaces_each_repeated_part_once() -> None:
+    """As trees, derivatives of nested extrema repeat their parts tens of times."""
+    made = []
+
+    class Counted(sympy.Function):  # type: ignore[misc]
+        def __new__(cls, *args: sympy.Basic, **options: object) -> sympy.Basic:
+            made.append(args)
+            return super().__new__(cls, *args, **options)
+
+    expr = SCORE
+    for _ in range(12):
+        expr = Counted(expr, expr)
+    made.clear()
+    assert replaced(expr, {SCORE: Q}).free_symbols == {Q}
+    assert len(made) == 12

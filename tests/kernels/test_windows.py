@@ -98,6 +98,33 @@ def test_sums_in_shared_memory_meet_the_error_rule(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("in_windows", [False, True])
+def test_sums_of_many_elements_in_a_loop_meet_the_error_rule(
+    path: str, deterministic: bool, in_windows: bool
+) -> None:
+    rows = fg.Tensor("t", ("heads", "seq_k"), "float32", grad=True)
+    biases = fg.Tensor("t", (64,), "float32", grad=True)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for i in range(5):
+            read = biases[fg.clamp(q - k + i, 0, 63)] if in_windows else rows[h, k - i]
+            s = s * (1 + read / 8)
+        return s + biases[q] * biases[3] if in_windows else s
+
+    spec = fg.AttentionSpec(score_mod=score, name="many", dtype="float16", head_dim=64)
+    shape = (64,) if in_windows else (1, 150)
+    tensors = {"t": torch.randn(shape, generator=torch.Generator().manual_seed(3))}
+    case = Case(50, 150, 1, 1, 1, "float16", 64)
+    call = Call(spec, case.tensors(seed=1), {"tensors": tensors}, arch=path)
+    kernel = call.judged_backward(deterministic=deterministic).reports[-1].kernel
+    assert kernel is not None
+    assert windows(kernel) == in_windows
+    assert "kept_ds" in kernel.source.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_packed_sequences_have_windows_of_their_own_positions(

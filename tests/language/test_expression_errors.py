@@ -374,4 +374,4 @@ def test_a_mod_of_5_000_sines_is_refused_where_it_becomes_too_large() -> None:
     error = refusal(score_mod, "score")
     assert error.where == line_of("too large")
     assert traced < 550
-    assert "instructions per score up to here; limit 40,000" in error.numbers
+    assert "instructions per score up to here; limit 20,000" in error.numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import sympy
 
@@ -65,6 +66,7 @@ def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
     return fitted_common.DROPOUT_INSTRUCTIONS
 
 
+@lru_cache(maxsize=1 << 14)
 def _operations(expr: sympy.Basic, fast: bool) -> int:
     """Instructions of an expression, with those that address elements of captured tensors.
 
@@ -227,6 +229,9 @@ def _reads_elements(spec: AttentionSpec) -> bool:
 
 # ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
 
+MOST_WINDOWS = 16
+"""The windows of a kernel: a lane keeps two registers for each. Elements beyond have none."""
+
 Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
 """Elements of learned tensors, each with the dims of its tensor."""
 
@@ -245,7 +250,7 @@ def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
 
 def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
     """The windows of a warp with this part of a tile, in the order of ``learned``."""
-    for element, dims in learned:
+    for element, dims in learned[:MOST_WINDOWS]:
         window = window_of(element, dims, rows, keys)
         if window is not None:
             yield window
