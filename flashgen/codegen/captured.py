@@ -19,7 +19,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.planner import Plan
 from flashgen.planner.models.kernel_model import MMA_ROWS
 
-MOST_UNROLLED = 128
+MOST_UNROLLED = 160
 """Additions of a thread to gradients of learned elements in the code of one tile. With more, the
 loop over a tile's scores is not unrolled: the compiler's time grows faster than their number."""
 

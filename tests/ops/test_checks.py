@@ -11,6 +11,8 @@ from flashgen.errors import InputError, SpecError
 from flashgen.language import Scalar
 from flashgen.language.spec import AttentionSpec
 from flashgen.ops import check, run_backward, run_forward
+from flashgen.ops.registration import operator_of
+from flashgen.runtime.arguments.options import check_names
 from flashgen.runtime.backends import choose
 from flashgen.runtime.memory_layout import base_obstacle, stride_obstacle
 
@@ -412,3 +414,9 @@ def test_options_of_specs_and_plans_that_are_arrays_are_refused():
             fg.plan(*arguments)
     with pytest.raises(fg.PlanError, match="policy"):
         fg.plan(SPEC, policy=np.zeros(3))
+
+
+def test_an_option_that_a_function_does_not_have_is_no_misspelled_capture():
+    with pytest.raises(InputError, match="'split_size' is an argument of op that") as caught:
+        check_names(operator_of(SPEC).signature, {"split_size": 16})
+    assert caught.value.way_out == "the call without split_size="

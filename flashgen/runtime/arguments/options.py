@@ -112,7 +112,10 @@ def _refuse_names(
     extra = [name for name in names if name not in kinds]
     accepted = sorted(set(kinds.values())) or ["scalar"]
     unknown = f"is not a {' or '.join(accepted)} of the spec"
-    meant = {name: _nearest(name, [*missing, *_OPTIONS]) for name in extra}
+    options = [name for name in extra if name in _OPTIONS]  # that only op itself takes
+    meant = {
+        name: None if name in options else _nearest(name, [*missing, *_OPTIONS]) for name in extra
+    }
     misspelled = next((name for name in extra if meant[name]), None)
     expected = [name for name in kinds if name not in computed]
     call = "".join(f", {name}=..." for name in expected)
@@ -124,7 +127,11 @@ def _refuse_names(
         what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
     else:
         what = f"{extra[0]!r} {unknown}"
-        if extra[0] not in unset:
+        if options:
+            misspelled = options[0]
+            what = f"{misspelled!r} is an argument of op that this function does not have"
+            way_out = f"the call without {misspelled}="
+        elif extra[0] not in unset:
             way_out = _IN_SPEC.format(name=extra[0], call=way_out)
     foreign = [name for name in extra if name in _ELSEWHERE or name == "attn_mask"]
     if foreign:
