@@ -36,8 +36,8 @@ def measure(spec_file: str, arch: str) -> dict[str, float | bool]:
     sys.path.insert(0, str(ROOT))
     start = time.perf_counter()
     import flashgen as fg
-    from flashgen.compile import compile, forget
-    from flashgen.pipeline import build
+    from flashgen.kernels.compile import compile, forget
+    from flashgen.kernels.pipeline import build
 
     imported = time.perf_counter()
     spec = fg.load(spec_file)

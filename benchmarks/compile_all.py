@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import flashgen as fg  # noqa: E402
-from flashgen.cli.generated import ARCHS  # noqa: E402
-from flashgen.compile import nvrtc  # noqa: E402
-from flashgen.errors import FlashgenError  # noqa: E402
-from flashgen.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
+from flashgen.kernels.compile import nvrtc  # noqa: E402
+from flashgen.kernels.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
+from flashgen.shared.errors import FlashgenError  # noqa: E402
+from flashgen.tools.cli.generated import ARCHS  # noqa: E402
 
 
 def kernels(spec_file: Path, arch: str, **changes: object) -> Iterator[Build]:

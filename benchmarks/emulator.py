@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen.ops import Report, run_forward  # noqa: E402
+from flashgen.calls.ops import Report, run_forward  # noqa: E402
 
 ARCH = "sm_80"
 HEAD_DIM = 64

@@ -2,7 +2,7 @@
 
 Predicts the durations of other libraries' kernels, whose tiles and speeds are published
 (benchmarks/published.json), by the planner's formulas, and prints the errors. `--fit` fits the
-constants of `flashgen.planner.models.fitted_time` anew and prints them. No GPU is needed.
+constants of `flashgen.kernels.planner.models.fitted_time` anew and prints them. No GPU is needed.
 
 Which points are fitted was decided by a rule, not by results: of the charts of FlashAttention-2
 and -3, every other length (2,048 and 8,192). The other lengths, and all other sources, are held
@@ -34,19 +34,19 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen.arch import facts  # noqa: E402
-from flashgen.launch_facts import KEY_KERNELS  # noqa: E402
-from flashgen.planner import Plan, Tile  # noqa: E402
-from flashgen.planner.duration import duration_of  # noqa: E402
-from flashgen.planner.formulas import Formula  # noqa: E402
-from flashgen.planner.models.fitted_time import CONSTANTS  # noqa: E402
-from flashgen.planner.models.kernel_model import MMA_ROWS  # noqa: E402
-from flashgen.planner.plan_of_tile import plan_of_tile  # noqa: E402
-from flashgen.planner.quantities import Number, Quantities  # noqa: E402
-from flashgen.planner.search import Evaluated, evaluated  # noqa: E402
-from flashgen.planner.streaming_kernels import plan_delta  # noqa: E402
-from flashgen.planner.tile_problem import problem_of  # noqa: E402
-from flashgen.planner.traffic import LaunchSizes, Visited  # noqa: E402
+from flashgen.kernels.planner import Plan, Tile  # noqa: E402
+from flashgen.kernels.planner.duration import duration_of  # noqa: E402
+from flashgen.kernels.planner.formulas import Formula  # noqa: E402
+from flashgen.kernels.planner.models.fitted_time import CONSTANTS  # noqa: E402
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS  # noqa: E402
+from flashgen.kernels.planner.plan_of_tile import plan_of_tile  # noqa: E402
+from flashgen.kernels.planner.quantities import Number, Quantities  # noqa: E402
+from flashgen.kernels.planner.search import Evaluated, evaluated  # noqa: E402
+from flashgen.kernels.planner.streaming_kernels import plan_delta  # noqa: E402
+from flashgen.kernels.planner.tile_problem import problem_of  # noqa: E402
+from flashgen.kernels.planner.traffic import LaunchSizes, Visited  # noqa: E402
+from flashgen.shared.arch import facts  # noqa: E402
+from flashgen.shared.launch_facts import KEY_KERNELS  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 LEAST = 1024

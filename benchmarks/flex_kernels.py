@@ -38,12 +38,12 @@ import flashgen as fg  # noqa: E402
 from benchmarks.flex_mods import BATCH, HEAD_DIM, HEADS, LENGTH, MODS  # noqa: E402
 from benchmarks.instructions import work_of  # noqa: E402
 from benchmarks.sass import Loop, instructions, listing_of, product_loops  # noqa: E402
-from flashgen.compile import cubin  # noqa: E402
-from flashgen.compile.nvrtc import version  # noqa: E402
-from flashgen.errors import CompileError, FlashgenError  # noqa: E402
-from flashgen.flex.known_mods import read  # noqa: E402
-from flashgen.flex.traced_mods import CallSizes  # noqa: E402
-from flashgen.pipeline import Build  # noqa: E402
+from flashgen.frontends.flex.known_mods import read  # noqa: E402
+from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
+from flashgen.kernels.compile import cubin  # noqa: E402
+from flashgen.kernels.compile.nvrtc import version  # noqa: E402
+from flashgen.kernels.pipeline import Build  # noqa: E402
+from flashgen.shared.errors import CompileError, FlashgenError  # noqa: E402
 
 PATHS = {"sm_80": "sm_80", "sm_90": "sm_90a"}
 """flashgen's code path beside FlexAttention's kernel for an architecture."""

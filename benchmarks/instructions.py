@@ -32,7 +32,7 @@ from benchmarks.sass import (  # noqa: E402
     listing_of,
     main_loop,
 )
-from flashgen.pipeline import Build  # noqa: E402
+from flashgen.kernels.pipeline import Build  # noqa: E402
 
 # The lines of the source in front of blocks that only some tiles execute.
 MASK = (

@@ -11,7 +11,7 @@ Rows::
                     operations on the CPU (zeros, the rounding of sums)
     torch.ops       a call without gradients through torch's dispatcher
     results         two calls of torch.empty, which all rows above include
-    launcher        flashgen.launch.launch with a driver that does nothing, which no row includes
+    launcher        calls.launch.launch with a driver that does nothing, which no row includes
 
 A second table has calls of fg.flex_attention with a score_mod of ten operations, without gradients,
 beside fg.attention with the same expression, and what the mod adds to the latter::
@@ -53,12 +53,12 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen import launch  # noqa: E402
-from flashgen.flex import known_mods  # noqa: E402
-from flashgen.flex.traced_mods import CallSizes  # noqa: E402
-from flashgen.ops import run_forward  # noqa: E402
-from flashgen.runtime import backends, bound_kernel  # noqa: E402
-from flashgen.trust import Decision  # noqa: E402
+from flashgen.calls import launch  # noqa: E402
+from flashgen.calls.ops import run_forward  # noqa: E402
+from flashgen.calls.runtime import backends, bound_kernel  # noqa: E402
+from flashgen.calls.trust import Decision  # noqa: E402
+from flashgen.frontends.flex import known_mods  # noqa: E402
+from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
 
 LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
 ADDED = {"proved": 30.0, "recorded": 150.0}  # us

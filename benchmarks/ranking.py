@@ -30,8 +30,8 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
-from flashgen.planner import Plan, feasible  # noqa: E402
-from flashgen.profile import Profile, counted_cost, profile_forward  # noqa: E402
+from flashgen.kernels.planner import Plan, feasible  # noqa: E402
+from flashgen.tools.profile import Profile, counted_cost, profile_forward  # noqa: E402
 
 ARCH = "sm_80"
 HEAD_DIMS = (64, 128)

@@ -10,7 +10,7 @@
     python benchmarks/report.py --model-errors   predicted over measured times, for docs/planner.md
 
 With --check nothing is written, and the exit code is 1 where a page or, with --proven,
-flashgen/trust/proven.json differs from the records.
+flashgen/calls/trust/proven.json differs from the records.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         return max(write(p, text, status.BEGIN, status.END, options.check) for p in pages)
     if options.proven:
         same = proven.write(options.results, check=options.check)
-        print(f"flashgen/trust/proven.json {'is as before' if same else 'differs'}")
+        print(f"flashgen/calls/trust/proven.json {'is as before' if same else 'differs'}")
         return int(options.check and not same)
     if options.model_errors:
         print(model_errors.table(options.results))

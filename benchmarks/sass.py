@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.compile.disassembly import disassembled
+from flashgen.kernels.compile.disassembly import disassembled
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);?\s*$")
 LABEL = re.compile(r"^\s*(\.L_[\w$]+):")

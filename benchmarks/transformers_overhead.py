@@ -36,9 +36,9 @@ from transformers.masking_utils import (
 )
 
 from benchmarks.overhead import median_us, pretend_a_gpu
+from flashgen.frontends.transformers.attention import attention
+from flashgen.frontends.transformers.masks import make_mask
 from flashgen.integrations import transformers as integration
-from flashgen.integrations.transformers.attention import attention
-from flashgen.integrations.transformers.masks import make_mask
 
 LENGTH = 32
 
@@ -109,7 +109,7 @@ def measured(case: Case, flashgen: bool, calls: int, rounds: int) -> tuple[float
 
 def kernel_call(whole: Callable[[], Any], flashgen: bool) -> Callable[[], Any]:
     """The call of the operator, or of torch's function, that an attention function makes."""
-    from flashgen.ops import Attention
+    from flashgen.calls.ops import Attention
 
     owner: Any = Attention if flashgen else torch.nn.functional
     name = "__call__" if flashgen else "scaled_dot_product_attention"

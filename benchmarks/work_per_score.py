@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 import flashgen as fg  # noqa: E402
 from benchmarks.instructions import Work, work_of  # noqa: E402
-from flashgen.compile.nvrtc import version  # noqa: E402
-from flashgen.pipeline import Build, build_backward  # noqa: E402
+from flashgen.kernels.compile.nvrtc import version  # noqa: E402
+from flashgen.kernels.pipeline import Build, build_backward  # noqa: E402
 
 ARCH, DTYPE = "sm_90a", "bfloat16"
 HEAD_DIMS = (64, 96, 128, 192, 256)

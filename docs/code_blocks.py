@@ -197,7 +197,7 @@ def output(block: Block, command: str) -> str:
     """What ``[NAME=VALUE] flashgen ... [| filter]`` prints on stdout."""
     from typer.testing import CliRunner
 
-    from flashgen.cli import app
+    from flashgen.tools.cli import app
 
     flashgen, _, rest = command.partition(" | ")
     words = shlex.split(flashgen)

@@ -16,14 +16,14 @@ from typing import Any
 import sympy
 
 import flashgen as fg
-from flashgen.analysis import Analysis, Interval, analyse, window_of
-from flashgen.cli.captured_tensors import tensor_values
-from flashgen.cli.inputs import Shape, example_scalars
-from flashgen.language import Element, python_text
-from flashgen.language.tensor import SIZES
-from flashgen.planner import plan_backward
-from flashgen.signature import LAYOUT_NAMES
-from flashgen.views.tile_map import TileMap
+from flashgen.kernels.planner import plan_backward
+from flashgen.shared.signature import LAYOUT_NAMES
+from flashgen.spec.analysis import Analysis, Interval, analyse, window_of
+from flashgen.spec.language import Element, python_text
+from flashgen.spec.language.tensor import SIZES
+from flashgen.tools.cli.captured_tensors import tensor_values
+from flashgen.tools.cli.inputs import Shape, example_scalars
+from flashgen.tools.views.tile_map import TileMap
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

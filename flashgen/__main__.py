@@ -1,6 +1,6 @@
 """``python -m flashgen`` is the program ``flashgen``."""
 
-from flashgen.cli import main
+from flashgen.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -63,7 +63,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty kernel cache, on disk and in memory, for one test."""
-    from flashgen.compile import forget
+    from flashgen.kernels.compile import forget
 
     root = tmp_path / "cache"
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(root))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.variants import FORMS, Form, Mods
-from flashgen.dtypes import ITEMSIZE
+from flashgen.shared.dtypes import ITEMSIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ("forward", "backward", "both")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flashgen.arch import paths_of
+from flashgen.shared.arch import paths_of
 
 KINDS = ("gpu", "emulator")
 GIB = 1 << 30
@@ -109,8 +109,8 @@ class Gpu(Device):
 
     def __init__(self) -> None:
         super().__init__()
-        from flashgen import launch
-        from flashgen.launch.gpu import driver_version
+        from flashgen.calls import launch
+        from flashgen.calls.launch.gpu import driver_version
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
         facts = torch.cuda.get_device_properties(self.torch)
@@ -123,7 +123,7 @@ class Gpu(Device):
     @property
     def arch(self) -> str:
         """That of flashgen's default code path, which is tried where it has no verdict yet."""
-        from flashgen.trust import decide
+        from flashgen.calls.trust import decide
 
         return decide(self.torch.index).arch
 
@@ -170,7 +170,7 @@ def missing_gpu() -> str | None:
     """Why there is no GPU to measure on, None when there is one."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
-    from flashgen import launch
+    from flashgen.calls import launch
 
     return launch.available()
 

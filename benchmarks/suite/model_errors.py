@@ -12,10 +12,10 @@ import flashgen as fg
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders.ours import in_short, spec_of
 from benchmarks.suite.records import RESULTS, latest, read
-from flashgen.analysis import row_interval
-from flashgen.call import CheckedCall
-from flashgen.planner import Plan, plan_backward
-from flashgen.tune.rank import predicted
+from flashgen.kernels.planner import Plan, plan_backward
+from flashgen.shared.call import CheckedCall
+from flashgen.spec.analysis import row_interval
+from flashgen.tools.tune.rank import predicted
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
 """The architecture of a Hopper GPU by the contender, which names the code path."""

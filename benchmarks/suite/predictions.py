@@ -10,9 +10,9 @@ from __future__ import annotations
 import flashgen as fg
 from benchmarks.suite.cases import Case, flops, grid, llama, make
 from benchmarks.suite.contenders.ours import in_short, spec_of
-from flashgen.arch import facts
-from flashgen.planner import Plan, plan_backward
-from flashgen.planner.models.fitted_time import STATED_ERROR
+from flashgen.kernels.planner import Plan, plan_backward
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
+from flashgen.shared.arch import facts
 
 
 def cases() -> list[Case]:

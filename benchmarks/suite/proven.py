@@ -1,4 +1,4 @@
-"""The code paths that the records prove, as flashgen/trust/proven.json: it travels in the wheel.
+"""The code paths that the records prove, as `calls/trust/proven.json`, which the wheel contains.
 
 A run proves a path on its model of GPU where the path passed all of doctor's problems and no test
 of tests/gpu failed or was lost, and at least one passed. The entry holds for the run's templates.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.suite.records import read
-from flashgen.trust.verdicts import PROVEN
+from flashgen.calls.trust.verdicts import PROVEN
 
 Row = dict[str, str]
 WRONG = ("failed", "lost")

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.suite import proven
 from benchmarks.suite.cases import ROOT
 from benchmarks.suite.records import RESULTS, read
-from flashgen.codegen.environment import template_digest
+from flashgen.kernels.codegen.environment import template_digest
 
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/index.md", "docs/gpu.md"))
 BEGIN = "<!-- status: written by `python benchmarks/report.py --status` -->"

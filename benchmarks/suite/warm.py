@@ -19,7 +19,7 @@ from benchmarks.suite.check import make_inputs
 from benchmarks.suite.contenders.flex import Flex
 from benchmarks.suite.contenders.ours import flashgens, spec_of
 from benchmarks.suite.device import KINDS, Device, first_line, open_device, own_threads
-from flashgen.pipeline import build, build_backward
+from flashgen.kernels.pipeline import build, build_backward
 
 PROCESSES = 6
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from flashgen.dropout import kept_levels
-from flashgen.errors import InputError
-from flashgen.language.spec import AttentionSpec
+from flashgen.shared.dropout import kept_levels
+from flashgen.shared.errors import InputError
+from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 

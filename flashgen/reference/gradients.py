@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.errors import InputError
-from flashgen.language import SCORE, Element, TensorSymbol, elements_of
-from flashgen.language.spec import AttentionSpec
 from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import softmax_times_v
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
+from flashgen.shared.errors import InputError
+from flashgen.spec.language import SCORE, Element, TensorSymbol, elements_of
+from flashgen.spec.language.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -14,8 +14,8 @@ from functools import reduce
 import sympy
 import torch
 
-from flashgen.errors import SpecError
-from flashgen.language import (
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language import (
     SCORE,
     Abs,
     AsFloat,
@@ -32,7 +32,7 @@ from flashgen.language import (
     Round,
     is_condition,
 )
-from flashgen.language.bit_functions import (
+from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitOr,
     BitXor,
@@ -40,8 +40,8 @@ from flashgen.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
-from flashgen.language.comparisons import FLOAT_RELATIONS, FloatRelation
-from flashgen.language.float_functions import (
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS, FloatRelation
+from flashgen.spec.language.float_functions import (
     Atan,
     Atan2,
     Cos,
@@ -56,7 +56,7 @@ from flashgen.language.float_functions import (
     Sin,
     Tanh,
 )
-from flashgen.language.lets import lets_of
+from flashgen.spec.language.lets import lets_of
 
 Tensor = torch.Tensor
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.language.signature import contiguous, packed_queries
-from flashgen.language.spec import AttentionSpec
-from flashgen.paged import contiguous_call
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
-from flashgen.signature import OFFSETS
+from flashgen.shared.paged import contiguous_call
+from flashgen.shared.signature import OFFSETS
+from flashgen.spec.language.signature import contiguous, packed_queries
+from flashgen.spec.language.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -13,15 +13,15 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.dropout import keep_mask, keep_scale
-from flashgen.dtypes import SCALAR_DTYPES, Number
-from flashgen.errors import InputError
-from flashgen.language import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
-from flashgen.language.block_layout import TENSORS as LAYOUT_TENSORS
-from flashgen.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.reference.dropout_state import State, state_of
 from flashgen.reference.interpret import evaluate
-from flashgen.signature import LAYOUT_LISTS, heads_of
+from flashgen.shared.dropout import keep_mask, keep_scale
+from flashgen.shared.dtypes import SCALAR_DTYPES, Number
+from flashgen.shared.errors import InputError
+from flashgen.shared.signature import LAYOUT_LISTS, heads_of
+from flashgen.spec.language import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
+from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -44,7 +44,7 @@ class OracleArguments(TypedDict, total=False):
         q_offset, k_offset: global positions of the first query and key, or tensors of (batch,).
         scale: factor on q.k; if None, spec.scale, or 1 / sqrt(head_dim) where that is None too.
         dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
-            2^-16. `flashgen.dropout` defines the dropped elements.
+            2^-16. `flashgen.shared.dropout` defines the dropped elements.
         rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0.
     """
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashgen.errors import InputError
-from flashgen.language.spec import AttentionSpec
 from flashgen.reference.gradients import (
     errors_of_summands,
     gradients,
@@ -18,6 +16,8 @@ from flashgen.reference.gradients import (
     same_dtype_gradients,
 )
 from flashgen.reference.problem import OracleArguments
+from flashgen.shared.errors import InputError
+from flashgen.spec.language.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from typing import Unpack

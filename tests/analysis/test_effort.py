@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen.analysis import analyse_mask
-from flashgen.analysis.tile_bounds import Effort
-from flashgen.language import trace_mask
-from flashgen.language.lets import nodes_of
+from flashgen.spec.analysis import analyse_mask
+from flashgen.spec.analysis.tile_bounds import Effort
+from flashgen.spec.language import trace_mask
+from flashgen.spec.language.lets import nodes_of
 
 SLOPE, WIDTH = fg.Scalar("slope", "float32"), fg.Scalar("width", "int32")
 

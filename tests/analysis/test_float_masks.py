@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis import analyse_mask, evaluate
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H, trace_mask
+from flashgen.spec.analysis import analyse_mask, evaluate
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, trace_mask
 from tests.support.tiers import slow
 
 LEFT, RIGHT = fg.Scalar("left", "float32"), fg.Scalar("right", "float32")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis import WalkedAxis, analyse, analyse_mask, classify, evaluate
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q, trace_mask
-from flashgen.language.spec_file import load
+from flashgen.spec.analysis import WalkedAxis, analyse, analyse_mask, classify, evaluate
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q, trace_mask
+from flashgen.spec.language.spec_file import load
 from tests.support.paths import ROOT
 from tests.support.tiers import slow
 

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis import Interval, WalkedAxis, analyse_mask, classify, evaluate
-from flashgen.errors import SpecError
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, trace_mask
+from flashgen.shared.errors import SpecError
+from flashgen.spec.analysis import Interval, WalkedAxis, analyse_mask, classify, evaluate
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, trace_mask
 from tests.support.expr_trees import (
     FLOAT_MASKS,
     MASKS,

@@ -9,8 +9,8 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.analysis import evaluate, window_of
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, K, Q, elements_of
+from flashgen.spec.analysis import evaluate, window_of
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, K, Q, elements_of
 
 Fn = Any
 

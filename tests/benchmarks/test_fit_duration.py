@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fit_duration
-from flashgen.planner.models import fitted_time
+from flashgen.kernels.planner.models import fitted_time
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 

@@ -17,7 +17,7 @@ from benchmarks.flex_mods import MODS
 from benchmarks.instructions import work_of
 from benchmarks.sass import main_loop
 from flashgen import reference
-from flashgen.compile.disassembly import find_nvdisasm
+from flashgen.kernels.compile.disassembly import find_nvdisasm
 from tests.support.flex_mods import noise, torch_answer
 from tests.support.paths import ROOT
 from tests.support.processes import run_python

@@ -11,10 +11,10 @@ import flashgen as fg
 from benchmarks.instructions import Work, work_of
 from benchmarks.sass import instructions, listing_of
 from benchmarks.work_per_score import HEAD_DIMS, RECORD, VARIANTS, Variant, best_rival
-from flashgen.compile import compile
-from flashgen.compile.disassembly import find_nvdisasm
-from flashgen.pipeline import Build
-from flashgen.planner import plan_backward
+from flashgen.kernels.compile import compile
+from flashgen.kernels.compile.disassembly import find_nvdisasm
+from flashgen.kernels.pipeline import Build
+from flashgen.kernels.planner import plan_backward
 from tests.support.examples import spec_path
 from tests.support.tiers import slow
 

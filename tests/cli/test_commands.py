@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen import compile, pipeline
-from flashgen.compile.disassembly import find_nvdisasm
+from flashgen.kernels import compile, pipeline
+from flashgen.kernels.compile.disassembly import find_nvdisasm
 from flashgen.version import __version__
 from tests.support.commands import CAUSAL, flashgen, rows
 from tests.support.paths import ROOT
@@ -98,7 +98,7 @@ def test_inspect_disassembles(windowed):
 
 
 def test_inspect_without_a_disassembler_names_the_extra(windowed, monkeypatch):
-    monkeypatch.setattr("flashgen.compile.disassembly.find_nvdisasm", lambda: None)
+    monkeypatch.setattr("flashgen.kernels.compile.disassembly.find_nvdisasm", lambda: None)
     result = flashgen("inspect", windowed, "--sass")
     assert result.exit_code == 2
     assert 'pip install "flashgen[sass]"' in result.stderr

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flashgen.cli import console
+from flashgen.tools.cli import console
 
 
 def test_long_values_are_never_cut(capsys):

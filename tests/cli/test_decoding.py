@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashgen.cli.arguments import RunArguments
-from flashgen.cli.call import random_call
-from flashgen.cli.decoding import OTHER_PAGES, served_call
-from flashgen.cli.inputs import Shape
-from flashgen.planner.formulas import evaluate
+from flashgen.kernels.planner.formulas import evaluate
+from flashgen.tools.cli.arguments import RunArguments
+from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.decoding import OTHER_PAGES, served_call
+from flashgen.tools.cli.inputs import Shape
 from tests.support.commands import CAUSAL, flashgen, rows
 from tests.support.examples import spec_path
 from tests.support.profiles import loaded

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.language.spec_file import load
-from flashgen.planner import plan_backward
+from flashgen.kernels.planner import plan_backward
+from flashgen.spec.language.spec_file import load
 from tests.support.commands import WINDOWED, flashgen
 
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from flashgen.arch import known
-from flashgen.paths import PATHS
+from flashgen.shared.arch import known
+from flashgen.shared.paths import PATHS
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.paths import ROOT
 
@@ -85,7 +85,7 @@ def test_memory_that_runs_out_later_is_an_error_of_the_call(monkeypatch):
     def no_memory(*args, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
-    monkeypatch.setattr("flashgen.cli.run.random_call", no_memory)
+    monkeypatch.setattr("flashgen.tools.cli.run.random_call", no_memory)
     assert "not enough memory" in refused(flashgen("run", CAUSAL))[0]
 
 
@@ -97,7 +97,7 @@ def test_kernels_cannot_be_emitted_into_what_is_no_folder(folder):
 
 @pytest.mark.parametrize("name", ["missing/roofline.png", "roofline.svg", "roofline"])
 def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("flashgen.cli.profiled.random_call", None)  # a run would fail here
+    monkeypatch.setattr("flashgen.tools.cli.profiled.random_call", None)  # a run would fail here
     result = flashgen("profile", CAUSAL, "--plot", str(tmp_path / name))
     assert refused(result)[1] == "  where    option --plot"
 
@@ -128,7 +128,7 @@ def test_a_wrong_command_line_is_four_lines(line):
 
 
 def test_an_error_that_no_part_expects_is_four_lines_too(monkeypatch):
-    monkeypatch.setattr("flashgen.cli.plan.load_spec", lambda arguments: 1 // 0)
+    monkeypatch.setattr("flashgen.tools.cli.plan.load_spec", lambda arguments: 1 // 0)
     result = flashgen("plan", CAUSAL, FLASHGEN_DEBUG="0")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[0] == "FlashgenError: flashgen has a bug: ZeroDivisionError"

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from flashgen import emulator
-from flashgen.cli import progress
-from flashgen.cli.arguments import CallArguments
-from flashgen.cli.call import random_call
-from flashgen.cli.inputs import Shape
-from flashgen.language.spec_file import load
-from flashgen.ops import run_backward, run_forward
+import ptx_emulator as emulator
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.spec.language.spec_file import load
+from flashgen.tools.cli import progress
+from flashgen.tools.cli.arguments import CallArguments
+from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.inputs import Shape
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.paths import ROOT
 from tests.support.tiers import slow

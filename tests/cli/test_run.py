@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from flashgen import emulator, launch, reference
-from flashgen.cli.captured_tensors import tensor_values
-from flashgen.cli.inputs import Shape
-from flashgen.language.spec_file import load
+import ptx_emulator as emulator
+from flashgen import reference
+from flashgen.calls import launch
+from flashgen.spec.language.spec_file import load
+from flashgen.tools.cli.captured_tensors import tensor_values
+from flashgen.tools.cli.inputs import Shape
 from tests.support.commands import CAUSAL, WINDOWED, flashgen, rows
 
 

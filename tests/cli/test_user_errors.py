@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import flashgen as fg
-from flashgen.errors import FlashgenError, InputError
+from flashgen.shared.errors import FlashgenError, InputError
 from tests.support.commands import flashgen
 from tests.support.wrong_calls import (
     CHANGES,
@@ -77,11 +77,11 @@ def without_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("run.emulated", "profiled.emulated", "tune.problem_of", "inspect._kernel"):
-        monkeypatch.setattr(f"flashgen.cli.{name}", enough)
-    monkeypatch.setattr("flashgen.cli.emit._sources", enough)
-    monkeypatch.setattr("flashgen.cli.plan.plan_forward", enough)
-    monkeypatch.setattr("flashgen.cli.plan.plan_backward", enough)
-    monkeypatch.setattr("flashgen.doctor.diagnose", enough)
+        monkeypatch.setattr(f"flashgen.tools.cli.{name}", enough)
+    monkeypatch.setattr("flashgen.tools.cli.emit._sources", enough)
+    monkeypatch.setattr("flashgen.tools.cli.plan.plan_forward", enough)
+    monkeypatch.setattr("flashgen.tools.cli.plan.plan_backward", enough)
+    monkeypatch.setattr("flashgen.tools.doctor.diagnose", enough)
 
 
 def run(line: list[str]) -> None:

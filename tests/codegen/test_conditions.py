@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import flashgen as fg
-from flashgen.analysis import share_evaluated
-from flashgen.codegen.expressions import CPrinter
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.spec.analysis import share_evaluated
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv
 
 LENGTH = fg.Tensor("length", ("batch",), "int32")
 WIDTH = fg.Tensor("width", ("heads",), "int16")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.codegen import Source
-from flashgen.pipeline import build_backward, emit
+from flashgen.kernels.codegen import Source
+from flashgen.kernels.pipeline import build_backward, emit
 from tests.support.examples import spec_path
 
 CAUSAL = fg.load(spec_path("causal"))

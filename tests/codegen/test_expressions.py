@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen.analysis import analyse_score, evaluate, share
-from flashgen.codegen.expressions import CPrinter
-from flashgen.codegen.expressions.cpp_text import float32_literal
-from flashgen.errors import RenderError
-from flashgen.language import (
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.kernels.codegen.expressions.cpp_text import float32_literal
+from flashgen.shared.errors import RenderError
+from flashgen.spec.analysis import analyse_score, evaluate, share
+from flashgen.spec.language import (
     HEADS,
     K_HI,
     K_LO,
@@ -33,7 +33,7 @@ from flashgen.language import (
     trace_mask,
     trace_score,
 )
-from flashgen.language.float_functions import Exp, Log2, Tanh
+from flashgen.spec.language.float_functions import Exp, Log2, Tanh
 
 X, Y = sympy.symbols("x y", real=True)
 LIMIT = sympy.Symbol("limit", integer=True)

@@ -10,12 +10,12 @@ import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashgen import emulator
-from flashgen.analysis import analyse_mask, evaluate
-from flashgen.codegen.environment import environment
-from flashgen.codegen.expressions import CPrinter
-from flashgen.errors import SpecError
-from flashgen.language import (
+import ptx_emulator as emulator
+from flashgen.kernels.codegen.environment import environment
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.shared.errors import SpecError
+from flashgen.spec.analysis import analyse_mask, evaluate
+from flashgen.spec.language import (
     K_HI,
     K_LO,
     Q_HI,
@@ -33,8 +33,8 @@ from flashgen.language import (
     is_condition,
     is_int,
 )
-from flashgen.language.float_functions import Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
-from flashgen.language.traced import Value
+from flashgen.spec.language.float_functions import Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
+from flashgen.spec.language.traced import Value
 from tests.support.expr_trees import MASKS, NUMBERS, SCALARS, SIZES, Undefined, direct, traced
 from tests.support.nvrtc_helper import compile_ptx
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import emulator
-from flashgen.codegen.environment import environment
-from flashgen.dtypes import INT32_MAX
-from flashgen.runtime.kernel_arguments import multiplier_of
+import ptx_emulator as emulator
+from flashgen.calls.runtime.kernel_arguments import multiplier_of
+from flashgen.kernels.codegen.environment import environment
+from flashgen.shared.dtypes import INT32_MAX
 from tests.support.judged import Call, normal
 from tests.support.nvrtc_helper import compile_ptx
 

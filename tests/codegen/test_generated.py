@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.cli import app
-from flashgen.cli.emit import kernels_of
-from flashgen.cli.generated import ARCHS
-from flashgen.codegen import Source
+from flashgen.kernels.codegen import Source
+from flashgen.tools.cli import app
+from flashgen.tools.cli.emit import kernels_of
+from flashgen.tools.cli.generated import ARCHS
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.paths import ROOT
 from tests.support.tiers import one_in

@@ -11,17 +11,25 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen import pipeline
-from flashgen.analysis import evaluate
-from flashgen.analysis import score as score_analysis
-from flashgen.analysis.score import derivative, derivatives
-from flashgen.codegen.spec_function import MOST_INLINED, MOST_SINES
-from flashgen.errors import PlanError
-from flashgen.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
-from flashgen.language.lets import DEEPEST, LARGEST, contains, lets_of, nodes_of, parts_of, replaced
-from flashgen.language.signature import in_whole, signature_of
-from flashgen.language.symbols import is_int
-from flashgen.planner import plan_errors
+from flashgen.kernels import pipeline
+from flashgen.kernels.codegen.spec_function import MOST_INLINED, MOST_SINES
+from flashgen.kernels.planner import plan_errors
+from flashgen.shared.errors import PlanError
+from flashgen.spec.analysis import evaluate
+from flashgen.spec.analysis import score as score_analysis
+from flashgen.spec.analysis.score import derivative, derivatives
+from flashgen.spec.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
+from flashgen.spec.language.lets import (
+    DEEPEST,
+    LARGEST,
+    contains,
+    lets_of,
+    nodes_of,
+    parts_of,
+    replaced,
+)
+from flashgen.spec.language.signature import in_whole, signature_of
+from flashgen.spec.language.symbols import is_int
 from tests.support.large_mods import KINDS, spec_of
 from tests.support.tiers import one_in
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen.codegen.environment import environment, render_template
-from flashgen.codegen.text import comment
-from flashgen.codegen.tidy import simplified
-from flashgen.compile import compile
-from flashgen.language.signature import split
-from flashgen.language.spec import AttentionSpec
-from flashgen.paths import PATHS
+from flashgen.kernels.codegen.environment import environment, render_template
+from flashgen.kernels.codegen.text import comment
+from flashgen.kernels.codegen.tidy import simplified
+from flashgen.kernels.compile import compile
+from flashgen.shared.paths import PATHS
+from flashgen.spec.language.signature import split
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 from tests.support.tiers import slow

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
-from flashgen.arch import known
-from flashgen.errors import PlanError
-from flashgen.paths import PATHS
-from flashgen.pipeline import Build, build_backward
+from flashgen.kernels.pipeline import Build, build_backward
+from flashgen.shared.arch import known
+from flashgen.shared.errors import PlanError
+from flashgen.shared.paths import PATHS
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates
 from tests.support.paths import ROOT

@@ -11,13 +11,13 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen import emulator
-from flashgen.analysis import analyse, evaluate, share_evaluated
-from flashgen.codegen.environment import environment
-from flashgen.codegen.functions import SpecFunctions
-from flashgen.codegen.text import COLUMNS, wrap_code
-from flashgen.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv, K, Q
-from flashgen.runtime.kernel_arguments import multiplier_of
+import ptx_emulator as emulator
+from flashgen.calls.runtime.kernel_arguments import multiplier_of
+from flashgen.kernels.codegen.environment import environment
+from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.text import COLUMNS, wrap_code
+from flashgen.spec.analysis import analyse, evaluate, share_evaluated
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv, K, Q
 from tests.support.nvrtc_helper import compile_ptx
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.source import Param
-from flashgen.codegen.tidy import used
+from flashgen.kernels.codegen.source import Param
+from flashgen.kernels.codegen.tidy import used
 
 TEXT = """\
 constexpr int USED = 1;

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.codegen.functions import FIELDS, PARAMETERS
-from flashgen.compile import nvrtc
-from flashgen.language.capture_names import check_name
-from flashgen.language.spec_file import load
-from flashgen.paths import PATHS
+from flashgen.kernels.codegen.functions import FIELDS, PARAMETERS
+from flashgen.kernels.compile import nvrtc
+from flashgen.shared.paths import PATHS
+from flashgen.spec.language.capture_names import check_name
+from flashgen.spec.language.spec_file import load
 from tests.support.paths import ROOT
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flashgen import compile as compiler
-from flashgen.compile import Binary, cache, compile, forget, nvrtc
-from flashgen.compile.cache import CacheWarning
+from flashgen.kernels import compile as compiler
+from flashgen.kernels.compile import Binary, cache, compile, forget, nvrtc
+from flashgen.kernels.compile.cache import CacheWarning
 from tests.support.compile_sources import SPILLING, STACKED, TOY
 
 

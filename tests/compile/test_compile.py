@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen import pipeline
-from flashgen.compile import Binary, compile, cubin, nvrtc, nvrtc_log
-from flashgen.errors import CompileError
-from flashgen.launch import pack
+from flashgen.calls.launch import pack
+from flashgen.kernels import pipeline
+from flashgen.kernels.compile import Binary, compile, cubin, nvrtc, nvrtc_log
+from flashgen.shared.errors import CompileError
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
 from tests.support.processes import run_python
 from tests.support.tiers import one_in, slow
@@ -234,8 +234,8 @@ def test_without_the_bindings_compile_says_what_to_install() -> None:
     program = (
         "import sys\n"
         "sys.modules['cuda.bindings'] = None\n"  # what Python does for a package that is absent
-        "from flashgen.compile import compile\n"
-        "from flashgen.errors import CompileError\n"
+        "from flashgen.kernels.compile import compile\n"
+        "from flashgen.shared.errors import CompileError\n"
         "try:\n"
         "    compile('', filename='a.cu', kernel='a', arch='sm_80')\n"
         "except CompileError as error:\n"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.compile import Binary, compile, forget
-from flashgen.errors import FlashgenError
+from flashgen.kernels.compile import Binary, compile, forget
+from flashgen.shared.errors import FlashgenError
 from tests.support.compile_sources import STACKED, TOY
 from tests.support.tiers import slow
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from flashgen.compile import Binary, cache, compile, forget
-from flashgen.compile.cache import CacheWarning
-from flashgen.compile.ownership import hindrance
-from flashgen.errors import FlashgenError
+from flashgen.kernels.compile import Binary, cache, compile, forget
+from flashgen.kernels.compile.cache import CacheWarning
+from flashgen.kernels.compile.ownership import hindrance
+from flashgen.shared.errors import FlashgenError
 from tests.support.compile_sources import TOY
 from tests.support.tiers import slow
 
@@ -163,7 +163,7 @@ def test_folders_and_files_are_for_their_user_alone_whatever_the_umask_is(
 
 
 def test_doctor_names_a_cache_that_is_not_used(fresh_cache: Path) -> None:
-    from flashgen.doctor.machine import _cache
+    from flashgen.tools.doctor.machine import _cache
 
     build()
     fresh_cache.chmod(0o777)

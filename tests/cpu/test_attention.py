@@ -11,10 +11,10 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.cpu import chunks
-from flashgen.dropout import keep_mask
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.cpu import chunks
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.shared.dropout import keep_mask
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.examples import SPECS, fitted, values_of
 from tests.support.judged import judge_forward
 from tests.support.shapes import Case, covering

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import cpu, reference
-from flashgen.call import OutputGradients
-from flashgen.cpu import chunks, elements
-from flashgen.cpu.chunks import SequenceRows
-from flashgen.cpu.mods import compiled
-from flashgen.cpu.parts import chunks_of
-from flashgen.cpu.problem import SequenceProblem
-from flashgen.dtypes import TENSOR_DTYPES
-from flashgen.language import trace_score
-from flashgen.language.spec import AttentionSpec
+from flashgen import reference
+from flashgen.calls import cpu
+from flashgen.calls.cpu import chunks, elements
+from flashgen.calls.cpu.chunks import SequenceRows
+from flashgen.calls.cpu.mods import compiled
+from flashgen.calls.cpu.parts import chunks_of
+from flashgen.calls.cpu.problem import SequenceProblem
+from flashgen.shared.call import OutputGradients
+from flashgen.shared.dtypes import TENSOR_DTYPES
+from flashgen.spec.language import trace_score
+from flashgen.spec.language.spec import AttentionSpec
 from tests.cpu.test_memory import Bytes
 from tests.support.captured import K_OFFSET, Q_OFFSET, VARIANTS
 from tests.support.shapes import Case

@@ -11,7 +11,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.language import mod_functions
+from flashgen.spec.language import mod_functions
 from tests.support.tiers import one_in, slow
 from tests.support.tiled_calls import both
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.spec import AttentionSpec
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
 from tests.support.tiled_calls import Tiled, arguments, gradients_are_derivatives

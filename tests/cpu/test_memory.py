@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import cpu
-from flashgen.call import OutputGradients
-from flashgen.cpu import chunks
-from flashgen.language.spec import AttentionSpec
+from flashgen.calls import cpu
+from flashgen.calls.cpu import chunks
+from flashgen.shared.call import OutputGradients
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 from tests.support.tiers import one_in
 from tests.support.tiled_calls import arguments

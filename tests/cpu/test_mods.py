@@ -12,10 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen import language
-from flashgen.cpu.mods import compiled
-from flashgen.errors import SpecError
-from flashgen.language import SCORE, B, H, K, Q, trace_mask, trace_score
+from flashgen.calls.cpu.mods import compiled
+from flashgen.shared.errors import SpecError
+from flashgen.spec import language
+from flashgen.spec.language import SCORE, B, H, K, Q, trace_mask, trace_score
 from tests.analysis.test_property import SETTINGS, environment, mask_of
 from tests.support.expr_trees import (
     FLOATS,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import cpu
-from flashgen.cpu.parts import ChunkScores
+from flashgen.calls import cpu
+from flashgen.calls.cpu.parts import ChunkScores
 from tests.support.judged import Call, judge_forward
 from tests.support.shapes import DTYPES, Case
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.cpu.threads import share
+from flashgen.calls.cpu.threads import share
 from tests.support.tiled_calls import both
 
 BIAS = fg.Tensor("bias", ("heads", "seq_k"), grad=True)
@@ -47,7 +47,7 @@ def test_two_threads_compute_tiles_with_one_thread_of_torch_each(
 ) -> None:
     seen = []
     for place, name in (("forward", "_query_tile"), ("backward", "_key_tile")):
-        module = importlib.import_module(f"flashgen.cpu.{place}")
+        module = importlib.import_module(f"flashgen.calls.cpu.{place}")
         tile = getattr(module, name)
 
         def recorded(*given: Any, tile: Any = tile, name: str = name) -> None:

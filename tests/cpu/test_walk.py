@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
-from flashgen import cpu, reference
-from flashgen.analysis import analyse
-from flashgen.analysis.tile_walk import EMPTY, FULL, MIXED, TileAxis, TileWalk
-from flashgen.call import OutputGradients
-from flashgen.cpu.chunks import OWNED_ROWS
-from flashgen.cpu.parts import ChunkScores
-from flashgen.errors import SpecError
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
-from flashgen.planner import plan_backward
+from flashgen import reference
+from flashgen.calls import cpu
+from flashgen.calls.cpu.chunks import OWNED_ROWS
+from flashgen.calls.cpu.parts import ChunkScores
+from flashgen.kernels.planner import plan_backward
+from flashgen.shared.call import OutputGradients
+from flashgen.shared.errors import SpecError
+from flashgen.spec.analysis import analyse
+from flashgen.spec.analysis.tile_walk import EMPTY, FULL, MIXED, TileAxis, TileWalk
+from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from tests.analysis.test_property import SETTINGS
 from tests.cpu.test_attention import gradient_of, spec_of
 from tests.support.examples import SPECS, values_of

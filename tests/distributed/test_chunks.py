@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import flashgen as fg
 from flashgen import InputError, distributed
-from flashgen.distributed.reach import reached
-from flashgen.distributed.sharding import sharding_of
+from flashgen.frontends.distributed.reach import reached
+from flashgen.frontends.distributed.sharding import sharding_of
 from tests.support.paths import ROOT
 
 SEQ, WORLD = 8192, 8

@@ -35,7 +35,7 @@ PAGES = [slow(page) if page in LONG else page for page in MODULE.PAGES]
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_code_block_of_a_page_does_what_the_page_shows(page: str) -> None:
-    made = "flashgen.integrations.transformers.layers" in sys.modules
+    made = "flashgen.frontends.transformers.layers" in sys.modules
     if made and "operators()" in (ROOT / page).read_text(encoding="utf-8"):
         # The page lists all operators, and earlier tests of this process have made some.
         run_python(str(ROOT / "docs" / "code_blocks.py"), page)

@@ -98,7 +98,7 @@ def test_the_api_page_names_everything_public() -> None:
 
 
 def test_the_api_page_names_every_environment_variable() -> None:
-    config = (ROOT / "flashgen/config.py").read_text(encoding="utf-8")
+    config = (ROOT / "flashgen/shared/config.py").read_text(encoding="utf-8")
     variables = set(re.findall(r"FLASHGEN_[A-Z_]+", config))
     text = (DOCS / "api.md").read_text(encoding="utf-8")
     assert [name for name in sorted(variables) if f"`{name}`" not in text] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import trust
+from flashgen.calls import trust
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.doctor import ProblemResult, check, child
-from flashgen.doctor.problems import PROBLEMS, Problem, named
-from flashgen.errors import CompileError, LaunchError
-from flashgen.paths import PATHS
-from flashgen.pipeline import build, build_backward
+from flashgen.kernels.pipeline import build, build_backward
+from flashgen.shared.errors import CompileError, LaunchError
+from flashgen.shared.paths import PATHS
+from flashgen.tools.doctor import ProblemResult, check, child
+from flashgen.tools.doctor.problems import PROBLEMS, Problem, named
 from tests.support.tiers import slow
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_a_trial_compiles_nothing_once_a_problem_runs(
     real = check.run_forward
 
     def recording(*given: Any, **more: Any) -> Any:
-        from flashgen import pipeline
+        from flashgen.kernels import pipeline
 
         monkeypatch.setattr(pipeline, "compile", lambda *a, **b: compiled.append(a))
         return real(*given, **more)

@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 
-from flashgen import trust
-from flashgen.arch import known
-from flashgen.cli import app
-from flashgen.doctor import Cache, Diagnosis, MachineFacts, Nvrtc, diagnose, diagnosis, machine
-from flashgen.doctor.machine import unfit
-from flashgen.doctor.problems import PROBLEMS
-from flashgen.errors import CompileError
-from flashgen.launch import gpu_facts
-from flashgen.trust import trial
+from flashgen.calls import trust
+from flashgen.calls.launch import gpu_facts
+from flashgen.calls.trust import trial
+from flashgen.shared.arch import known
+from flashgen.shared.errors import CompileError
+from flashgen.tools.cli import app
+from flashgen.tools.doctor import (
+    Cache,
+    Diagnosis,
+    MachineFacts,
+    Nvrtc,
+    diagnose,
+    diagnosis,
+    machine,
+)
+from flashgen.tools.doctor.machine import unfit
+from flashgen.tools.doctor.problems import PROBLEMS
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
 from tests.support.tiers import slow
@@ -217,7 +225,7 @@ def test_without_a_gpu_the_compiler_and_the_emulator_are_checked() -> None:
     assert json.loads(json.dumps(found.as_dict()))["exit_code"] == 2
     # The command prints the same.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashgen.doctor.diagnose", lambda device, tell: found)
+        patch.setattr("flashgen.tools.doctor.diagnose", lambda device, tell: found)
         shown = CliRunner().invoke(app, ["doctor"])
         assert (shown.exit_code, shown.stdout) == (2, str(found))
         as_json = CliRunner().invoke(app, ["doctor", "--json"])

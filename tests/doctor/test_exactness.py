@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.doctor.exactness import open_instructions
-from flashgen.doctor.problems import named
-from flashgen.pipeline import build, build_minmax_tables
+from flashgen.kernels.pipeline import build, build_minmax_tables
+from flashgen.tools.doctor.exactness import open_instructions
+from flashgen.tools.doctor.problems import named
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.paths import PATHS
+from flashgen.shared.paths import PATHS
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 

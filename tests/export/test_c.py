@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.export import ExportRequest, export
-from flashgen.export.c_source import c_sources
-from flashgen.exported.folder import open_folder
-from flashgen.paths import PATHS
-from flashgen.runtime import kernel_arguments
-from flashgen.runtime.backends import Target
-from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.tensormap import TensorMapSpec
+from flashgen.calls.export import ExportRequest, export
+from flashgen.calls.export.c_source import c_sources
+from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.runtime import kernel_arguments
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.shared.paths import PATHS
+from flashgen.shared.tensormap import TensorMapSpec
 from tests.support.examples import SPEC_IDS, spec_path, values_of
 from tests.support.exported_c import (
     WARNINGS,

@@ -1,4 +1,4 @@
-"""flashgen.export: what is written, and what is refused."""
+"""flashgen.calls.export: what is written, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
-from flashgen import config
-from flashgen.call import CallRanges
-from flashgen.cli.export import shell_word
-from flashgen.codegen import beyond_int32
-from flashgen.compile import nvrtc
-from flashgen.compile.cubin import facts
-from flashgen.errors import InputError, PlanError, SpecError
-from flashgen.export import ExportRequest, export
-from flashgen.export.c_source import c_sources
-from flashgen.export.collect import narrow_ranges, widest
-from flashgen.exported.folder import open_folder
-from flashgen.exported.manifest import FORMAT, Manifest
-from flashgen.language.signature import signature_of
-from flashgen.plain import from_plain, to_plain
+from flashgen.calls.export import ExportRequest, export
+from flashgen.calls.export.c_source import c_sources
+from flashgen.calls.export.collect import narrow_ranges, widest
+from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.exported.manifest import FORMAT, Manifest
+from flashgen.kernels.codegen import beyond_int32
+from flashgen.kernels.compile import nvrtc
+from flashgen.kernels.compile.cubin import facts
+from flashgen.shared import config
+from flashgen.shared.call import CallRanges
+from flashgen.shared.errors import InputError, PlanError, SpecError
+from flashgen.shared.plain import from_plain, to_plain
+from flashgen.spec.language.signature import signature_of
+from flashgen.tools.cli.export import shell_word
 from flashgen.version import __version__
 from tests.support.exports import exported, spec_of
 from tests.support.tiers import slow

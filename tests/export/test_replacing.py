@@ -1,4 +1,4 @@
-"""flashgen.export into a folder that holds something: what is replaced, kept and refused."""
+"""flashgen.calls.export into a folder that holds something: what is replaced, kept and refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.errors import InputError
-from flashgen.export import ExportRequest, export
-from flashgen.export.write import Destination
-from flashgen.exported.folder import open_folder
-from flashgen.exported.manifest import FileRecord, Manifest, digest_of
+from flashgen.calls.export import ExportRequest, export
+from flashgen.calls.export.write import Destination
+from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.exported.manifest import FileRecord, Manifest, digest_of
+from flashgen.shared.errors import InputError
 from tests.support.exports import exported, spec_of
 
 REQUEST = ExportRequest(spec=spec_of("sliding_window"), archs=("sm_80",))

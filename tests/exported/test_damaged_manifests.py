@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen.errors import ExportError
-from flashgen.exported.folder import open_folder
-from flashgen.exported.manifest import digest_of
+from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.exported.manifest import digest_of
+from flashgen.shared.errors import ExportError
 from tests.support.exports import exported
 from tests.support.tiers import slow
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.arch import runs_on
-from flashgen.call import CallRanges
-from flashgen.errors import FlashgenError, InputError, LaunchError, SpecError
-from flashgen.exported import folder as folders
-from flashgen.exported.folder import open_folder
-from flashgen.exported.manifest import FORMAT, digest_of
-from flashgen.launch import gpu_facts
-from flashgen.paths import PATHS
+from flashgen.calls.exported import folder as folders
+from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.exported.manifest import FORMAT, digest_of
+from flashgen.calls.launch import gpu_facts
+from flashgen.shared.arch import runs_on
+from flashgen.shared.call import CallRanges
+from flashgen.shared.errors import FlashgenError, InputError, LaunchError, SpecError
+from flashgen.shared.paths import PATHS
 from tests.support.examples import spec_path, values_of
 from tests.support.exports import exported, spec_of
 from tests.support.fake_driver import FakeDriver
@@ -378,7 +378,8 @@ op = fg.load_export("{export}")
 program = torch.export.load("{folder}/layer.pt2")
 print([str(n.target) for n in program.graph.nodes if "flashgen" in str(n.target)])
 torch.save(program.module()(*torch.load("{folder}/operands.pt")), "{folder}/out.pt")
-print([m for m in sys.modules if m.startswith(("flashgen.codegen", "flashgen.planner", "jinja2"))])
+stages = ("flashgen.kernels.codegen", "flashgen.kernels.planner", "jinja2")
+print([m for m in sys.modules if m.startswith(stages)])
 """
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
-from flashgen.flex import block_masks
+from flashgen.frontends.flex import block_masks
 from tests.support.flex_mods import MAKERS, causal_mask, operands, torch_answer
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashgen as fg
-from flashgen import flex
-from flashgen.flex import block_masks, graph_capture, known_mods
+from flashgen.frontends import flex
+from flashgen.frontends.flex import block_masks, graph_capture, known_mods
 from tests.support.flex_mods import causal_mask, noise, operands
 
 

@@ -16,8 +16,8 @@ import torch
 
 import flashgen as fg
 from flashgen import SpecError
-from flashgen.flex import known_mods
-from flashgen.ops import api
+from flashgen.calls.ops import api
+from flashgen.frontends.flex import known_mods
 from tests.support.flex_mods import noise, operands, torch_answer
 
 Mod = Callable[..., Any]

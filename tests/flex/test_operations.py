@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 import flashgen as fg
 from flashgen import SpecError
-from flashgen.flex.known_mods import read
-from flashgen.flex.traced_mods import CallSizes
-from flashgen.language import SCORE, B, H, K, Q, Tensor
+from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.reference import evaluate
+from flashgen.spec.language import SCORE, B, H, K, Q, Tensor
 from tests.support.flex_mods import operands
 from tests.support.paths import from_root
 

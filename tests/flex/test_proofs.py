@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 import flashgen as fg
-from flashgen.flex import known_mods
-from flashgen.flex.proofs import prove
+from flashgen.frontends.flex import known_mods
+from flashgen.frontends.flex.proofs import prove
 from tests.support.flex_mods import MAKERS, noise, operands, torch_answer
 
 Mod = Callable[..., Any]

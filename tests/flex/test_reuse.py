@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashgen as fg
-from flashgen.flex import known_mods, traced_mods
-from flashgen.ops import api
+from flashgen.calls.ops import api
+from flashgen.frontends.flex import known_mods, traced_mods
 from tests.support import flex_mods
 from tests.support.flex_mods import MAKERS, causal_mask, noise, operands, torch_answer
 from tests.support.paths import from_root

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
-from flashgen.flex import known_mods
+from flashgen.frontends.flex import known_mods
 from tests.support.flex_mods import noise, operands
 
 Tensor = torch.Tensor

@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import flashgen as fg
-from flashgen.errors import SpecError
-from flashgen.flex.proofs import prove
+from flashgen.frontends.flex.proofs import prove
+from flashgen.shared.errors import SpecError
 from tests.support.flex_mods import operands, torch_answer
 from tests.support.ways_to_read import WAYS, Get
 

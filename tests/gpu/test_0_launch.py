@@ -1,4 +1,4 @@
-"""On a GPU: `flashgen.launch` loads a kernel and runs it, without torch."""
+"""On a GPU: `flashgen.calls.launch` loads a kernel and runs it, without torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen import launch as gpu
-from flashgen.launch.device import check, current, real_driver
+from flashgen.calls import launch as gpu
+from flashgen.calls.launch.device import check, current, real_driver
 from tests.launch.test_launch import TOY_PARAMS, toy
 from tests.support.gpu_device import DRY
 

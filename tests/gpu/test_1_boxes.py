@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen import launch
-from flashgen.arch import paths_of
+from flashgen.calls import launch
+from flashgen.shared.arch import paths_of
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import Mode, path_of, problem
 from tests.support.shapes import Case

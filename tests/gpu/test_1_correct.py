@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashgen.language.signature import partial
-from flashgen.ops import run_forward
-from flashgen.runtime.merge import merge
+from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime.merge import merge
+from flashgen.spec.language.signature import partial
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import (
     MODES,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.dropout import keep_mask
+from flashgen.shared.dropout import keep_mask
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import (
     NAMES,

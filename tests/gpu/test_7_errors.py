@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen import emulator, launch
-from flashgen.compile import Binary
-from flashgen.errors import FlashgenError, InputError, LaunchError
+import ptx_emulator as emulator
+from flashgen.calls import launch
+from flashgen.kernels.compile import Binary
+from flashgen.shared.errors import FlashgenError, InputError, LaunchError
 from tests.support import gpu_device as gpu
 from tests.support.fake_driver import FakeDriver
 from tests.support.gpu_problems import RNG, Mode, Problem, path_of, problem

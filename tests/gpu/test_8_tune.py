@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_backward, run_forward
-from flashgen.profile import problem_of_call
-from flashgen.runtime import tuned_tiles as tuned
-from flashgen.runtime.tuned_tiles import Winner
-from flashgen.tune import Inputs, checked, derived, fastest, on_gpu, rank
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.calls.runtime import tuned_tiles as tuned
+from flashgen.calls.runtime.tuned_tiles import Winner
+from flashgen.tools.profile import problem_of_call
+from flashgen.tools.tune import Inputs, checked, derived, fastest, on_gpu, rank
 from tests.support import gpu_device as gpu
 from tests.support.examples import spec_path
 

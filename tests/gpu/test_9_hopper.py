@@ -12,7 +12,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
 from tests.support import gpu_device as gpu
 from tests.support.examples import fitted, spec_path, values_of
 from tests.support.judged import judge_forward

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.append_pipeline import build_append_kv
-from flashgen.call import LaunchOptions
-from flashgen.runtime import append_kv
-from flashgen.runtime.append_kv import access_bytes, prepare
-from flashgen.runtime.arguments.pages import AppendOperands
+from flashgen.calls.runtime import append_kv
+from flashgen.calls.runtime.append_kv import access_bytes, prepare
+from flashgen.calls.runtime.arguments.pages import AppendOperands
+from flashgen.kernels.append_pipeline import build_append_kv
+from flashgen.shared.call import LaunchOptions
 from tests.support.judged import check_gates
 from tests.support.paged_caches import LAYOUTS, Appended, Cache, append_in_a_loop, cache_of, rows_of
 from tests.support.planted import caught, planted

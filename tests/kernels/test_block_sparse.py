@@ -9,8 +9,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import BackwardRun, ForwardRun, run_forward
+from flashgen.calls.ops import BackwardRun, ForwardRun, run_forward
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import Call
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec

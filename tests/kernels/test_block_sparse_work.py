@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import run_backward, run_forward
-from flashgen.planner import plan
-from flashgen.runtime.reports import Report
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.calls.runtime.reports import Report
+from flashgen.kernels.planner import plan
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec, touched
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.call import LaunchOptions
-from flashgen.ops import BackwardRun, check
-from flashgen.paths import PATHS
-from flashgen.pipeline import Build, build_backward
-from flashgen.runtime import bind_arguments
-from flashgen.runtime.bind_arguments import bind, elements_of_sums
+from flashgen.calls.ops import BackwardRun, check
+from flashgen.calls.runtime import bind_arguments
+from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums
+from flashgen.kernels.pipeline import Build, build_backward
+from flashgen.shared.call import LaunchOptions
+from flashgen.shared.paths import PATHS
 from tests.support.judged import Call, check_gates
 from tests.support.planted import caught, planted
 from tests.support.shapes import Case

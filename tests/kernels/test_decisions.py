@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.analysis import share
-from flashgen.codegen.expressions import CPrinter
-from flashgen.language import trace_score
-from flashgen.ops import run_backward, run_forward
-from flashgen.paths import PATHS
-from flashgen.pipeline import build_backward
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.kernels.pipeline import build_backward
+from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis import share
+from flashgen.spec.language import trace_score
 from tests.support.shapes import Case
 
 row = fg.Tensor("row", ("queries",), "float32")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.analysis import evaluate as host
-from flashgen.cpu.mods import compiled
-from flashgen.language import SCORE, trace_score
+from flashgen.calls.cpu.mods import compiled
 from flashgen.reference.interpret import evaluate
+from flashgen.spec.analysis import evaluate as host
+from flashgen.spec.language import SCORE, trace_score
 from tests.support.judged import Call, normal
 from tests.support.tiers import slow
 

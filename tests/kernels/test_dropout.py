@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.dropout import keep_mask
-from flashgen.ops import run_backward, run_forward
-from flashgen.paths import PATHS
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.shared.dropout import keep_mask
+from flashgen.shared.paths import PATHS
 from tests.support.judged import RNG
 
 BATCH, HEADS = 2, 1

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from flashgen.paths import PATHS
-from flashgen.planner import Tile, plan_backward
+from flashgen.kernels.planner import Tile, plan_backward
+from flashgen.shared.paths import PATHS
 from tests.support.examples import SPECS
 from tests.support.judged import check_gates, example
 from tests.support.shapes import LAYOUTS, Case

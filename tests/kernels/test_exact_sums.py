@@ -10,10 +10,10 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.pipeline import build_backward, gradient_terms
-from flashgen.planner import Plan, plan_backward
-from flashgen.runtime.calls import check
-from flashgen.runtime.learned_gradients import SUM_BITS, contributions_of, unit_of
+from flashgen.calls.runtime.calls import check
+from flashgen.calls.runtime.learned_gradients import SUM_BITS, contributions_of, unit_of
+from flashgen.kernels.pipeline import build_backward, gradient_terms
+from flashgen.kernels.planner import Plan, plan_backward
 from tests.support.examples import spec_path
 from tests.support.judged import Call, example
 from tests.support.shapes import DTYPES, Case

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.signature import split
-from flashgen.ops import run_forward
-from flashgen.pipeline import build
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.pipeline import build
+from flashgen.spec.language.signature import split
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, judged, shared_tiles
 from tests.kernels.test_heads_per_tile_plans import bytes_of
 from tests.kernels.test_packed import ends, spec_of

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.signature import partial, signature_of, split
-from flashgen.ops import run_forward
-from flashgen.pipeline import build
-from flashgen.runtime.block_layouts import with_layout
+from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime.block_layouts import with_layout
+from flashgen.kernels.pipeline import build
+from flashgen.spec.language.signature import partial, signature_of, split
 from tests.kernels.test_packed import ends, spec_of
 from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.judged import Call, check_gates, dropping, example, sized

@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.cli import app
-from flashgen.errors import PlanError
-from flashgen.language.signature import split
-from flashgen.launch_facts import head_places
-from flashgen.planner import Plan, choose_heads, feasible, forward_traffic
-from flashgen.profile import profile_forward
+from flashgen.kernels.planner import Plan, choose_heads, feasible, forward_traffic
+from flashgen.shared.errors import PlanError
+from flashgen.shared.launch_facts import head_places
+from flashgen.spec.language.signature import split
+from flashgen.tools.cli import app
+from flashgen.tools.profile import profile_forward
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, CAUSAL, WIDE
 from tests.support.profiles import forward, loaded, random_operands
 from tests.support.tiers import every_share

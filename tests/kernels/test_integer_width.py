@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.call import CallRanges
-from flashgen.codegen import beyond_int32
-from flashgen.dtypes import POSITION_LIMIT, SCALAR_LIMIT
-from flashgen.paths import PATHS
-from flashgen.pipeline import build
+from flashgen.kernels.codegen import beyond_int32
+from flashgen.kernels.pipeline import build
+from flashgen.shared.call import CallRanges
+from flashgen.shared.dtypes import POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.shared.paths import PATHS
 from tests.support.judged import Call, normal
 
 near, far = fg.Scalar("near", "int32"), fg.Scalar("far", "int32")

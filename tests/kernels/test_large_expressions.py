@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.codegen.spec_function import MOST_SINES
-from flashgen.paths import PATHS
+from flashgen.kernels.codegen.spec_function import MOST_SINES
+from flashgen.shared.paths import PATHS
 from tests.support.judged import Call
 from tests.support.large_mods import BUCKETS, KINDS, spec_of
 from tests.support.shapes import Case

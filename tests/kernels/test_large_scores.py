@@ -11,7 +11,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
 from tests.support.judged import dropping, normal
 from tests.support.tiers import slow
 

@@ -9,14 +9,14 @@ import torch
 
 import flashgen as fg
 from flashgen import InputError, SpecError
-from flashgen.call import LaunchOptions
-from flashgen.language.signature import partial
-from flashgen.ops import run_forward
-from flashgen.paths import PATHS
-from flashgen.pipeline import build_merge
-from flashgen.runtime import bind_arguments
-from flashgen.runtime.backends import target_of
-from flashgen.runtime.merge import Results, bind_merge, merge, run_merge, tensors_of_merge
+from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime import bind_arguments
+from flashgen.calls.runtime.backends import target_of
+from flashgen.calls.runtime.merge import Results, bind_merge, merge, run_merge, tensors_of_merge
+from flashgen.kernels.pipeline import build_merge
+from flashgen.shared.call import LaunchOptions
+from flashgen.shared.paths import PATHS
+from flashgen.spec.language.signature import partial
 from tests.support.examples import spec_path
 from tests.support.judged import check_gates, judge_forward
 from tests.support.planted import caught, planted

@@ -9,7 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.paths import PATHS
+from flashgen.shared.paths import PATHS
 from tests.support.judged import normal
 from tests.support.tiers import slow
 

@@ -10,9 +10,9 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.call import OutputGradients
-from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
-from flashgen.runtime import prepared_call
+from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.calls.runtime import prepared_call
+from flashgen.shared.call import OutputGradients
 from tests.support.judged import Call
 from tests.support.shapes import DTYPES
 from tests.support.tiers import one_in, slow
@@ -291,7 +291,7 @@ def test_no_value_of_a_sequence_reaches_another(
 
 @pytest.mark.slow
 def test_gradients_of_the_tiled_path_agree_with_finite_differences() -> None:
-    from flashgen import cpu
+    from flashgen.calls import cpu
 
     spec = spec_of("biased", dtype="float32", head_dim=8)
     tensors = {"cu_seqlens_q": ends([3, 0, 2]), "cu_seqlens_k": ends([2, 3, 4])}

@@ -8,10 +8,10 @@ from torch.testing._internal.optests import opcheck
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.errors import InputError, SpecError
-from flashgen.ops.registration import operator_of
-from flashgen.paths import PATHS
-from flashgen.planner import plan_backward
+from flashgen.calls.ops.registration import operator_of
+from flashgen.kernels.planner import plan_backward
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.paths import PATHS
 from tests.kernels.test_packed import RNG, Tensor, arguments, ends, operands, spec_of
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flashgen.paths import PATHS
+from flashgen.shared.paths import PATHS
 from tests.support.judged import check_gates
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, DECODING, MIXED, VERIFYING, paged

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import ForwardRun, run_forward
-from flashgen.paths import PATHS
+from flashgen.calls.ops import ForwardRun, run_forward
+from flashgen.shared.paths import PATHS
 from tests.support.judged import equal, normal
 from tests.support.paged_caches import LAYOUTS, cache_of
 from tests.support.paged_calls import Paged
@@ -54,7 +54,7 @@ def unknown_pages(call: Paged, arch: str, page: int) -> ForwardRun:
 def test_an_unknown_page_makes_its_sequence_nan_and_no_other(
     arch: str, page_size: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashgen.runtime.arguments.call.check_pages", lambda *_: None)
+    monkeypatch.setattr("flashgen.calls.runtime.arguments.call.check_pages", lambda *_: None)
     call = paged("causal", DECODING, arch, page_size, split_size=128)
     run = unknown_pages(call, arch, page)
     assert run.out[0].isnan().all()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.signature import in_whole
-from flashgen.paths import PATHS
 from flashgen.reference import attention
-from flashgen.signature import WHOLE
+from flashgen.shared.paths import PATHS
+from flashgen.shared.signature import WHOLE
+from flashgen.spec.language.signature import in_whole
 from tests.support.examples import spec_path
 from tests.support.judged import normal
 from tests.support.tiers import slow

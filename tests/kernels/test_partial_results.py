@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
 from flashgen import SpecError, reference
-from flashgen.language.signature import partial
-from flashgen.ops import run_backward, run_forward
-from flashgen.ops.registration import operator_of
-from flashgen.planner import forward_traffic, plan, plan_backward
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.calls.ops.registration import operator_of
+from flashgen.kernels.planner import forward_traffic, plan, plan_backward
+from flashgen.spec.language.signature import partial
 from tests.support.examples import spec_path
 from tests.support.judged import Call, check_gates, dropping, sized
 from tests.support.shapes import Case
@@ -78,7 +78,7 @@ def test_a_variant_has_its_own_name_and_the_tile_of_its_spec() -> None:
     kernel = fg.emit(spec).forward
     assert kernel.name == "causal_partial_forward_fp16_d64"
     assert "O in float32: a partial result" in kernel.text
-    assert "flashgen.emit(flashgen.language.signature.partial(flashgen.load(" in kernel.text
+    assert "flashgen.emit(flashgen.spec.language.signature.partial(flashgen.load(" in kernel.text
     assert spec.digest != CAUSAL.digest
     assert kernel.plan.tile == plan(CAUSAL).tile
     assert pickle.loads(pickle.dumps(spec)) == spec

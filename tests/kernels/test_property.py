@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, assume, example, given, note, seed, s
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen.errors import SpecError
 from flashgen.reference import Verdict
+from flashgen.shared.errors import SpecError
 from tests.support.expr_trees import SCALARS, traced
 from tests.support.judged import Call
 from tests.support.shapes import DTYPES

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.paths import PATHS
+from flashgen.shared.paths import PATHS
 from tests.support.costs import BUILD
 from tests.support.judged import Call, normal
 from tests.support.random_mods import captures, random_mask, random_score

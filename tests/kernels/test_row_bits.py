@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_forward
-from flashgen.paths import PATHS
+from flashgen.calls.ops import run_forward
+from flashgen.shared.paths import PATHS
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import normal, sized
 from tests.support.shapes import Case

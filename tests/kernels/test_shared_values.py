@@ -10,14 +10,14 @@ import torch
 
 import flashgen as fg
 from benchmarks.instructions import work_of
-from flashgen.analysis import Level, analyse, leveled
-from flashgen.analysis.invariants import MOST_VALUES
-from flashgen.codegen.functions import SpecFunctions
-from flashgen.codegen.shared_values import FunctionInParts
-from flashgen.language import SCORE, H
-from flashgen.language.float_functions import Cos, Exp
-from flashgen.paths import PATHS
-from flashgen.pipeline import build
+from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.shared_values import FunctionInParts
+from flashgen.kernels.pipeline import build
+from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis import Level, analyse, leveled
+from flashgen.spec.analysis.invariants import MOST_VALUES
+from flashgen.spec.language import SCORE, H
+from flashgen.spec.language.float_functions import Cos, Exp
 from tests.codegen.test_tile_functions import functions_of
 from tests.support.judged import Call, normal
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_forward
-from flashgen.paths import PATHS
-from flashgen.planner import Tile
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.planner import Tile
+from flashgen.shared.paths import PATHS
 from tests.support.expr_trees import (
     ARRAYS,
     SCALARS,

@@ -11,10 +11,10 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.language.signature import split
-from flashgen.ops import run_forward
-from flashgen.paths import PATHS
-from flashgen.pipeline import build
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.pipeline import build
+from flashgen.shared.paths import PATHS
+from flashgen.spec.language.signature import split
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
 from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, judge_forward, normal
 from tests.support.planted import nan_in_parts, planted
@@ -277,7 +277,7 @@ def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
 def test_the_variant_has_a_name_of_its_own_and_other_kernels_stay() -> None:
     kernel = fg.emit(split(CAUSAL), "sm_90a").forward
     assert kernel.name == "causal_split_forward_fp16_d64"
-    assert "flashgen.language.signature.split(flashgen.load(" in kernel.text
+    assert "flashgen.spec.language.signature.split(flashgen.load(" in kernel.text
     assert "split keys: one tile for every call" in str(kernel.plan)
     assert "split" not in fg.emit(CAUSAL, "sm_90a").forward.text
 

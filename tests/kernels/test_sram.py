@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 import flashgen as fg
-from flashgen.arch import facts
-from flashgen.planner import Plan
+from flashgen.kernels.planner import Plan
+from flashgen.shared.arch import facts
 from tests.support.judged import plain
 
 KIB = 1024

@@ -9,8 +9,8 @@ import sympy
 import torch
 
 import flashgen as fg
-from flashgen.language import H
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.spec.language import H
 from tests.support.examples import SPECS, values_of
 from tests.support.shapes import Case
 from tests.support.tiles_visited import kept, present, visited

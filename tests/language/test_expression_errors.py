@@ -14,8 +14,8 @@ import sympy
 import torch
 
 import flashgen as fg
-from flashgen.errors import SpecError
-from flashgen.language import python_text, trace_mask, trace_score
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language import python_text, trace_mask, trace_score
 from tests.support.paths import ROOT, from_root
 
 HERE = from_root(__file__)

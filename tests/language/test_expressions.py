@@ -15,9 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen.analysis import derivative, evaluate
-from flashgen.errors import SpecError
-from flashgen.language import (
+from flashgen.shared.errors import SpecError
+from flashgen.spec.analysis import derivative, evaluate
+from flashgen.spec.language import (
     HEADS,
     SCORE,
     FloatProduct,
@@ -34,8 +34,8 @@ from flashgen.language import (
     trace_mask,
     trace_score,
 )
-from flashgen.language.comparisons import FloatLess, FloatRelation
-from flashgen.language.float_functions import FUNCTIONS
+from flashgen.spec.language.comparisons import FloatLess, FloatRelation
+from flashgen.spec.language.float_functions import FUNCTIONS
 from tests.support.expr_trees import (
     MASKS,
     NUMBERS,

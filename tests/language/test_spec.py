@@ -10,9 +10,9 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.errors import SpecError
-from flashgen.language import SCORE, FloatQuotient, K, Q
-from flashgen.language.spec_file import load
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language import SCORE, FloatQuotient, K, Q
+from flashgen.spec.language.spec_file import load
 from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
 from tests.support.processes import run_python
@@ -305,9 +305,9 @@ PRINT_ALL = """
 import sys
 import time
 from pathlib import Path
-from flashgen.analysis import analyse
-from flashgen.codegen.expressions import CPrinter
-from flashgen.language.spec_file import load
+from flashgen.spec.analysis import analyse
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.spec.language.spec_file import load
 for file in sorted(Path(sys.argv[1]).glob("*.py")):
     spec = load(file)
     analysis = analyse(spec)

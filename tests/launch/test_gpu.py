@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.errors import LaunchError
-from flashgen.launch import gpu, gpu_facts, gpus
+from flashgen.calls.launch import gpu, gpu_facts, gpus
+from flashgen.shared.errors import LaunchError
 from tests.support.fake_driver import FakeDriver
 
 

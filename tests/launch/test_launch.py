@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen import launch as gpu
-from flashgen.compile import Binary, compile
-from flashgen.errors import LaunchError
-from flashgen.launch.device import first_device
+from flashgen.calls import launch as gpu
+from flashgen.calls.launch.device import first_device
+from flashgen.kernels.compile import Binary, compile
+from flashgen.shared.errors import LaunchError
 from tests.support.compile_sources import STACKED, TOY
 from tests.support.fake_driver import PRIMARY, FakeDriver, Field
 from tests.support.processes import run_python
@@ -89,7 +89,7 @@ def test_a_value_that_does_not_fit_names_the_parameter(kind: str, value: Any, sa
     params = [Field("seq_q", kind)]
     with pytest.raises(LaunchError, match="seq_q cannot take") as caught:
         gpu.pack(params, [value])
-    assert caught.value.where == f"flashgen.launch.pack, seq_q ({kind})"
+    assert caught.value.where == f"flashgen.calls.launch.pack, seq_q ({kind})"
     assert repr(value) in caught.value.numbers
     assert says in caught.value.numbers
 
@@ -345,8 +345,8 @@ def absent(name, *rest, **more):
     raise OSError("cannot open shared object file")
 
 ctypes.CDLL = absent
-from flashgen import launch
-from flashgen.errors import LaunchError
+from flashgen.calls import launch
+from flashgen.shared.errors import LaunchError
 
 print(launch.available())
 for ask in (launch.device_arch, lambda: launch.load(None)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen import launch as gpu
-from flashgen.errors import LaunchError
-from flashgen.tensormap import ELEMENT_BYTES, TensorMapSpec
+from flashgen.calls import launch as gpu
+from flashgen.shared.errors import LaunchError
+from flashgen.shared.tensormap import ELEMENT_BYTES, TensorMapSpec
 from tests.support.fake_driver import PRIMARY, FakeDriver, Field, Result
 
 SPEC = TensorMapSpec("bfloat16", (128, 1000, 16), (256, 256_000), (64, 128, 1), 128)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen import launch
-from flashgen.runtime import backends, bound_kernel
-from flashgen.trust import Decision
+from flashgen.calls import launch
+from flashgen.calls.runtime import backends, bound_kernel
+from flashgen.calls.trust import Decision
 from tests.support.fake_driver import FakeDriver
 
 

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
-import flashgen.ops  # registers the operator
+import flashgen.calls.ops  # registers the operator
 from tests.support.opchecks import passes_opcheck
 from tests.support.paged_caches import Appended, Cache, append_in_a_loop, cache_of, rows_of
 from tests.support.processes import run_python

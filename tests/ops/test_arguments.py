@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import launch
-from flashgen.dropout import keep_scale, kept_levels
-from flashgen.errors import LaunchError
-from flashgen.ops import check, run_backward, run_forward
-from flashgen.runtime.kernel_arguments import KernelArguments, numbers_of
-from flashgen.runtime.memory_layout import empty_rows, in_memory_order_of
+from flashgen.calls import launch
+from flashgen.calls.ops import check, run_backward, run_forward
+from flashgen.calls.runtime.kernel_arguments import KernelArguments, numbers_of
+from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
+from flashgen.shared.dropout import keep_scale, kept_levels
+from flashgen.shared.errors import LaunchError
 from tests.support.fake_driver import Field, unpacked
 from tests.support.tiers import slow
 
@@ -114,8 +114,8 @@ def test_the_structure_is_that_of_launch_pack(order):
 
 @pytest.mark.parametrize("role", ["forward", "delta", "dkdv", "fused", "convert_dq", "dq"])
 def test_every_field_of_every_kernel_is_known(role):
-    from flashgen.codegen.params import params_of
-    from flashgen.paths import PATHS
+    from flashgen.kernels.codegen.params import params_of
+    from flashgen.shared.paths import PATHS
 
     params = params_of(SPEC, role, PATHS["sm_80"])
     t = tensors()

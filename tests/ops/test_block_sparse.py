@@ -17,14 +17,22 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashgen as fg
-from flashgen import planner, reference
-from flashgen.analysis import analyse
-from flashgen.analysis.tile_walk import EMPTY, FULL, MIXED, BlockLayoutTiles, TileAxis, TileWalk
-from flashgen.cli.captured_tensors import tensor_values
-from flashgen.cli.inputs import Shape
-from flashgen.errors import InputError, SpecError
-from flashgen.ops.registration import operator_of
-from flashgen.runtime import block_layouts
+from flashgen import reference
+from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.runtime import block_layouts
+from flashgen.kernels import planner
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.spec.analysis import analyse
+from flashgen.spec.analysis.tile_walk import (
+    EMPTY,
+    FULL,
+    MIXED,
+    BlockLayoutTiles,
+    TileAxis,
+    TileWalk,
+)
+from flashgen.tools.cli.captured_tensors import tensor_values
+from flashgen.tools.cli.inputs import Shape
 from tests.support.examples import spec_path
 from tests.support.opchecks import passes_opcheck
 from tests.support.paths import from_root
@@ -116,7 +124,7 @@ def test_gradients_flow_past_a_layout_and_it_is_compressed_once(
     calls = []
     listed = block_layouts._listed
     monkeypatch.setattr(
-        "flashgen.runtime.block_layouts._listed", lambda live: calls.append(0) or listed(live)
+        "flashgen.calls.runtime.block_layouts._listed", lambda live: calls.append(0) or listed(live)
     )
     q, k, v = operands(learned=True)
     live = layout()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import InputError
-from flashgen.ops import check, run_forward
+from flashgen.calls.ops import check, run_forward
+from flashgen.shared.errors import InputError
 
 BIAS = fg.Tensor("bias", ("heads", "seq_k"), "float32")
 WINDOW = fg.Scalar("window", "int32")

@@ -7,8 +7,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import run_backward, run_forward
-from flashgen.runtime.kernel_arguments import numbers_of_captured
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.calls.runtime.kernel_arguments import numbers_of_captured
 from tests.support.fake_driver import unpacked
 from tests.support.judged import judge_forward
 from tests.support.shapes import Case

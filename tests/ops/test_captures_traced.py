@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import InputError
-from flashgen.ops.registration import operator_of
+from flashgen.calls.ops.registration import operator_of
+from flashgen.shared.errors import InputError
 from tests.ops.test_captures import (
     CASE,
     LEARNED,

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import InputError, SpecError
-from flashgen.language import Scalar
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import check, run_backward, run_forward
-from flashgen.ops.registration import operator_of
-from flashgen.runtime.arguments.options import check_names
-from flashgen.runtime.backends import choose
-from flashgen.runtime.memory_layout import base_obstacle, stride_obstacle
+from flashgen.calls.ops import check, run_backward, run_forward
+from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.runtime.arguments.options import check_names
+from flashgen.calls.runtime.backends import choose
+from flashgen.calls.runtime.memory_layout import base_obstacle, stride_obstacle
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.spec.language import Scalar
+from flashgen.spec.language.spec import AttentionSpec
 
 SPEC = AttentionSpec(head_dim=16, name="plain")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.runtime import backends
-from flashgen.trust import Decision
+from flashgen.calls.runtime import backends
+from flashgen.calls.trust import Decision
 
 
 def operands() -> list[torch.Tensor]:

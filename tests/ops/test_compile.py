@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 
 import flashgen as fg
-from flashgen.errors import InputError
+from flashgen.shared.errors import InputError
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
-from flashgen.errors import InputError
-from flashgen.ops.registration import operator_of
+from flashgen.calls.ops.registration import operator_of
+from flashgen.shared.errors import InputError
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow

@@ -7,8 +7,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.errors import InputError
-from flashgen.ops import run_forward
+from flashgen.calls.ops import run_forward
+from flashgen.shared.errors import InputError
 from tests.support.shapes import Case
 
 SPEC = fg.AttentionSpec(
@@ -103,7 +103,7 @@ def test_states_come_from_the_generator_of_torch():
 
 
 def test_states_fill_their_range():
-    from flashgen.runtime.arguments.options import draw_rng
+    from flashgen.calls.runtime.arguments.options import draw_rng
 
     torch.manual_seed(0)
     drawn = torch.stack([draw_rng(0.5, torch.device("cpu")) for _ in range(200)])

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import flashgen as fg
-from flashgen.errors import FlashgenError, InputError
-from flashgen.paths import PATHS
+from flashgen.shared.errors import FlashgenError, InputError
+from flashgen.shared.paths import PATHS
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import run_forward
+from flashgen.calls.ops import run_forward
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import judge_forward
 from tests.support.shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 from tests.support.tiers import one_in

@@ -12,7 +12,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 

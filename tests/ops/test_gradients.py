@@ -9,8 +9,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.errors import InputError
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.shared.errors import InputError
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import slow
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.runtime import bind_arguments
-from flashgen.runtime.calls import run_backward, run_forward
+from flashgen.calls.runtime import bind_arguments
+from flashgen.calls.runtime.calls import run_backward, run_forward
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_backward, run_forward
+from flashgen.calls.ops import run_backward, run_forward
 from tests.cpu.test_memory import Bytes
 from tests.support.examples import spec_path, values_of
 from tests.support.shapes import Case

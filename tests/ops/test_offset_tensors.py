@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import InputError
-from flashgen.language.signature import at_offsets
-from flashgen.ops.registration import operator_of
-from flashgen.paths import PATHS
+from flashgen.calls.ops.registration import operator_of
+from flashgen.shared.errors import InputError
+from flashgen.shared.paths import PATHS
+from flashgen.spec.language.signature import at_offsets
 from tests.support.judged import Call
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.paths import PATHS
-from flashgen.planner import plan_backward, plan_splits
-from flashgen.split_choice import LEAST_BUSY, LENGTHS, MOST_OVER_BOUND
+from flashgen.kernels.planner import plan_backward, plan_splits
+from flashgen.shared.paths import PATHS
+from flashgen.shared.split_choice import LEAST_BUSY, LENGTHS, MOST_OVER_BOUND
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.errors import SpecError
+from flashgen.shared.errors import SpecError
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 from tests.support.shapes import Case

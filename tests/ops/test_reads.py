@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.cpu import reads
-from flashgen.errors import FlashgenError, InputError
-from flashgen.runtime.prepared_call import PreparedCall
+from flashgen.calls.cpu import reads
+from flashgen.calls.runtime.prepared_call import PreparedCall
+from flashgen.shared.errors import FlashgenError, InputError
 from tests.support.tiers import slow
 
 LINE, OTHER = fg.Tensor("line", ("n",)), fg.Tensor("other", ("n",))

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.cli import app
-from flashgen.errors import InputError, SpecError
-from flashgen.ops.registration import operator_of
+from flashgen.calls.ops.registration import operator_of
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.tools.cli import app
 from tests.kernels.test_sink import causal, like, logits, plain, sink_spec
 from tests.support.examples import spec_path
 from tests.support.opchecks import passes_opcheck

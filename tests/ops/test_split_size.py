@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
 from flashgen import InputError, SpecError
-from flashgen.language.signature import split
-from flashgen.ops.registration import operator_of
-from flashgen.runtime.arguments.slices import scalars_of
+from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.runtime.arguments.slices import scalars_of
+from flashgen.spec.language.signature import split
 from tests.support.examples import spec_path
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashgen as fg
-from flashgen.errors import InputError
+from flashgen.shared.errors import InputError
 from tests.support.processes import run_python
 
 
@@ -98,5 +98,5 @@ def test_the_flop_counter_counts_the_pairs_of_packed_sequences():
 
 
 def test_the_emulator_is_reachable_after_importing_flashgen():
-    code = "import flashgen, sys; assert 'numpy' not in sys.modules; flashgen.emulator.launch"
+    code = "import flashgen, sys; assert 'numpy' not in sys.modules; ptx_emulator.launch"
     run_python("-c", code)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops.registration import operator_of
+from flashgen.calls.ops.registration import operator_of
 from tests.support.tiers import one_in
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen as fg
-from flashgen.distributed.sharding import sharding_of
-from flashgen.errors import FlashgenError, InputError, SpecError
+from flashgen.frontends.distributed.sharding import sharding_of
+from flashgen.shared.errors import FlashgenError, InputError, SpecError
 from tests.support.shapes import Case
 
 WINDOW = fg.Scalar("window", "int32")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.arch import KIB, facts, known, paths_of
-from flashgen.errors import PlanError
+from flashgen.shared.arch import KIB, facts, known, paths_of
+from flashgen.shared.errors import PlanError
 
 # Dense fp16 tensor TFLOPS with fp32 sums, as the cited data sheets print them.
 DATASHEET_TFLOPS = {

@@ -12,10 +12,10 @@ from tests.support.tiers import take_turns
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("flashgen/planner/models/forward_sm80.py", ["tests/planner"]),
-        ("flashgen/runtime/merge.py", ["tests/ops"]),
+        ("flashgen/kernels/planner/models/forward_sm80.py", ["tests/planner"]),
+        ("flashgen/calls/runtime/merge.py", ["tests/ops"]),
         ("flashgen/wing/cpu/walk.py", ["tests/cpu"]),
-        ("flashgen/errors.py", ["tests/package"]),
+        ("flashgen/shared/errors.py", ["tests/package"]),
         ("templates/common/softmax.cuh.j2", ["tests/codegen", "tests/kernels"]),
         ("templates/sm90/forward.cu.j2", ["tests/codegen", "tests/kernels/sm90"]),
         ("templates/export/checks.c.j2", ["tests/export"]),

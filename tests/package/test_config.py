@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import config
-from flashgen.errors import FlashgenError
+from flashgen.shared import config
+from flashgen.shared.errors import FlashgenError
 
 
 def test_nothing_set_means_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

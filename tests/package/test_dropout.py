@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.dropout import LEVELS, keep_mask, keep_scale, kept_levels, philox
-from flashgen.errors import InputError
+from flashgen.shared.dropout import LEVELS, keep_mask, keep_scale, kept_levels, philox
+from flashgen.shared.errors import InputError
 
 PROBABILITIES = (0.01, 0.1, 0.17, 0.5)
 SEED, OFFSET = -0x123456789ABCDEF, 0x1_0000_0007
@@ -43,7 +43,7 @@ def philox_in_integers(counter: list[int], key: list[int]) -> list[int]:
 
 
 def kept_by_definition(p: float, pair: int, row: int, key: int) -> bool:
-    """One element, from the sentences of flashgen/dropout.py."""
+    """One element, from the sentences of flashgen/shared/dropout.py."""
     block_row, row_inside = divmod(row, 16)
     block_key, key_inside = divmod(key, 16)
     counter = [block_row * 8 + row_inside % 8, block_key * 4 + key_inside % 8 // 2, pair, OFFSET]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashgen.dtypes import (
+from flashgen.shared.dtypes import (
     ELEMENT_RANGES,
     FLOAT32_MAX,
     ITEMSIZE,

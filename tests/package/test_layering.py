@@ -5,119 +5,63 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
-PACKAGE = ROOT / "flashgen"
+PACKAGES = ("flashgen", "ptx_emulator")
 
-# The pipeline in its order: a module may import those before it.
-PIPELINE = (
-    "version",
-    "errors",
-    "plain",
-    "dtypes",
-    "signature",
-    "call",
-    "paths",
-    "launch_facts",
-    "paged",
-    "sinks",
-    "split_choice",
-    "tensormap",
-    "config",
-    "arch",
-    "dropout",
-    "language",
-    "analysis",
-    "planner",
-    "codegen",
-    "compile",
-    "launch",
-    "trust",
-    "built_kernel",
-    "pipeline",
-    "append_pipeline",
-)
-# Those beside it, and all that they may import of flashgen.
-BESIDE = {
-    "emulator": {"errors", "tensormap"},
-    "reference": {"errors", "dtypes", "signature", "paged", "dropout", "language"},
-    "cpu": set(PIPELINE)
-    - {"codegen", "compile", "launch", "trust", "built_kernel", "pipeline", "append_pipeline"},
-    "runtime": {*PIPELINE, "emulator", "reference", "cpu"},
-    "ops": {*PIPELINE, "emulator", "reference", "cpu", "runtime"},
-    "exported": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
-    "export": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops", "exported"},
-    "flex": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops"},
-    "profile": {*PIPELINE, "emulator", "cpu", "runtime", "ops"},
-    "views": {*PIPELINE, "emulator", "reference", "cpu", "runtime", "ops", "flex", "profile"},
-    "tune": {*PIPELINE, "reference", "runtime", "ops", "profile"},
-    "distributed": {*PIPELINE, "cpu", "runtime", "ops"},
-    "doctor": {*PIPELINE, "emulator", "reference", "runtime", "ops", "tune"},
-}
+# The wings in their order: a module may import its own wing and those before it.
+WINGS = ("version", "shared", "ptx_emulator", "spec", "reference", "kernels", "calls", "frontends")
+# These may import everything: the commands and reports, and the modules with public names.
+TOP = {"tools", "__init__", "__main__", "distributed", "emulator", "integrations"}
 # What a function may import when it is called: the page of a report is made of the report.
-LATE = {("runtime", "views")}
-# These may import everything.
-TOP = {"__init__", "__main__", "cli", "integrations"}
-ALLOWED = {
-    **{name: set(PIPELINE[:place]) for place, name in enumerate(PIPELINE)},
-    **BESIDE,
-}
-# Packages from outside the standard library. numpy is for those that hold numbers.
+LATE = {("calls", "tools")}
+# The emulator is a package of its own, which shares its errors and TMA descriptors with flashgen.
+OF_FLASHGEN = {"ptx_emulator": ("flashgen.shared.errors", "flashgen.shared.tensormap")}
+# Packages from outside the standard library, by the longest name that contains a module. numpy is
+# for those that hold numbers.
 OUTSIDE = {
     "version": set(),
-    "errors": set(),
-    "plain": set(),
-    "dtypes": set(),
-    "signature": set(),
-    "call": {"torch"},
-    "paths": set(),
-    "launch_facts": set(),
-    "paged": {"torch"},
-    "sinks": {"torch"},
-    "split_choice": set(),
-    "tensormap": set(),
-    "config": set(),
-    "arch": set(),
-    "dropout": {"numpy"},
-    "language": {"sympy", "mpmath"},
-    "analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
-    "planner": {"sympy"},
-    "codegen": {"sympy", "jinja2"},
-    "compile": {"cuda", "filelock"},
-    "launch": {"cuda"},
-    "trust": set(),
-    "built_kernel": set(),
-    "pipeline": set(),
-    "append_pipeline": set(),
-    "emulator": {"numpy"},
+    "shared": set(),
+    "shared.call": {"torch"},
+    "shared.paged": {"torch"},
+    "shared.dropout": {"numpy"},
+    "ptx_emulator": {"numpy"},
+    "spec.language": {"sympy", "mpmath"},
+    "spec.analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements
     "reference": {"torch", "numpy", "sympy"},
-    "cpu": {"torch", "numpy", "sympy"},
-    "runtime": {"torch", "numpy"},
-    "ops": {"torch"},
-    "exported": {"torch"},
-    "export": set(),
-    "flex": {"torch", "numpy", "sympy"},
-    "profile": {"torch", "numpy", "matplotlib"},
-    "views": {"torch", "numpy", "sympy", "matplotlib", "jinja2"},
-    "tune": {"torch"},
-    "distributed": {"torch", "numpy", "matplotlib"},
-    "doctor": {"torch", "numpy"},
-    "integrations": {"torch", "transformers"},
+    "kernels": set(),
+    "kernels.planner": {"sympy"},
+    "kernels.codegen": {"sympy", "jinja2"},
+    "kernels.compile": {"cuda", "filelock"},
+    "calls": {"torch"},
+    "calls.launch": {"cuda"},
+    "calls.trust": set(),
+    "calls.cpu": {"torch", "numpy", "sympy"},
+    "calls.runtime": {"torch", "numpy"},
+    "calls.export": set(),
+    "frontends.flex": {"torch", "numpy", "sympy"},
+    "frontends.transformers": {"torch", "transformers"},
+    "frontends.distributed": {"torch", "numpy", "matplotlib"},
+    "tools.cli": None,  # all
+    "tools.profile": {"torch", "numpy", "matplotlib"},
+    "tools.views": {"torch", "numpy", "sympy", "matplotlib", "jinja2"},
+    "tools.tune": {"torch"},
+    "tools.doctor": {"torch", "numpy"},
 }
-FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {
-    ".".join(("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): path
-    for path in FILES
-}
+FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+def module_of(path: Path, root: Path = ROOT) -> tuple[str, ...]:
+    """The dotted name of a file in parts; that of a package ends with "__init__"."""
+    return path.relative_to(root).with_suffix("").parts
+
+
+MODULES = {".".join(module_of(path)).removesuffix(".__init__"): path for path in FILES}
 NAMES = {path: name for name, path in MODULES.items()}
 
 
@@ -163,9 +107,8 @@ def imports(source: str, parts: tuple[str, ...]) -> Iterator[Import]:
 
 
 @functools.cache
-def imports_of(path: Path) -> tuple[Import, ...]:
-    parts = ("flashgen", *path.relative_to(PACKAGE).with_suffix("").parts)
-    return tuple(imports(path.read_text(encoding="utf-8"), parts))
+def imports_of(path: Path, root: Path = ROOT) -> tuple[Import, ...]:
+    return tuple(imports(path.read_text(encoding="utf-8"), module_of(path, root)))
 
 
 def prefixes(name: str) -> list[str]:
@@ -174,25 +117,31 @@ def prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def complaints(path: Path) -> list[str]:
-    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    shown = path.relative_to(ROOT).as_posix()
-    if module in TOP:
-        return []
-    if module not in ALLOWED:
-        return [f"{shown} has no place in the order of imports: give {module!r} one in this test"]
+def wing_of(parts: Sequence[str]) -> str:
+    """The wing of a dotted name in parts: the folder in flashgen/, or the package beside it."""
+    return parts[0] if parts[0] != "flashgen" else parts[1] if len(parts) > 1 else "__init__"
+
+
+def complaints(path: Path, root: Path = ROOT) -> list[str]:
+    parts = module_of(path, root)
+    wing, shown = wing_of(parts), path.relative_to(root).as_posix()
+    known = [key for key in prefixes(".".join(parts).removeprefix("flashgen.")) if key in OUTSIDE]
+    outside = None if wing in TOP - {"tools"} else OUTSIDE[known[-1]] if known else set()
+    if wing not in TOP and wing not in WINGS:
+        return [f"{shown} is in no wing: give {wing!r} its place in this test"]
+    before = set(WINGS) | TOP if wing in TOP else set(WINGS[: WINGS.index(wing) + 1])
     found = []
-    for line, name, when in imports_of(path):
-        head, _, rest = name.partition(".")
-        target = rest.partition(".")[0]
-        if head == "flashgen":
-            late = when == "call" and (module, target) in LATE
-            if target != module and target not in ALLOWED[module] and not late:
-                what = f"imports flashgen.{target}" if target else "imports flashgen itself"
-                found.append(f"{shown}:{line} {what}, which is not before {module!r}")
-        elif head not in sys.stdlib_module_names and head not in OUTSIDE[module]:
-            may = ", ".join(sorted(OUTSIDE[module])) or "the standard library alone"
-            found.append(f"{shown}:{line} imports {head}; {module!r} may import {may}")
+    for line, name, when in imports_of(path, root):
+        head = name.partition(".")[0]
+        if head in PACKAGES:
+            target = wing_of(name.split("."))
+            far = wing in OF_FLASHGEN and head != wing and not name.startswith(OF_FLASHGEN[wing])
+            late = when == "call" and (wing, target) in LATE
+            if far or (target not in before and not late):
+                found.append(f"{shown}:{line} imports {name}, which {wing!r} may not")
+        elif head not in sys.stdlib_module_names and outside is not None and head not in outside:
+            may = ", ".join(sorted(outside)) or "the standard library alone"
+            found.append(f"{shown}:{line} imports {head}; {known[-1]!r} may import {may}")
     return found
 
 
@@ -200,22 +149,19 @@ def test_imports_point_one_way() -> None:
     assert [complaint for path in FILES for complaint in complaints(path)] == []
 
 
-def test_a_wrong_import_is_named_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "flashgen" / "analysis"
+def test_a_wrong_import_is_named_in_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "flashgen" / "spec" / "analysis"
     folder.mkdir(parents=True)
     file = folder / "tiles.py"
     file.write_text(
-        "import sympy\nfrom flashgen import codegen, language\nfrom .ranges import x\n"
-        "def f():\n    import torch\n    from ..compile.cache import y\n"
+        "import sympy\nfrom flashgen import distributed\nfrom ..language import x\n"
+        "def f():\n    import torch\n    from ...kernels.codegen.cache import y\n"
     )
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "flashgen")
-    assert complaints(file) == [
-        "flashgen/analysis/tiles.py:2 imports flashgen.codegen, which is not before 'analysis'",
-        "flashgen/analysis/tiles.py:5 imports torch; 'analysis' may import numpy, sympy",
-        "flashgen/analysis/tiles.py:6 imports flashgen.compile, which is not before 'analysis'",
+    assert complaints(file, tmp_path) == [
+        "flashgen/spec/analysis/tiles.py:2 imports flashgen.distributed, which 'spec' may not",
+        "flashgen/spec/analysis/tiles.py:5 imports torch; 'spec.analysis' may import numpy, sympy",
+        "flashgen/spec/analysis/tiles.py:6 imports flashgen.kernels.codegen.cache.y, which 'spec' "
+        "may not",
     ]
 
 
@@ -229,7 +175,7 @@ def test_only_config_reads_the_environment() -> None:
                 names |= {alias.name for alias in node.names}
             if names & {"environ", "environb", "getenv", "getenvb"}:
                 readers.add(path.relative_to(ROOT).as_posix())
-    assert readers == {"flashgen/config.py"}
+    assert readers == {"flashgen/shared/config.py"}
 
 
 def test_import_flashgen_is_cheap_and_touches_nothing() -> None:
@@ -258,7 +204,7 @@ print([name for name in ("torch", "cuda", "triton") if name in sys.modules], tou
 # The floors of the emulator in their order: a module may import its own floor and those before it.
 FLOORS = ("errors", "ptx", "state", "counters", "checks", "isa", "machine", "entry")
 # Modules of the emulator that may import types of floors above theirs, under TYPE_CHECKING.
-TYPES_FROM_ABOVE = {"flashgen.emulator.state.wave"}
+TYPES_FROM_ABOVE = {"ptx_emulator.state.wave"}
 
 
 def imported_modules(path: Path, *, types_only: bool = False) -> set[str]:
@@ -298,7 +244,20 @@ def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
 
 def test_no_package_has_an_import_circle() -> None:
     graph = {name: imported_modules(path) for name, path in MODULES.items()}
-    # Imports between packages point one way, so every circle lies inside one of them.
+    assert circles(graph) == set()
+
+
+def test_the_rooms_of_a_wing_have_no_import_circle() -> None:
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:3])
+
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if wing_of(name.split(".")) in WINGS:
+            others = {room(other) for other in imported_modules(path)} - {room(name)}
+            graph.setdefault(room(name), set()).update(others)
+    for others in graph.values():
+        others.intersection_update(graph)
     assert circles(graph) == set()
 
 
@@ -308,10 +267,10 @@ def test_a_circle_of_three_modules_is_found() -> None:
 
 
 def test_the_floors_of_the_emulator_import_one_way() -> None:
-    names = sorted(name for name in MODULES if name.startswith("flashgen.emulator."))
+    names = sorted(name for name in MODULES if name.startswith("ptx_emulator."))
 
     def floor(name: str) -> int:
-        return FLOORS.index(name.split(".")[2])
+        return FLOORS.index(name.split(".")[1])
 
     def lower(name: str) -> set[str]:
         """What must lie on its own floor or below."""
@@ -328,7 +287,13 @@ def test_the_floors_of_the_emulator_import_one_way() -> None:
 
 # An exported kernel is launched where neither is installed.
 FORBIDDEN = {"sympy", "jinja2"}
-RUNS_A_CALL = {"launch", "runtime", "ops", "emulator", "exported"}
+RUNS_A_CALL = (
+    "flashgen.calls.launch",
+    "flashgen.calls.runtime",
+    "flashgen.calls.ops",
+    "flashgen.calls.exported",
+    "ptx_emulator",
+)
 
 
 def way_to(start: str, targets: set[str]) -> list[str] | None:
@@ -346,13 +311,13 @@ def way_to(start: str, targets: set[str]) -> list[str] | None:
 
 
 def test_the_modules_that_run_a_call_need_neither_sympy_nor_jinja2() -> None:
-    modules = [name for name in MODULES if set(name.split(".")[1:2]) & RUNS_A_CALL]
+    modules = [name for name in MODULES if name.startswith(RUNS_A_CALL)]
     assert len(modules) > 50
     assert [way for name in modules if (way := way_to(name, FORBIDDEN))] == []
 
 
 def test_an_import_through_another_module_is_found() -> None:
-    assert way_to("flashgen.language.signature", FORBIDDEN) is not None
+    assert way_to("flashgen.spec.language.signature", FORBIDDEN) is not None
     source = """
 from typing import TYPE_CHECKING
 from .. import arch

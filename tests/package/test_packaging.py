@@ -19,7 +19,7 @@ def test_the_wheel_holds_every_module_and_every_template(wheel: zipfile.ZipFile)
     names = set(wheel.namelist())
     for path in sorted((ROOT / "flashgen").rglob("*.py")):
         assert path.relative_to(ROOT).as_posix() in names
-    assert {"flashgen/py.typed", "flashgen/trust/proven.json"} <= names
+    assert {"flashgen/py.typed", "flashgen/calls/trust/proven.json"} <= names
     templates = sorted(path for path in (ROOT / "templates").glob("*/*") if path.is_file())
     assert {".j2", ".html", ".css", ".js"} <= {path.suffix for path in templates}
     for path in templates:
@@ -33,7 +33,9 @@ def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
         name
         for name in wheel.namelist()
         if not re.fullmatch(
-            r"flashgen/(.*\.py|py\.typed|trust/proven\.json|templates/\w+/[^/]+)", name
+            r"ptx_emulator/.*\.py|flashgen/(.*\.py|py\.typed|templates/\w+/[^/]+)"
+            r"|flashgen/calls/trust/proven\.json",
+            name,
         )
         and not re.fullmatch(r"flashgen-[^/]+\.dist-info/.*", name)
     }
@@ -61,7 +63,7 @@ def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
     assert {"jinja2", "cuda-python", "numpy", "torch", "sympy"} <= names
     scripts = configparser.ConfigParser()
     scripts.read_string(wheel.read(info.replace("METADATA", "entry_points.txt")).decode())
-    assert scripts["console_scripts"]["flashgen"] == "flashgen.cli:main"
+    assert scripts["console_scripts"]["flashgen"] == "flashgen.tools.cli:main"
 
 
 def test_make_installs_the_exact_torch_before_anything_that_needs_one() -> None:

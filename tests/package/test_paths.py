@@ -7,8 +7,8 @@ import importlib
 
 import pytest
 
-from flashgen.arch import Arch, facts, known
-from flashgen.paths import PATHS, CodePath, path_on
+from flashgen.shared.arch import Arch, facts, known
+from flashgen.shared.paths import PATHS, CodePath, path_on
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
@@ -23,12 +23,12 @@ def test_what_a_code_path_names_exists(path: CodePath) -> None:
     kernels = {
         key
         for name in path.models
-        for key in importlib.import_module(f"flashgen.planner.models.{name}").MODELS
+        for key in importlib.import_module(f"flashgen.kernels.planner.models.{name}").MODELS
     }
     names = ("forward", "dkdv", "dq", "fused", "captured", "captured_exact")
     assert kernels == {(name, size) for name in names for size in path.itemsizes}
     if path.template_fields:
-        importlib.import_module(f"flashgen.codegen.{path.template_fields}")
+        importlib.import_module(f"flashgen.kernels.codegen.{path.template_fields}")
     assert path.tensor_rate in Arch.__dataclass_fields__
     assert set(path.persistent) <= set(names)
 
@@ -83,7 +83,7 @@ def test_the_architectures_with_instructions_of_their_own_have_a_path_of_their_o
 FURTHER = """
 from dataclasses import replace
 import flashgen as fg
-from flashgen.paths import PATHS
+from flashgen.shared.paths import PATHS
 like = PATHS["sm_90a"]
 PATHS["sm_100a"] = replace(like, name="sm_100a", only_on=("sm_100a",))
 for name in ("causal", "t5_bias"):

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import flashgen as fg
-from flashgen.planner import plan_backward
+from flashgen.kernels.planner import plan_backward
 from tests.support.plan_problems import (
     DTYPES,
     backward_of,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.planner import feasible
-from flashgen.planner.models.panels_sm90 import panels_of_kernel
+from flashgen.kernels.planner import feasible
+from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
 from tests.support.plan_problems import backward_of, every_hopper_kernel
 
 KIB = 1024

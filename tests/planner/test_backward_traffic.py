@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_backward, run_forward
-from flashgen.planner import backward_traffic, forward_traffic
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.kernels.planner import backward_traffic, forward_traffic
 from tests.support.plan_problems import backward_of, plan_of
 from tests.support.tiers import slow
 

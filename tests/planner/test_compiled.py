@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 import flashgen as fg
-from flashgen.compile import compile
-from flashgen.pipeline import Build, build_backward
-from flashgen.planner import plan_backward
+from flashgen.kernels.compile import compile
+from flashgen.kernels.pipeline import Build, build_backward
+from flashgen.kernels.planner import plan_backward
 from tests.support.examples import spec_path
 from tests.support.plan_problems import DTYPES
 from tests.support.tiers import one_in

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from flashgen.planner.formulas import Formula, evaluate
-from flashgen.planner.models import backward_sm80, forward_sm80, kernel_model
-from flashgen.planner.models.kernel_model import KernelModel
-from flashgen.planner.proofs.plan_constraints import SYMBOLS, expression
-from flashgen.planner.quantities import QUANTITIES
-from flashgen.planner.search import best_occupancy, evaluated, larger
-from flashgen.planner.tile_problem import MODELS
+from flashgen.kernels.planner.formulas import Formula, evaluate
+from flashgen.kernels.planner.models import backward_sm80, forward_sm80, kernel_model
+from flashgen.kernels.planner.models.kernel_model import KernelModel
+from flashgen.kernels.planner.proofs.plan_constraints import SYMBOLS, expression
+from flashgen.kernels.planner.quantities import QUANTITIES
+from flashgen.kernels.planner.search import best_occupancy, evaluated, larger
+from flashgen.kernels.planner.tile_problem import MODELS
 from tests.support.plan_problems import (
     every_backward,
     every_hopper_kernel,

@@ -7,12 +7,12 @@ import random
 import pytest
 
 import flashgen as fg
-from flashgen.arch import facts
-from flashgen.planner import Plan, plan, plan_backward, plan_merge
-from flashgen.planner.duration import Duration, HeadSteps, duration_of, makespan
-from flashgen.planner.formulas import evaluate
-from flashgen.planner.models.fitted_time import STATED_ERROR, STATED_TIME_ERROR
-from flashgen.planner.traffic import LaunchSizes, Visited
+from flashgen.kernels.planner import Plan, plan, plan_backward, plan_merge
+from flashgen.kernels.planner.duration import Duration, HeadSteps, duration_of, makespan
+from flashgen.kernels.planner.formulas import evaluate
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR, STATED_TIME_ERROR
+from flashgen.kernels.planner.traffic import LaunchSizes, Visited
+from flashgen.shared.arch import facts
 
 SPEC = fg.AttentionSpec(head_dim=64)
 

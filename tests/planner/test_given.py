@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.errors import PlanError
-from flashgen.pipeline import build_backward
-from flashgen.planner import Tile, feasible, plan, plan_backward
+from flashgen.kernels.pipeline import build_backward
+from flashgen.kernels.planner import Tile, feasible, plan, plan_backward
+from flashgen.shared.errors import PlanError
 from tests.support.judged import plain
 from tests.support.tiers import one_in
 

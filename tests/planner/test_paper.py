@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.arch import facts, known
+from flashgen.shared.arch import facts, known
 from tests.support.plan_problems import DTYPES, plan_of
 
 KIB = 1024

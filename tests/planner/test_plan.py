@@ -12,13 +12,13 @@ from dataclasses import fields, replace
 import pytest
 
 import flashgen as fg
-from flashgen.arch import facts, known
-from flashgen.launch_facts import LaunchRules
-from flashgen.planner import api, plan, plan_errors, search
-from flashgen.planner.plan_errors import no_tile_fits
-from flashgen.planner.quantities import Quantities
-from flashgen.planner.search import cheapest, evaluated, occupancies, shapes
-from flashgen.planner.tile_problem import problem_of
+from flashgen.kernels.planner import api, plan, plan_errors, search
+from flashgen.kernels.planner.plan_errors import no_tile_fits
+from flashgen.kernels.planner.quantities import Quantities
+from flashgen.kernels.planner.search import cheapest, evaluated, occupancies, shapes
+from flashgen.kernels.planner.tile_problem import problem_of
+from flashgen.shared.arch import facts, known
+from flashgen.shared.launch_facts import LaunchRules
 from tests.support.plan_problems import (
     DTYPES,
     backward_of,
@@ -158,7 +158,7 @@ def test_a_plan_is_a_plain_value():
 
 
 def test_equal_requests_have_equal_plans_and_texts():
-    from flashgen.planner import plan_forward
+    from flashgen.kernels.planner import plan_forward
 
     before = [str(plan_of(d, dtype)) for d in (64, 128) for dtype in DTYPES]
     plan_forward.cache_clear()

@@ -11,19 +11,19 @@ import sympy
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.analysis import analyse
-from flashgen.cli.program import app
-from flashgen.errors import CertificateError
-from flashgen.language import SCORE, Maximum
-from flashgen.planner import plan, plan_backward
-from flashgen.planner import proofs as package
-from flashgen.planner.proofs import (
+from flashgen.kernels.planner import plan, plan_backward
+from flashgen.kernels.planner import proofs as package
+from flashgen.kernels.planner.proofs import (
     algorithm,
     certify,
     plan_constraints,
     score_derivative,
 )
-from flashgen.planner.proofs.certificate import Certificate
+from flashgen.kernels.planner.proofs.certificate import Certificate
+from flashgen.shared.errors import CertificateError
+from flashgen.spec.analysis import analyse
+from flashgen.spec.language import SCORE, Maximum
+from flashgen.tools.cli.program import app
 from tests.support.examples import SPECS
 from tests.support.tiers import one_in, slow
 

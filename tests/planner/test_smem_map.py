@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.planner import Plan, plan_backward
+from flashgen.kernels.planner import Plan, plan_backward
 from tests.support.profiles import loaded
 
 OFFSETS = {

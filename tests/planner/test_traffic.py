@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.ops import run_forward
-from flashgen.planner import forward_traffic
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.planner import forward_traffic
 from tests.support.plan_problems import plan_of
 from tests.support.tiers import slow
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen import emulator
-from flashgen.cli.inputs import example_scalars
-from flashgen.compile import compile
-from flashgen.emulator.counters.recorder import SECTOR_BYTES
-from flashgen.pipeline import Build, build
-from flashgen.planner import backward_traffic, forward_traffic
-from flashgen.profile import Profile
-from flashgen.profile.prediction import LaunchPrediction
-from flashgen.profile.run import profile_of
-from flashgen.runtime.bound_kernel import span
+import ptx_emulator as emulator
+from flashgen.calls.runtime.bound_kernel import span
+from flashgen.kernels.compile import compile
+from flashgen.kernels.pipeline import Build, build
+from flashgen.kernels.planner import backward_traffic, forward_traffic
+from flashgen.tools.cli.inputs import example_scalars
+from flashgen.tools.profile import Profile
+from flashgen.tools.profile.prediction import LaunchPrediction
+from flashgen.tools.profile.run import profile_of
+from ptx_emulator.counters.recorder import SECTOR_BYTES
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
 from tests.support.tiers import one_in, slow
 

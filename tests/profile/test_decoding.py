@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.arch import facts
-from flashgen.errors import FlashgenError
-from flashgen.ops import run_forward
-from flashgen.paths import PATHS
-from flashgen.planner.duration import duration_of
-from flashgen.planner.formulas import evaluate
-from flashgen.planner.split_keys import plan_splits
-from flashgen.planner.split_traffic import OF_FORWARD, OF_MERGE
-from flashgen.planner.traffic import LaunchSizes
-from flashgen.profile import DecodingPlan, Profile, plan_decoding, profile_forward
-from flashgen.split_choice import LEAST_BUSY, LENGTHS
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.planner.duration import duration_of
+from flashgen.kernels.planner.formulas import evaluate
+from flashgen.kernels.planner.split_keys import plan_splits
+from flashgen.kernels.planner.split_traffic import OF_FORWARD, OF_MERGE
+from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.shared.arch import facts
+from flashgen.shared.errors import FlashgenError
+from flashgen.shared.paths import PATHS
+from flashgen.shared.split_choice import LEAST_BUSY, LENGTHS
+from flashgen.tools.profile import DecodingPlan, Profile, plan_decoding, profile_forward
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.profiles import loaded
 from tests.support.tiers import slow

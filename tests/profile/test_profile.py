@@ -11,17 +11,24 @@ import torch
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.arch import facts
-from flashgen.cli import app
-from flashgen.codegen import Source
-from flashgen.emulator import Totals
-from flashgen.emulator.counters.l2 import L2Traffic
-from flashgen.emulator.counters.totals import added
-from flashgen.errors import InputError
-from flashgen.planner.models.fitted_time import CONSTANTS
-from flashgen.profile import Quantity, check_plot, plot, profile_backward, profile_forward, steps_of
-from flashgen.profile.kernel_steps import lines_of, phases_of
-from flashgen.profile.roofline import roofline
+from flashgen.kernels.codegen import Source
+from flashgen.kernels.planner.models.fitted_time import CONSTANTS
+from flashgen.shared.arch import facts
+from flashgen.shared.errors import InputError
+from flashgen.tools.cli import app
+from flashgen.tools.profile import (
+    Quantity,
+    check_plot,
+    plot,
+    profile_backward,
+    profile_forward,
+    steps_of,
+)
+from flashgen.tools.profile.kernel_steps import lines_of, phases_of
+from flashgen.tools.profile.roofline import roofline
+from ptx_emulator import Totals
+from ptx_emulator.counters.l2 import L2Traffic
+from ptx_emulator.counters.totals import added
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
 
 pytestmark = pytest.mark.usefixtures("rounded_sums")

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.errors import InputError
-from flashgen.language.spec import AttentionSpec
+from flashgen.shared.errors import InputError
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.plain_attention import doubles
 from tests.support.shapes import DTYPES, HEADS, LENGTHS, Case
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from flashgen.errors import InputError
 from flashgen.reference import compare
+from flashgen.shared.errors import InputError
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashgen import reference
-from flashgen.errors import InputError
-from flashgen.language.spec import AttentionSpec
+from flashgen.shared.errors import InputError
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.plain_attention import STATE, doubles, kept_by
 from tests.support.shapes import Case
 

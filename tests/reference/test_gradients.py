@@ -10,8 +10,8 @@ import torch
 import flashgen as fg
 from benchmarks.variants import FORMS, Mods
 from flashgen import reference
-from flashgen.errors import InputError
-from flashgen.language.spec import AttentionSpec
+from flashgen.shared.errors import InputError
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.plain_attention import (
     SCALARS,
     SPECS,
@@ -269,7 +269,7 @@ def test_the_slope_of_every_function_is_that_of_the_textbook(name):
     ],
 )
 def test_the_slope_where_a_score_function_bends_is_that_of_torch(score, slope):
-    # Equal arguments share it, and abs has none: flashgen.language defines the same for kernels.
+    # Equal arguments share it, and abs has none: spec/language defines the same for kernels.
     spec = spec_of(None, score, scale=1.0)
     assert slopes_at(0.5, spec, reference.gradients)[0] == pytest.approx(slope, rel=1e-12)
 

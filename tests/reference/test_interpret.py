@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen.errors import SpecError
-from flashgen.language import SCORE, B, H, K, Q, trace_mask, trace_score
 from flashgen.reference import evaluate
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language import SCORE, B, H, K, Q, trace_mask, trace_score
 
 POSITIONS = torch.arange(-9, 10)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import flashgen as fg
-from flashgen.language.spec import AttentionSpec
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 
 Tensor = torch.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from flashgen.cli import app
+from flashgen.tools.cli import app
 from tests.support.paths import ROOT
 
 CAUSAL = str(ROOT / "specs" / "causal.py")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import flashgen as fg
 from flashgen import distributed, reference
-from flashgen.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
 from tests.support.examples import values_of
 from tests.support.paths import ROOT
 from tests.support.shapes import Case
@@ -331,7 +331,7 @@ def _with_part(op: Any, part: Tensor, options: Any, *operands: Tensor, **given: 
 
 def sent_chunks() -> list[tuple[str, int]]:
     """The bytes that this rank sends for a window, by step, of the method ring."""
-    from flashgen.distributed import exchange
+    from flashgen.frontends.distributed import exchange
 
     sent: list[tuple[str, int]] = []
     start = exchange.Exchange.start
@@ -478,7 +478,7 @@ def peak_of_a_gather() -> float:
 
 def _held(spec: fg.AttentionSpec, method: str) -> float:
     """Keys and values of other ranks that this rank holds at most, in shares of its own."""
-    from flashgen.distributed import context
+    from flashgen.frontends.distributed import context
 
     live: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import flashgen as fg
-from flashgen.cli.captured_tensors import tensor_values
-from flashgen.cli.inputs import Shape, example_scalars
-from flashgen.language.spec import AttentionSpec
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.cli.captured_tensors import tensor_values
+from flashgen.tools.cli.inputs import Shape, example_scalars
 from tests.support.paths import ROOT
 from tests.support.shapes import Case
 

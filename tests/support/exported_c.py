@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from flashgen import emulator
-from flashgen.exported.folder import Folder
-from flashgen.launch_facts import LaunchFacts
-from flashgen.runtime.bound_kernel import span
-from flashgen.tensormap import TensorMapSpec
+import ptx_emulator as emulator
+from flashgen.calls.exported.folder import Folder
+from flashgen.calls.runtime.bound_kernel import span
+from flashgen.shared.launch_facts import LaunchFacts
+from flashgen.shared.tensormap import TensorMapSpec
 from tests.support.paths import ROOT
 
 FAKE = ROOT / "tests/support/fake_cuda.c"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import flashgen as fg
-from flashgen.export import ExportRequest, export
+from flashgen.calls.export import ExportRequest, export
 from tests.support.examples import spec_path
 
 

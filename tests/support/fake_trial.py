@@ -1,4 +1,4 @@
-"""A stand-in for flashgen.doctor.child: the same events, with the behaviour that a test gives.
+"""A stand-in for `tools.doctor.child`: the same events, with the behaviour that a test gives.
 
     python -m tests.support.fake_trial BEHAVIOUR LOG --arch sm_90a --device 0 --problem NAME ...
 
@@ -24,7 +24,7 @@ def event(name: str, **more: object) -> None:
 
 
 def command(behaviour: str, log: object) -> object:
-    """A replacement of `flashgen.trust.trial.command`."""
+    """A replacement of `flashgen.calls.trust.trial.command`."""
 
     def words(arch: str, device: int, *options: str) -> list[str]:
         module = [sys.executable, "-m", "tests.support.fake_trial", behaviour, str(log)]

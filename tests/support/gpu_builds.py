@@ -30,9 +30,9 @@ class Wanted:
 
 def make(wanted: Wanted) -> None:
     """Compiles the kernels. A compilation that fails here fails again in its test."""
-    from flashgen.errors import FlashgenError
-    from flashgen.language.spec_file import load
-    from flashgen.pipeline import build, build_backward
+    from flashgen.kernels.pipeline import build, build_backward
+    from flashgen.shared.errors import FlashgenError
+    from flashgen.spec.language.spec_file import load
 
     with contextlib.suppress(FlashgenError):
         spec = load(wanted.path).replace(

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from flashgen import launch
-from flashgen.errors import LaunchError
-from flashgen.trust import decide
+from flashgen.calls import launch
+from flashgen.calls.trust import decide
+from flashgen.shared.errors import LaunchError
 
 Tensor = torch.Tensor
 Chosen = TypeVar("Chosen")

@@ -13,8 +13,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support import gpu_builds
 from tests.support import gpu_device as gpu
 from tests.support.examples import SPECS, fitted, values_of

@@ -11,8 +11,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import BackwardRun, ForwardRun, run_backward, run_forward
-from flashgen.pipeline import Build
+from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.kernels.pipeline import Build
 from flashgen.reference import Verdict
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flashgen as fg
 from flashgen import distributed
-from flashgen.distributed.sharding import METHODS, sharding_of
+from flashgen.frontends.distributed.sharding import METHODS, sharding_of
 from tests.support.distributed_cases import causal_spec, rich_spec
 
 Tensor = torch.Tensor

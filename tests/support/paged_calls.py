@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import flashgen as fg
-from flashgen.ops import ForwardRun, run_forward
+from flashgen.calls.ops import ForwardRun, run_forward
 from tests.support.judged import judge_forward
 
 Tensor = torch.Tensor

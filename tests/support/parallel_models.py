@@ -22,9 +22,9 @@ from transformers.masking_utils import (
 )
 
 import flashgen as fg
+from flashgen.frontends.transformers.attention import attention
+from flashgen.frontends.transformers.masks import make_mask
 from flashgen.integrations import transformers as integration
-from flashgen.integrations.transformers.attention import attention
-from flashgen.integrations.transformers.masks import make_mask
 from tests.support.transformers_models import TEXT, tiny
 
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.variants import FORMS, Mods
-from flashgen.dropout import keep_mask
+from flashgen.shared.dropout import keep_mask
 from tests.support.paths import ROOT
 from tests.support.shapes import Case
 

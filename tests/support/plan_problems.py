@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 
 import flashgen as fg
-from flashgen.arch import KIB, facts, known
-from flashgen.planner import BackwardPlan, Plan, plan, plan_backward
-from flashgen.planner.tile_problem import Tile, TileProblem, problem_of
+from flashgen.kernels.planner import BackwardPlan, Plan, plan, plan_backward
+from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
+from flashgen.shared.arch import KIB, facts, known
 
 DTYPES = ("float16", "bfloat16", "float32")
 UNEQUAL = ((192, 128), (8, 256), (256, 8), (40, 64), (128, 64), (64, 128))

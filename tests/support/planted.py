@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen import emulator
-from flashgen.pipeline import Build
-from flashgen.runtime.bound_kernel import BoundKernel
-from flashgen.runtime.merge import Splits
+import ptx_emulator as emulator
+from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.merge import Splits
+from flashgen.kernels.pipeline import Build
 from tests.support.nvrtc_helper import compile_ptx
 
 STEP_LIMIT = 2_000

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import flashgen as fg
-from flashgen.language.spec import AttentionSpec
+from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from flashgen import emulator
+import ptx_emulator as emulator
 from tests.support.nvrtc_helper import compile_ptx
 from tests.support.paths import ROOT
 from tests.support.wgmma_kernels import HEAD, gemm, stored, sums_of

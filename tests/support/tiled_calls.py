@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from flashgen import cpu
-from flashgen.call import OutputGradients
-from flashgen.language.spec import AttentionSpec
+from flashgen.calls import cpu
+from flashgen.shared.call import OutputGradients
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 
 Tensor = torch.Tensor

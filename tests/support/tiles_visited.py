@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from flashgen import reference
-from flashgen.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
-from flashgen.language.block_layout import TENSORS
-from flashgen.language.spec import AttentionSpec
-from flashgen.ops import Report
-from flashgen.signature import LAYOUT
+from flashgen.calls.ops import Report
+from flashgen.shared.signature import LAYOUT
+from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.block_layout import TENSORS
+from flashgen.spec.language.spec import AttentionSpec
 from tests.support.sparse_layouts import touched
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emulator import Counters, TensorMap, launch
+from ptx_emulator import Counters, TensorMap, launch
 
 Array = np.ndarray[Any, Any]
 

@@ -12,10 +12,10 @@ import torch
 import transformers as hf
 from torch.overrides import TorchFunctionMode
 
-from flashgen.dropout import keep_mask, keep_scale
+from flashgen.calls.ops import api
+from flashgen.calls.runtime.arguments.options import draw_rng
 from flashgen.integrations import transformers as integration
-from flashgen.ops import api
-from flashgen.runtime.arguments.options import draw_rng
+from flashgen.shared.dropout import keep_mask, keep_scale
 from tests.support import kept_attention
 
 Tensor = torch.Tensor

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from flashgen import trust
-from flashgen.codegen.environment import template_digest
-from flashgen.errors import FlashgenError, LaunchError
-from flashgen.launch import gpu_facts
-from flashgen.trust import Decision, TrustWarning, decision, trial, verdicts
+from flashgen.calls import trust
+from flashgen.calls.launch import gpu_facts
+from flashgen.calls.trust import Decision, TrustWarning, decision, trial, verdicts
+from flashgen.kernels.codegen.environment import template_digest
+from flashgen.shared.errors import FlashgenError, LaunchError
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
 from tests.support.paths import ROOT
@@ -261,9 +261,9 @@ def test_a_verdict_holds_for_its_gpu_driver_compiler_and_templates_only(
         trust.decide(0, driver=FakeDriver(name="NVIDIA A100-PCIE-40GB"))
     else:
         target, value = {
-            "driver": ("flashgen.launch.gpu.driver_version", "580.1"),
-            "nvrtc": ("flashgen.compile.nvrtc.version", "13.9 build 1"),
-            "templates": ("flashgen.codegen.environment.template_digest", "0" * 16),
+            "driver": ("flashgen.calls.launch.gpu.driver_version", "580.1"),
+            "nvrtc": ("flashgen.kernels.compile.nvrtc.version", "13.9 build 1"),
+            "templates": ("flashgen.kernels.codegen.environment.template_digest", "0" * 16),
         }[part]
         monkeypatch.setattr(target, lambda: value)
         trust.decide(0, driver=FakeDriver())
@@ -295,8 +295,8 @@ def test_a_damaged_verdict_is_tried_again(trials: Trials, fresh_cache: Path) -> 
 
 RANK = f"""
 import sys
-from flashgen import trust
-from flashgen.trust import trial
+from flashgen.calls import trust
+from flashgen.calls.trust import trial
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
 
@@ -374,7 +374,7 @@ def test_a_wrong_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_cache_command_removes_verdicts(trials: Trials, fresh_cache: Path) -> None:
-    from flashgen.compile import cache
+    from flashgen.kernels.compile import cache
 
     trials.behave("sm_80=pass")
     trust.decide(0, driver=FakeDriver())
@@ -385,5 +385,5 @@ def test_the_cache_command_removes_verdicts(trials: Trials, fresh_cache: Path) -
 def test_the_records_that_come_with_flashgen_can_be_read() -> None:
     run_python(
         "-c",
-        "from flashgen.trust import verdicts; print(len(verdicts._proven(verdicts.PROVEN)))",
+        "from flashgen.calls.trust import verdicts; print(len(verdicts._proven(verdicts.PROVEN)))",
     )

@@ -11,19 +11,28 @@ import torch
 from typer.testing import CliRunner
 
 import flashgen as fg
-from flashgen.call import CheckedCall, LaunchOptions, Operands
-from flashgen.cli import app
-from flashgen.compile import cache
-from flashgen.compile.cache import CacheWarning
-from flashgen.ops import check
-from flashgen.ops import run_forward as run_on_emulator
-from flashgen.planner import Tile, plan, plan_backward
-from flashgen.planner.duration import duration_of
-from flashgen.planner.traffic import LaunchSizes
-from flashgen.runtime import backends
-from flashgen.runtime import tuned_tiles as tuned
-from flashgen.runtime.forward import PreparedForward
-from flashgen.tune import Inputs, TileChoice, by_time, checked, derived, fastest, measure, rank
+from flashgen.calls.ops import check
+from flashgen.calls.ops import run_forward as run_on_emulator
+from flashgen.calls.runtime import backends
+from flashgen.calls.runtime import tuned_tiles as tuned
+from flashgen.calls.runtime.forward import PreparedForward
+from flashgen.kernels.compile import cache
+from flashgen.kernels.compile.cache import CacheWarning
+from flashgen.kernels.planner import Tile, plan, plan_backward
+from flashgen.kernels.planner.duration import duration_of
+from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.shared.call import CheckedCall, LaunchOptions, Operands
+from flashgen.tools.cli import app
+from flashgen.tools.tune import (
+    Inputs,
+    TileChoice,
+    by_time,
+    checked,
+    derived,
+    fastest,
+    measure,
+    rank,
+)
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import plain
 from tests.support.shapes import Case

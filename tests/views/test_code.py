@@ -9,12 +9,12 @@ import re
 import pytest
 
 import flashgen as fg
-from flashgen.compile import disassembly
-from flashgen.paths import PATHS
-from flashgen.pipeline import Build, build, build_backward
-from flashgen.profile import Profile
-from flashgen.views.code import METRICS, KernelCode, code_of
-from flashgen.views.python_lines import file_text
+from flashgen.kernels.compile import disassembly
+from flashgen.kernels.pipeline import Build, build, build_backward
+from flashgen.shared.paths import PATHS
+from flashgen.tools.profile import Profile
+from flashgen.tools.views.code import METRICS, KernelCode, code_of
+from flashgen.tools.views.python_lines import file_text
 from tests.support.paths import ROOT
 from tests.support.profiles import all_kernels, forward, loaded
 from tests.support.tiers import slow
@@ -139,7 +139,7 @@ def test_a_machine_instruction_links_to_the_line_of_the_table_of_the_cubin() -> 
 
 
 def test_without_a_disassembler_the_text_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr("flashgen.views.code.find_nvdisasm", lambda: None)
+    monkeypatch.setattr("flashgen.tools.views.code.find_nvdisasm", lambda: None)
     found = code_of(code("causal", "sm_80")[0], None)
     assert found.sass.lines == ()
     assert 'pip install "flashgen[sass]"' in found.sass.note
@@ -147,7 +147,7 @@ def test_without_a_disassembler_the_text_says_what_to_install(monkeypatch) -> No
 
 
 def test_long_texts_are_cut_and_say_so(monkeypatch) -> None:
-    monkeypatch.setattr("flashgen.views.code.MOST_LINES", 100)
+    monkeypatch.setattr("flashgen.tools.views.code.MOST_LINES", 100)
     made = code("causal", "sm_80")[0]
     found = code_of(made, None)
     assert len(found.ptx.lines) == len(found.ptx.links) == 100

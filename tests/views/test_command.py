@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.paths import PATHS
-from flashgen.profile import Profile
+from flashgen.shared.paths import PATHS
+from flashgen.tools.profile import Profile
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.profiles import all_kernels, loaded
 from tests.support.tiers import slow
@@ -197,8 +197,8 @@ def test_what_cannot_be_reported_is_refused_in_four_lines(
 
 
 def test_a_long_call_has_no_oracle_and_the_page_says_so(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("flashgen.views.collect.ORACLE_SCORES", 100)
-    monkeypatch.setattr("flashgen.views.collect.MAP_SCORES", 100)
+    monkeypatch.setattr("flashgen.tools.views.collect.ORACLE_SCORES", 100)
+    monkeypatch.setattr("flashgen.tools.views.collect.MAP_SCORES", 100)
     file = tmp_path / "long.html"
     done = flashgen("report", CAUSAL, "--shape", "1,1,64", "-o", str(file))
     assert done.exit_code == 0, done.output + done.stderr

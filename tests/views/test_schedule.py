@@ -8,9 +8,9 @@ import re
 import pytest
 
 import flashgen as fg
-from flashgen.planner.duration import HeadSteps, duration_of, makespan, placed
-from flashgen.planner.traffic import LaunchSizes
-from flashgen.views import plots
+from flashgen.kernels.planner.duration import HeadSteps, duration_of, makespan, placed
+from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.tools.views import plots
 from tests.support.profiles import loaded
 
 # 5 tiles of growing length for each of 7 heads, 2 of them interleaved; then heads of equal tiles.

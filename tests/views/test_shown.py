@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.paths import PATHS
-from flashgen.views.drawing import COLOURS, joined, percent, ranges
-from flashgen.views.render import html_of
-from flashgen.views.svg import svg_of
-from flashgen.views.tile_map import pairs_in_words
-from flashgen.views.values import Page
+from flashgen.shared.paths import PATHS
+from flashgen.tools.views.drawing import COLOURS, joined, percent, ranges
+from flashgen.tools.views.render import html_of
+from flashgen.tools.views.svg import svg_of
+from flashgen.tools.views.tile_map import pairs_in_words
+from flashgen.tools.views.values import Page
 from tests.support.processes import run_python
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -125,7 +125,7 @@ def test_a_png_has_the_colours_of_the_tiles(
     for style in ("skip", "full", "mixed"):
         colour = [int(COLOURS[style][i : i + 2], 16) for i in (1, 3, 5)]
         assert (pixels == colour).all(axis=1).mean() > 0.03, style
-    monkeypatch.setattr("flashgen.views.png.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flashgen.tools.views.png.importlib.util.find_spec", lambda name: None)
     with pytest.raises(fg.InputError, match="matplotlib, which is not installed"):
         fg.visualize(causal, 64).save(tmp_path / "b.png")
     assert not (tmp_path / "b.png").exists()

@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
-from flashgen.ops import run_backward, run_forward
-from flashgen.views.tile_kinds import Kind
-from flashgen.views.tile_map import TileMap
+from flashgen.calls.ops import run_backward, run_forward
+from flashgen.tools.views.tile_kinds import Kind
+from flashgen.tools.views.tile_map import TileMap
 from tests.support import flex_mods
 from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.random_mods import captures, random_mask
@@ -138,7 +138,7 @@ def test_of_many_pairs_that_differ_the_first_are_computed_and_the_map_says_so(
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q + 16 * h
 
-    monkeypatch.setattr("flashgen.views.visualize.MOST_PAIRS", 3)
+    monkeypatch.setattr("flashgen.tools.views.visualize.MOST_PAIRS", 3)
     found = fg.visualize(mask_mod, (1, 5, 256), tile=(16, 16))
     assert [each.pairs for each in found.heads] == [((0, h),) for h in range(3)]
     assert "The map has 3 of 5 pairs of a batch entry and a head" in str(found)
@@ -254,16 +254,16 @@ def test_beyond_the_budget_maps_say_which_classes_they_do_not_know(
         return flags[q, k]
 
     whole = fg.visualize(mask_mod, (1, 1, 256), tile=(16, 16))
-    monkeypatch.setattr("flashgen.views.visualize.ELEMENTS", 256 * 64 + 100)
+    monkeypatch.setattr("flashgen.tools.views.visualize.ELEMENTS", 256 * 64 + 100)
     found = fg.visualize(mask_mod, (1, 1, 256), tile=(16, 16))
     assert whole.exact_counts == {"empty": 16, "mixed": 240, "full": 0, "not computed": 0}
     assert found.exact_counts == {"empty": 0, "mixed": 240, "full": 0, "not computed": 16}
     assert not found.exact
     assert found.kept is None
     assert "the exact class was not computed" in found.to_svg()
-    monkeypatch.setattr("flashgen.views.visualize.ELEMENTS", 256 * 64 + 16 * 256)
+    monkeypatch.setattr("flashgen.tools.views.visualize.ELEMENTS", 256 * 64 + 16 * 256)
     assert fg.visualize(mask_mod, (1, 1, 256), tile=(16, 16)).exact_counts == whole.exact_counts
-    monkeypatch.setattr("flashgen.views.visualize.ELEMENTS", 100)
+    monkeypatch.setattr("flashgen.tools.views.visualize.ELEMENTS", 100)
     none = fg.visualize(mask_mod, (1, 1, 256), tile=(16, 16))
     assert none.exact_counts["not computed"] == 256
 
@@ -276,7 +276,7 @@ def test_exact_bounds_give_the_same_map_without_evaluating_the_mask(
     spec = fg.load(path)
     given = flat(values_of(path, Case(256, 256)))
     known = fg.visualize(spec, (1, 2, 256), tile=(32, 16), captures=given)
-    monkeypatch.setattr("flashgen.views.visualize.ELEMENTS", 0)
+    monkeypatch.setattr("flashgen.tools.views.visualize.ELEMENTS", 0)
     found = fg.visualize(spec, (1, 2, 256), tile=(32, 16), captures=given)
     assert found.exact
     assert np.array_equal(found.of().kinds, known.of().kinds)

@@ -9,8 +9,8 @@ import flashgen as fg
 from benchmarks.suite.cases import ROOT, Case
 from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
-from flashgen.arch import facts
-from flashgen.planner import Plan
+from flashgen.kernels.planner import Plan
+from flashgen.shared.arch import facts
 
 
 class Flashgen:

@@ -11,8 +11,8 @@ from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.device import Device
-from flashgen.arch import facts
-from flashgen.planner import plan_splits
+from flashgen.kernels.planner import plan_splits
+from flashgen.shared.arch import facts
 
 PAGE = 16
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
 from benchmarks.suite.device import Device
-from flashgen.dtypes import ITEMSIZE
+from flashgen.shared.dtypes import ITEMSIZE
 
 COPIES = 6
 """Matrices of the size of S that are alive at once in a backward pass."""

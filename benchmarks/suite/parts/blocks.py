@@ -19,12 +19,12 @@ from benchmarks.suite.context import Context
 from benchmarks.suite.device import first_line
 from benchmarks.suite.timing import measure, sets_needed
 from benchmarks.variants import live_elements
-from flashgen.errors import FlashgenError
-from flashgen.pipeline import Build
-from flashgen.planner import forward_traffic
-from flashgen.runtime.backends import Target
-from flashgen.runtime.bind_arguments import bind
-from flashgen.runtime.calls import check
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bind_arguments import bind
+from flashgen.calls.runtime.calls import check
+from flashgen.kernels.pipeline import Build
+from flashgen.kernels.planner import forward_traffic
+from flashgen.shared.errors import FlashgenError
 
 KIB = 1024
 BUDGETS = tuple(size * KIB for size in (8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 227))

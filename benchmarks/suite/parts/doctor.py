@@ -8,10 +8,10 @@ one on the other.
 from __future__ import annotations
 
 from benchmarks.suite.context import Context
-from flashgen.codegen.environment import template_digest
-from flashgen.doctor import ProblemResult, diagnose
-from flashgen.doctor.diagnosis import NO_DEVICE, run_path
-from flashgen.doctor.problems import PROBLEMS
+from flashgen.kernels.codegen.environment import template_digest
+from flashgen.tools.doctor import ProblemResult, diagnose
+from flashgen.tools.doctor.diagnosis import NO_DEVICE, run_path
+from flashgen.tools.doctor.problems import PROBLEMS
 
 DRY_PATH = "sm_90a"
 

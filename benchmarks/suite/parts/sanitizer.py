@@ -12,8 +12,8 @@ import sys
 
 from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import environment, watch
-from flashgen.doctor.diagnosis import NO_DEVICE
-from flashgen.trust import trial
+from flashgen.calls.trust import trial
+from flashgen.tools.doctor.diagnosis import NO_DEVICE
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FAMILIES = (

@@ -14,9 +14,9 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.ops import BackwardRun
-from flashgen.pipeline import build_backward
-from flashgen.planner import Tile, plan_backward
+from flashgen.calls.ops import BackwardRun
+from flashgen.kernels.pipeline import build_backward
+from flashgen.kernels.planner import Tile, plan_backward
 from tests.support.examples import SPEC_IDS, SPECS, spec_path
 from tests.support.judged import Call, check_gates, dropping, example, like, plain, sized
 from tests.support.shapes import Case, in_turn

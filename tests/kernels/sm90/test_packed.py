@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import flashgen as fg
-from flashgen.ops import BackwardRun, ForwardRun
-from flashgen.pipeline import Build, build_backward
+from flashgen.calls.ops import BackwardRun, ForwardRun
+from flashgen.kernels.pipeline import Build, build_backward
 from tests.kernels.test_packed import LENGTHS, MODS, RNG, check, spec_of
 from tests.support.judged import check_gates
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import emulator
-from flashgen.ops import BackwardRun, ForwardRun
-from flashgen.planner import Tile
+import ptx_emulator as emulator
+from flashgen.calls.ops import BackwardRun, ForwardRun
+from flashgen.kernels.planner import Tile
 from tests.kernels.sm90.test_captured import composed
 from tests.support.examples import spec_path
 from tests.support.judged import Call, sized

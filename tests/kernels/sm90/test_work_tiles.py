@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.arch import facts
-from flashgen.errors import InputError, PlanError
-from flashgen.launch_facts import MAX_WORK_TILES
-from flashgen.ops import run_forward
-from flashgen.planner import kernel_plan
-from flashgen.planner.schedule import blocks_of
-from flashgen.profile import profile_forward
+from flashgen.calls.ops import run_forward
+from flashgen.kernels.planner import kernel_plan
+from flashgen.kernels.planner.schedule import blocks_of
+from flashgen.shared.arch import facts
+from flashgen.shared.errors import InputError, PlanError
+from flashgen.shared.launch_facts import MAX_WORK_TILES
+from flashgen.tools.profile import profile_forward
 from tests.support.examples import spec_path
 from tests.support.judged import example
 from tests.support.profiles import loaded, random_operands

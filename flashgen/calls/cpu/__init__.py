@@ -1,0 +1,14 @@
+"""The tiled algorithms on CPU tensors, with whole tiles of a plan, in memory linear in N.
+
+The operator runs `forward` and `backward` on CPU tensors, and a small call without captured tensors
+in one step. Like the kernels, these functions skip
+empty tiles, evaluate the mask on mixed tiles only, and recompute P in the backward pass from LSE
+and the seed of dropout.
+"""
+
+from flashgen.calls.cpu.backward import backward
+from flashgen.calls.cpu.forward import forward
+from flashgen.calls.cpu.parts import parts_of
+from flashgen.calls.cpu.problem import TileArguments
+
+__all__ = ["TileArguments", "backward", "forward", "parts_of"]

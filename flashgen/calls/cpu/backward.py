@@ -1,0 +1,365 @@
+"""The backward pass over tiles, with the algorithm of the kernels.
+
+Algorithm 4 of FlashAttention (Dao et al., 2022): a tile of keys walks the query tiles that reach
+it, recomputes P from LSE, and accumulates dK and dV; dQ is accumulated in memory. Only O, LSE and
+the seed and offset of dropout are kept from the forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.calls.cpu import sinks
+from flashgen.calls.cpu.chunks import Workspace
+from flashgen.calls.cpu.elements import add_at
+from flashgen.calls.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
+from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.threads import alone, share, threads_of
+from flashgen.calls.sinks import gradient_without_keys
+from flashgen.shared.call import OutputGradients
+from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+_Three = tuple[Tensor, Tensor, Tensor]
+
+MOST_SUMS = 1 << 24
+"""Elements of the sums of learned tensors of all threads together: 64 MiB in float32."""
+
+
+@torch.no_grad()
+def backward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    outputs: OutputGradients,
+    arguments: TileArguments,
+    parts: Iterable[SequenceParts] = (),
+) -> tuple[Tensor, ...]:
+    """Computes the gradients tile by tile, in memory linear in N.
+
+    Args:
+        q, k, v, arguments, parts: as in `forward`; the default blocks are those of the backward
+            plan.
+        outputs: out and lse of `forward`, and their gradients, with any strides.
+
+    Returns:
+        dq, dk, dv in the shapes and dtypes of q, k and v. A fully masked row has dq exactly 0 and
+        adds exactly 0 to dk and dv. Then the gradient of each learned tensor, in the order of
+        spec.tensors and in the tensor's shape and dtype, to which masked positions add exactly 0.
+
+    Accumulators are float32, P and dS are rounded to a 16-bit operand dtype before their products;
+    for float64 operands everything is float64. The order of summation is fixed, so that equal
+    arguments give equal bits.
+    """
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if spec.packed:
+        _zero(*gradients)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    tensors, (out, lse, dout, dlse) = arguments.tensors, outputs
+    learned = [tensors[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
+    elements = sum(x.numel() for x in learned)
+    threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
+    threads = min(threads, max(1, MOST_SUMS // max(1, elements)))
+    works = [Workspace(dtype) for _ in range(threads)]
+    # Each thread has sums of its own, which are added up in order.
+    sums = [[torch.zeros(x.numel(), dtype=dtype) for x in learned] for _ in works]
+    waiting: dict[int, tuple[ChunkScores, tuple[Any, ...], _Three, int | None]] = {}
+    for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments, backward=True):
+        of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
+        of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
+        of_dlse = None if dlse is None else sequence.of_queries(dlse)[0]
+        place = problem.learned_sink
+        if problem.is_empty:
+            _zero(dq, dk, dv)
+            if place is not None and of_dlse is not None:
+                first = problem.first_head
+                found = gradient_without_keys(learned[place], of_dlse.to(dtype), first)
+                sums[0][place] += found.flatten()
+            continue
+        of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)
+        for chunk in chunks:
+            given = of_q, of_k, of_v, of_outputs
+            waiting[len(waiting)] = chunk, given, (dq, dk, dv), place
+    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+
+    def compute(thread: int, item: int) -> None:
+        chunk, given, results, place = waiting.pop(item)
+        operands = alone(of_tiles, lambda: _operands(chunk, *given))
+        _chunk(chunk, works[thread:], of_tiles, operands, results, sums[thread:])
+        if place is not None:
+            sinks.add_gradient(sums[thread][place], chunk, operands.lse, operands.delta)
+
+    share(of_chunks, len(waiting), compute, fixed=bool(learned))
+    captured = [sum(of_threads[1:], of_threads[0]) for of_threads in zip(*sums, strict=True)]
+    whole = zip(captured, learned, strict=True)
+    return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
+
+
+def _zero(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+@dataclass(frozen=True)
+class _ChunkOperands:
+    """The operands of one chunk, in the dtype of accumulators.
+
+    Attributes:
+        q, k, v, dout: [pairs, rows, columns].
+        q_exact, k_exact: q and k in the dtype of `SequenceProblem.products`.
+        lse: [pairs, seq_q * group, 1].
+        top: the same in the unit of scores.
+        power_of_2: the unit of scores, as in `Products`.
+        delta: D - dLSE, of the shape of lse; 0 where LSE is -inf.
+        some_masked: whether some row is fully masked. With a sink it is always true, because LSE
+            does not show it.
+        some_undefined: whether delta may have a NaN or an infinity, by which P * (dP - D) is NaN
+            also where P is 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_exact: Tensor
+    k_exact: Tensor
+    dout: Tensor
+    lse: Tensor
+    top: Tensor
+    power_of_2: bool
+    delta: Tensor
+    some_masked: bool
+    some_undefined: bool
+
+
+def _operands(
+    part: ChunkScores, q: Tensor, k: Tensor, v: Tensor, outputs: OutputGradients
+) -> _ChunkOperands:
+    chunk, real = part.chunk, part.problem.real
+    out, lse, dout, dlse = outputs
+    lse = chunk.of_queries(lse[..., None]).to(real)
+    dout = chunk.of_queries(dout).to(real)
+    delta = (dout * chunk.of_queries(out).to(real)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= chunk.of_queries(dlse[..., None]).to(real)
+    masked = lse == -math.inf
+    q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
+    products = part.problem.products(q, k)
+    return _ChunkOperands(
+        q=q,
+        k=k,
+        q_exact=q.to(products.dtype),
+        k_exact=k.to(products.dtype),
+        v=chunk.of_keys(v).to(real),
+        dout=dout,
+        lse=lse,
+        top=lse * LOG2_E if products.power_of_2 else lse,
+        power_of_2=products.power_of_2,
+        delta=delta.masked_fill_(masked, 0),
+        some_masked=part.problem.sink is not None or bool(masked.any()),
+        some_undefined=not math.isfinite(float(delta.sum())),
+    )
+
+
+def _chunk(
+    part: ChunkScores,
+    works: Sequence[Workspace],
+    threads: int,
+    of: _ChunkOperands,
+    gradients: _Three,
+    sums: Sequence[list[Tensor]],
+) -> None:
+    """Writes the gradients of one chunk, and adds to the gradients of learned tensors.
+
+    Args:
+        works, sums: a workspace, and the sums of learned tensors, for each of ``threads``, which
+            share the chunk's tiles.
+    """
+    chunk, real = part.chunk, part.problem.real
+    dq, dk, dv = (
+        chunk.result_for(whole, operand.shape[1], real)
+        for whole, operand in zip(gradients, (of.q, of.k, of.v), strict=True)
+    )
+    alone(threads, dq.zero_)
+    parts = [dq, *(alone(threads, lambda: torch.zeros_like(dq)) for _ in range(1, threads))]
+    tiles = [slice(*tile) for tile in part.problem.keys.tiles()]
+
+    def compute(thread: int, item: int) -> None:
+        keys = tiles[item]
+        results = parts[thread], dk[:, keys], dv[:, keys]
+        _key_tile(part, works[thread], keys, of, results, sums[thread])
+
+    share(threads, len(tiles), compute, fixed=True)
+
+    def finish() -> None:
+        for other in parts[1:]:
+            dq.add_(other)
+        chunk.to_queries(gradients[0], dq)
+        chunk.to_keys(gradients[1], dk)
+        chunk.to_keys(gradients[2], dv)
+
+    alone(threads, finish)
+
+
+def _key_tile(
+    part: ChunkScores,
+    work: Workspace,
+    keys: slice,
+    of: _ChunkOperands,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    captured: list[Tensor],
+) -> None:
+    """Writes dK and dV of the keys ``keys``; adds their contributions to dQ and ``captured``.
+
+    Args:
+        gradients: dQ of all rows, dK and dV of the tile's keys.
+    """
+    problem = part.problem
+    dq, dk, dv = gradients
+    group, scale = problem.sizes.group, problem.scale
+    k, v = of.k[:, keys], of.v[:, keys]
+    # Batched products are fast only where the result is contiguous.
+    dk_sum, dv_sum = work.matrix("dk", *k.shape), work.matrix("dv", *v.shape)
+    beta = 0  # the first product overwrites the workspace
+    for run in part.runs(keys.start, keys.stop):
+        rows = slice(run.start, run.stop)
+        grouped = slice(run.start * group, run.stop * group)
+        q, dout = of.q[:, grouped], of.dout[:, grouped]
+        shape = q.shape[0], q.shape[1], k.shape[1]
+        p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
+
+        bits = None if run.full else part.mask_bits(rows, keys)
+        exact = of.q_exact[:, grouped], of.k_exact[:, keys], of.power_of_2
+        scores, slope, uses = _scores(part, work, p, rows, keys, exact)
+        if slope is not None or uses or (of.some_masked and problem.programs.score is not None):
+            bits = _and_finite(problem, scores, bits)
+        torch.sub(scores, part.grouped(of.top[:, grouped]), out=part.grouped(p))
+        exp_(p, of.power_of_2)
+        if bits is not None:
+            part.select(p, bits)
+        kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
+
+        _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
+        if bits is not None and of.some_undefined:
+            part.select(ds, bits)
+        for number, by, places in uses:
+            _add_captured(part, work, captured[number], ds, by, places, bits)
+        # Of a score function that ignores the score, 0 * NaN is NaN, as in the kernels.
+        _score_gradient(part, ds, slope, bits)
+        _add_product(work, dq[:, grouped], ds, k, scale)
+        dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
+        if kept is not None:
+            part.select(p, kept)
+        _narrow(p, problem)
+        dropout_scale = problem.dropout_scale or 1.0
+        dv_sum.baddbmm_(p.transpose(1, 2), dout, beta=beta, alpha=dropout_scale)
+        beta = 1
+    if beta == 0:
+        dv_sum.zero_()
+        dk_sum.zero_()
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)
+
+
+def _add_product(work: Workspace, total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """``total += factor * a b``."""
+    if total.is_contiguous():
+        total.baddbmm_(a, b, alpha=factor)
+        return
+    product = work.matrix("product", *total.shape)
+    total.add_(torch.baddbmm(product, a, b, beta=0, alpha=factor, out=product))
+
+
+def _scores(
+    part: ChunkScores,
+    work: Workspace,
+    p: Tensor,
+    rows: slice,
+    keys: slice,
+    operands: tuple[Tensor, Tensor, bool],
+) -> Modified:
+    """s' of a tile with its derivatives; s' may be stored in ``p``."""
+    problem = part.problem
+    # A derivative can be the scores themselves, which P must not overwrite.
+    s = p if problem.programs.derivatives is None else work.matrix("s", *p.shape)
+    if not problem.programs.ignores_score:
+        problem.multiply(work, s, *operands)
+    scores = part.grouped(s)
+    if problem.programs.derivatives is not None:
+        return part.modified(scores, rows, keys)
+    if problem.programs.score is not None:
+        scores = part.score(scores, rows, keys)
+    return Modified(scores)
+
+
+def _and_finite(problem: SequenceProblem, scores: Tensor, bits: Tensor | None) -> Tensor | None:
+    """``bits``, with 0 also where the score function returns -inf.
+
+    P is 0 at such a score, and the derivative may be infinite. A row of such scores alone is fully
+    masked.
+    """
+    low = scores == -math.inf
+    if not bool(low.any()):
+        return bits
+    finite = low.logical_not_().to(problem.bits).neg_()
+    return finite if bits is None else finite.bitwise_and_(bits)
+
+
+def _modified_gradient(
+    part: ChunkScores,
+    ds: Tensor,
+    p: Tensor,
+    dout: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    kept: Tensor | None,
+) -> None:
+    """Writes dS' = P * (dP - D + dLSE) to ``ds``, exactly 0 where the mask is false."""
+    problem = part.problem
+    transposed = v.transpose(1, 2)
+    torch.baddbmm(ds, dout, transposed, beta=0, alpha=problem.dropout_scale or 1.0, out=ds)
+    if kept is not None:
+        part.select(ds, kept)
+    ds.sub_(delta).mul_(p)
+
+
+def _add_captured(
+    part: ChunkScores,
+    work: Workspace,
+    total: Tensor,
+    ds: Tensor,
+    by: Tensor | float,
+    places: Tensor,
+    bits: Tensor | None,
+) -> None:
+    """Adds dS' * ds'/d(element) to the gradient of a captured tensor, 0 where ``bits`` are 0."""
+    if isinstance(by, float):
+        add_at(total, places, part.grouped(ds), by)
+        return
+    tile = work.matrix("captured", *ds.shape)
+    torch.mul(part.grouped(ds), by, out=part.grouped(tile))
+    if bits is not None:
+        part.select(tile, bits)  # the derivative may be infinite there
+    add_at(total, places, part.grouped(tile), 1.0)
+
+
+def _score_gradient(
+    part: ChunkScores, ds: Tensor, slope: Tensor | None, bits: Tensor | None
+) -> None:
+    """Replaces dS' in ``ds`` by dS = dS' * ds'/ds, exactly 0 where the mask is false."""
+    if slope is not None:
+        part.grouped(ds).mul_(slope)
+        if bits is not None:
+            part.select(ds, bits)  # the derivative may be infinite there
+    _narrow(ds, part.problem)
+
+
+def _narrow(tile: Tensor, problem: SequenceProblem) -> None:
+    """Rounds a tile to the operands' dtype in place, where that dtype is narrower."""
+    if problem.narrow is not None:
+        tile.copy_(tile.to(problem.narrow))

@@ -1,0 +1,250 @@
+"""The forward pass over tiles, with the algorithm of the kernels.
+
+FlashAttention's Algorithm 1 (tiles, online softmax, nothing of size N x N; Dao et al., 2022) in the
+loop order of FlashAttention-2 (Dao, 2023): a tile of query rows walks the key tiles. Dropout acts
+on P as in Algorithm 2, and not on the normaliser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flashgen.calls.cpu import sinks
+from flashgen.calls.cpu.chunks import Workspace
+from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
+from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.threads import alone, share, threads_of
+from flashgen.calls.sinks import lse_without_keys
+from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def forward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: TileArguments,
+    parts: Iterable[SequenceParts] = (),
+) -> tuple[Tensor, Tensor]:
+    """Computes attention of CPU tensors tile by tile, in memory linear in N.
+
+    Args:
+        q: [batch, heads_q, seq_q, head_dim], float16, bfloat16, float32 or float64; any strides.
+        k: [batch, heads_kv, seq_k, head_dim], of the same dtype.
+        v: [batch, heads_kv, seq_k, head_dim_v], of the same dtype.
+        arguments: the other arguments of the call.
+        parts: the result of `parts_of`, where an earlier call with equal shapes and arguments kept
+            it.
+
+    Returns:
+        out [batch, heads_q, seq_q, head_dim_v] in the dtype of q (of the accumulators where the
+        spec is partial), with its axes ordered in memory as q's are; lse [batch, heads_q, seq_q],
+        natural log, undropped, float32 (float64 for float64 operands). A row without a kept key has
+        out 0 and lse -inf, or the spec's sink.
+
+    Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
+    P V; for float64 operands everything is float64. Products of q and k are as
+    `SequenceProblem.products` says, and small calls are float64 throughout.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = _empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=dtype)
+    if spec.packed:
+        out.zero_()
+        lse.fill_(-math.inf)
+    waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
+    for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
+        of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
+        of_k, of_v = sequence.of_keys(k, v)
+        if problem.is_empty:
+            _without_keys(problem, of_out, of_lse)
+            continue
+        for chunk in chunks:
+            waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_lse
+    threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
+    works = [Workspace(dtype) for _ in range(threads)]
+    # Threads share the chunks; the tiles of each chunk where there are fewer chunks than threads.
+    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+
+    def compute(thread: int, item: int) -> None:
+        chunk, *tensors = waiting.pop(item)
+        if chunk.fits_at_once:
+            _at_once(chunk, *tensors)
+        else:
+            _chunk(chunk, works[thread:], of_tiles, *tensors)
+
+    share(of_chunks, len(waiting), compute)
+    return out, lse
+
+
+def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
+    out.zero_()
+    if problem.sink is None:
+        lse.fill_(-math.inf)
+    else:
+        rows, first = tuple(lse.shape), problem.first_head
+        lse.copy_(lse_without_keys(problem.sink, rows, lse.dtype, first))
+
+
+def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor [batch, heads_q, seq_q, dim] with the axis order of q in memory."""
+    batch, heads, seq, _ = q.shape
+    if q.stride(1) < q.stride(2) and q.stride(1) != 0:
+        return torch.empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+    return torch.empty(batch, heads, seq, dim, dtype=dtype)
+
+
+def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes out and lse of a chunk of few scores, in float64 and without tiles.
+
+    The time of such a chunk is that of its operations in torch, and these are fewer.
+    """
+    chunk = of.chunk
+    q, k, v = chunk.of_queries(q).double(), chunk.of_keys(k).double(), chunk.of_keys(v).double()
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(of.problem.scale)
+    if of.removed is not None:
+        scores.masked_fill_(of.removed, -math.inf)
+    sums = scores.logsumexp(-1, keepdim=True)
+    lse.copy_(sums.view(lse.shape))
+    # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
+    p = scores.sub_(sums.clamp_min_(_LOWEST)).exp_()
+    out.copy_(torch.bmm(p, v).view(out.shape))
+
+
+_LOWEST = torch.finfo(torch.float64).min
+
+
+def _chunk(
+    scores: ChunkScores,
+    works: Sequence[Workspace],
+    threads: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Writes out and lse of one chunk; ``threads`` share its tiles, with a workspace each."""
+    problem, chunk = scores.problem, scores.chunk
+    q, k, v, power_of_2 = alone(threads, lambda: _operands(scores, q, k, v))
+    o = chunk.result_for(out, q.shape[1], problem.real)
+    statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
+    group = problem.sizes.group
+    tiles = [*problem.queries.tiles()][::-1]  # the last tiles of causal masks take longest
+
+    def compute(thread: int, item: int) -> None:
+        start, stop = tiles[item]
+        rows = slice(start * group, stop * group)
+        given, results = (q[:, rows], k, v), (o[:, rows], statistics[:, rows])
+        _query_tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
+
+    share(threads, len(tiles), compute)
+    alone(threads, lambda: chunk.to_queries(out, o))
+    chunk.to_queries(lse[..., None], statistics)
+
+
+def _operands(
+    scores: ChunkScores, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k and v of one chunk in the dtypes of its products, and `Products.power_of_2`."""
+    problem, chunk = scores.problem, scores.chunk
+    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
+    dtype, power_of_2 = problem.products(q, k)
+    return q.to(dtype), k.to(dtype), v, power_of_2
+
+
+def _query_tile(
+    of: ChunkScores,
+    work: Workspace,
+    rows: slice,
+    operands: tuple[Tensor, Tensor, Tensor],
+    power_of_2: bool,
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """Writes O and LSE of the query positions ``rows``.
+
+    Args:
+        operands: q of these positions, [pairs, rows * group, head_dim]; k and v, [pairs, seq_k, x].
+        power_of_2: as in `Products`.
+        results: rows of O and of LSE.
+    """
+    problem, (q, k, v), (out, lse) = of.problem, operands, results
+    lowest = torch.finfo(problem.real).min
+    o = work.matrix("o", *out.shape)
+    row_max = row_sum = None
+    for run in of.runs(rows.start, rows.stop):
+        keys = slice(run.start, run.stop)
+        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
+        bits = None if run.full else of.mask_bits(rows, keys)
+        scores = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
+
+        tile_max = scores.amax(-1, keepdim=True)
+        new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
+        # Before the first key of a row its maximum is -inf, which cannot be subtracted.
+        shift = new_max.clamp_min(lowest)
+        exp_(torch.sub(scores, shift, out=p), power_of_2)
+        if bits is not None and not power_of_2:  # exponentials of -inf were replaced
+            of.select(p, bits)
+        tile_sum = p.sum(-1, keepdim=True)
+
+        if problem.dropout_scale is not None:
+            of.select(p, of.dropout_bits(rows, keys))
+        if problem.narrow is not None:
+            p.copy_(p.to(problem.narrow))
+        if row_max is None or row_sum is None:
+            row_sum = tile_sum
+            torch.baddbmm(o, p, v[:, keys], beta=0, out=o)
+        else:
+            rescale = exp_(row_max.sub_(shift), power_of_2)
+            row_sum.mul_(rescale).add_(tile_sum)
+            o.mul_(rescale).baddbmm_(p, v[:, keys])
+        row_max = new_max
+
+    alone = sinks.logits(of, rows.stop - rows.start)  # LSE of a row without keys
+    if row_max is None or row_sum is None:
+        out.zero_()
+        lse.copy_(alone)
+        return
+    empty = row_max == -math.inf
+    row_max.clamp_min_(lowest)
+    if problem.sink is not None:
+        row_max = sinks.join(alone, row_max, row_sum.masked_fill_(empty, 0), o)
+    if power_of_2:
+        torch.add(row_max, row_sum.log2(), out=lse).div_(LOG2_E)
+    else:
+        torch.add(row_max, row_sum.log(), out=lse)
+    torch.where(empty, alone, lse, out=lse)
+    if problem.dropout_scale is not None:
+        row_sum.div_(problem.dropout_scale)
+    torch.div(o, row_sum.masked_fill_(empty, math.inf), out=out)
+
+
+def _scores(
+    of: ChunkScores,
+    work: Workspace,
+    p: Tensor,
+    rows: slice,
+    keys: slice,
+    operands: tuple[Tensor, Tensor, bool],
+    bits: Tensor | None,
+) -> Tensor:
+    """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or the score function's result."""
+    problem = of.problem
+    scores = p
+    if not problem.programs.ignores_score:
+        problem.multiply(work, p, *operands)
+    if problem.programs.score is not None:
+        scores = of.score(of.grouped(p), rows, keys)
+    if bits is None:
+        return scores if scores is p else scores.reshape(p.shape)
+    found = of.grouped(p) if scores is p else scores
+    selected = of.grouped(p).view(problem.bits)
+    torch.bitwise_and(found.view(problem.bits), bits, out=selected)
+    selected.bitwise_or_(of.minus_infinity_where_not(bits))
+    return p

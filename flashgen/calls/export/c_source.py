@@ -1,0 +1,325 @@
+"""The C sources of an export: what the templates in ``templates/export/`` are filled with.
+
+The launches are those of the runtime, in C: the same kernel for the same call, with the same bytes
+of parameters. `calls.runtime.kernel_arguments` and `shared.launch_facts` are the rules that
+the templates repeat; a test compares the bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from flashgen.calls.exported.manifest import KernelRecord, Manifest, ProgramRecord
+from flashgen.kernels.codegen.environment import render_template
+from flashgen.kernels.codegen.expressions.cpp_text import KEYWORDS, MACRO
+from flashgen.shared.arch import facts, portable, version_of
+from flashgen.shared.dropout import BLOCK
+from flashgen.shared.dtypes import COUNT_LIMIT, ELEMENTS, ITEMSIZE, OPERANDS, POSITION_LIMIT
+from flashgen.shared.launch_facts import SPAN, LaunchFacts, ParamFacts
+from flashgen.shared.signature import CallSignature, TensorArgument, field_stem
+from flashgen.spec.language.block_layout import TENSORS
+
+Fields = dict[str, Any]
+
+_C_TYPES = {"pointer": "CUdeviceptr", "int64": "int64_t", "int32": "int32_t", "float32": "float"}
+_BOXES = ("q", "k", "v", "do")
+_TENSORS = (*_BOXES, "o", "dq", "dk", "dv")
+_STRIDE = re.compile(r"(\w+)_stride_([bhn])")
+_CAPTURED = re.compile(r"(d?)c_(\w+)_(size|stride)_(\d+)")
+_TABLE = re.compile(r"m_(\w+)_(\d+)")
+_SIZES = {"batch": "batch", "heads": "heads_q", "seq_q": "seq_q", "seq_k": "seq_k"}
+
+
+def why_no_sources(record: ProgramRecord) -> str:
+    """Why a spec has no sources for C; "" where it has."""
+    return "caches with pages are for Python" if record.signature.paged else ""
+
+
+def c_sources(manifest: Manifest) -> dict[str, str]:
+    """NAME.h and NAME.c of an export."""
+    fields = _fields(manifest)
+    name = fields["p"]
+    return {
+        f"{name}.{kind}": render_template(f"export/launcher.{kind}.j2", **fields)
+        for kind in ("h", "c")
+    }
+
+
+def c_name(record: ProgramRecord) -> str:
+    """The prefix of all names in C: the name of the spec."""
+    return re.sub(r"\W", "_", record.signature.name, flags=re.ASCII)
+
+
+def _fields(manifest: Manifest) -> Fields:
+    record = manifest.programs[0]
+    signature = record.signature
+    captured = _captured(record)
+    archs = sorted(manifest.archs, key=version_of, reverse=True)
+    forms = _forms(record, archs)
+    tables = _tables(manifest, archs, captured)
+    used = sorted(
+        {x["kernel"] for x in (*forms["forwards"], *tables)}
+        | {number for x in forms["backwards"] for number in x["kernels"]}
+    )
+    layouts = _Layouts(captured, tuple(dict.fromkeys(x["name"] for x in tables)))
+    kernels = [_kernel(manifest.kernels[number], layouts) for number in used]
+    for each in (*forms["forwards"], *tables):
+        each["kernel"] = used.index(each["kernel"])
+    for each in forms["backwards"]:
+        each["kernels"] = [used.index(number) for number in each["kernels"]]
+    learned = _learned(signature, captured)
+    every = [tensor.name for tensor in signature.learned]
+    dtype, out_dtype = signature.dtype, signature.out_dtype
+    assert dtype is not None, "kernels are exported for one dtype"
+    assert out_dtype is not None
+    sums = OPERANDS[dtype].sums
+    scale = signature.scale if signature.scale is not None else signature.head_dim**-0.5
+    return {
+        **forms,
+        "p": c_name(record),
+        "version": manifest.flashgen,
+        "command": manifest.command,
+        "name": signature.name,
+        "head_dim": signature.head_dim,
+        "head_dim_v": signature.head_dim_v,
+        "dtype": dtype,
+        "out_dtype": out_dtype,
+        "itemsize": ITEMSIZE[dtype],
+        "out_itemsize": ITEMSIZE[out_dtype],
+        "scale": repr(float(scale)),
+        "dropout": signature.dropout,
+        "dropout_block": BLOCK,
+        "packed": signature.packed,
+        "cuda": max(manifest.kernels[number].cuda for number in used),
+        "captured": [_of_tensor(tensor) for tensor in captured],
+        "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
+        "learned": learned,
+        "unlearned": ", ".join(every) if every and not learned else "",
+        "sum_dtype": sums.dtype,
+        "sum_bytes": sums.itemsize,
+        "backward": bool(forms["backwards"]),
+        "tables": tables,
+        "table_count": len({x["name"] for x in tables}),
+        "span": SPAN,
+        "kernels": kernels,
+        "layouts": layouts.found,
+        "kinds": {field["kind"] for layout in layouts.found for field in layout["fields"]},
+        "most_bytes": max(layout["bytes"] for layout in layouts.found),
+        "narrow": _narrow(record),
+        "archs": [_arch(arch) for arch in archs],
+        "sized": _sized(captured),
+        "positioned": [] if signature.packed else _positioned(captured),
+        "position_limit": POSITION_LIMIT,
+        "count_limit": COUNT_LIMIT,
+    }
+
+
+def _captured(record: ProgramRecord) -> tuple[TensorArgument, ...]:
+    """The captured tensors, and those of a block layout that is a function."""
+    tensors = record.signature.tensors
+    if record.layout is not None and record.layout.rows:
+        tensors += tuple(TensorArgument(*tensor.key) for tensor in TENSORS)
+    return tensors
+
+
+def _learned(signature: CallSignature, captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The tensors whose gradients C computes: none with a learned sink, which needs host sums."""
+    if signature.sink is not None and signature.sink.grad:
+        return []
+    return [
+        {"name": tensor.name, "place": place, "rank": len(tensor.dims)}
+        for place, tensor in enumerate(captured)
+        if tensor.grad
+    ]
+
+
+def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
+    """When each kernel serves: by architecture, with those for operands that TMA cannot copy."""
+    sink = record.signature.sink
+    all_learned = sink is None or not sink.grad
+    forwards, backwards, fallbacks = [], [], []
+    for place, arch in enumerate(archs):
+        by_tma = facts(arch).code_path.copies_by_tma
+        fallbacks.append(int(by_tma))
+        served = {arch: 0} | ({portable(arch): 1} if by_tma else {})
+        for form in record.forward:
+            if form.arch in served and form.heads == 1:
+                forwards.append({**vars(form), "arch": place, "fallback": served[form.arch]})
+        for each in record.backward:
+            # Exact sums of learned tensors need steps on the host between their launches.
+            exact = each.learns and (each.deterministic or not all_learned)
+            if each.arch in served and not exact:
+                backwards.append({**vars(each), "arch": place, "fallback": served[each.arch]})
+    return {"forwards": forwards, "backwards": backwards, "fallbacks": fallbacks}
+
+
+def _tables(
+    manifest: Manifest, archs: Sequence[str], captured: Sequence[TensorArgument]
+) -> list[Fields]:
+    """The kernels of min/max tables by architecture."""
+    found = []
+    names: dict[str, int] = {}
+    for place, arch in enumerate(archs):
+        for number in manifest.programs[0].tables.get(arch, ()):
+            params = manifest.kernels[number].facts.params
+            name = next(p.name for p in params if _TABLE.fullmatch(p.name))
+            of, _, axis = name.removeprefix("m_").rpartition("_")
+            at, tensor = next((i, x) for i, x in enumerate(captured) if x.name == of)
+            found.append(
+                {
+                    "name": name,
+                    "kernel": number,
+                    "arch": place,
+                    "table": names.setdefault(name, len(names)),
+                    "captured": at,
+                    "axis": int(axis),
+                    "rank": len(tensor.dims),
+                    "element_bytes": ITEMSIZE[ELEMENTS[tensor.dtype].value_dtype],
+                }
+            )
+    return found
+
+
+class _Layouts:
+    """The parameter structs of kernels, each once."""
+
+    def __init__(self, captured: Sequence[TensorArgument], tables: Sequence[str]) -> None:
+        self.found: list[Fields] = []
+        self._places = {field_stem(x.name): place for place, x in enumerate(captured)}
+        self._ranks = {field_stem(x.name): len(x.dims) for x in captured}
+        self._tables = tables
+        self._numbers: dict[tuple[ParamFacts, ...], int] = {}
+
+    def number(self, record: KernelRecord) -> int:
+        params = record.facts.params
+        if params not in self._numbers:
+            fields = [self._field(param) for param in params]
+            maps = any(field["kind"] == "map" for field in fields)
+            self._numbers[params] = len(self.found)
+            self.found.append(
+                {"fields": fields, "bytes": record.resources.param_bytes, "maps": maps}
+            )
+        return self._numbers[params]
+
+    def _field(self, param: ParamFacts) -> Fields:
+        name, ctype = param
+        found: Fields = {"c_type": _C_TYPES.get(ctype, ""), "name": _c_field(name), "axis": 0}
+        if ctype == "tensormap":
+            return {**found, "kind": "map", "of": _c_field(name), "axis": _BOXES.index(name)}
+        strides, sizes = _STRIDE.fullmatch(name), _CAPTURED.fullmatch(name)
+        if sizes and sizes[2] in self._places:
+            kind = ("gradient_" if sizes[1] else "captured_") + sizes[3]
+            of, rank = self._places[sizes[2]], self._ranks[sizes[2]]
+            return {**found, "kind": kind, "of": of, "axis": sizes[4], "rank": rank}
+        if strides and strides[1] in _TENSORS:
+            axis = "bhn".index(strides[2])
+            return {**found, "kind": "stride", "of": _c_field(strides[1]), "axis": axis}
+        if ctype == "pointer":
+            return found | self._pointer(name)
+        if name.startswith("d_"):
+            return {**found, "kind": "multiplier", "of": name[2:]}
+        return {**found, "kind": "number", "of": name}
+
+    def _pointer(self, name: str) -> Fields:
+        if name in _TENSORS:
+            return {"kind": "tensor", "of": _c_field(name)}
+        if name.startswith("c_"):
+            return {"kind": "captured", "of": self._places[name[2:]]}
+        if name.startswith("dc_"):
+            return {"kind": "gradient", "of": self._places[name[3:]]}
+        if name.startswith("m_"):
+            return {"kind": "table", "of": self._tables.index(name)}
+        return {"kind": "number", "of": name}
+
+
+def _c_field(name: str) -> str:
+    """The name of a field in C, where ``do`` is a keyword."""
+    return re.sub(r"^do(?=_|$)", "dout", name)
+
+
+_OTHER_MACROS = {
+    *("I", "assert", "complex", "errno", "far", "i386", "imaginary", "linux", "near", "noreturn"),
+    *("offsetof", "restrict", "small", "stderr", "stdin", "stdout", "unix"),
+}
+
+
+def _c_argument(name: str) -> str:
+    """The field of a captured tensor or a scalar in C, ``int_value`` for "int" or a macro."""
+    word = re.sub(r"(_value)+$", "", name)
+    taken = word in KEYWORDS or word in _OTHER_MACROS or MACRO.match(word)
+    return f"{name}_value" if taken else name
+
+
+def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
+    of: LaunchFacts = record.facts
+    boxes, machine = dict(of.boxes), of.machine
+    return {
+        "facts": of,
+        "delta": of.kernel == "delta",
+        "file": f"kernels/{record.stem}.cubin",
+        "row_bytes": (of.head_dim + of.head_dim_v) * of.itemsize,
+        "sums_tile": of.sums_tile or (0, 0),
+        "grouped": any(param.name == "head_bits" for param in of.params),
+        "machine": [repr(float(each)) for each in machine[1:]],
+        "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
+        "layout": layouts.number(record),
+    }
+
+
+def _arch(arch: str) -> Fields:
+    major, minor, own = version_of(arch)
+    return {"name": arch, "major": major, "minor": minor, "exact": int(own)}
+
+
+def _of_tensor(tensor: TensorArgument) -> Fields:
+    dims, rank = ", ".join(map(str, tensor.dims)), len(tensor.dims)
+    field, name, dtype = _c_argument(tensor.name), tensor.name, tensor.dtype
+    return {"name": name, "field": field, "dtype": dtype, "dims": dims, "rank": rank}
+
+
+def _of_scalar(scalar: Any) -> Fields:
+    c_type = "float" if scalar.dtype == "float32" else "int32_t"
+    return {"name": scalar.name, "field": _c_argument(scalar.name), "c_type": c_type}
+
+
+def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The dimensions of captured tensors that are a size of the call or a number."""
+    known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
+    return [
+        {"field": _c_argument(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
+        for tensor in captured
+        for axis, dim in enumerate(tensor.dims)
+        if dim in known or isinstance(dim, int)
+    ]
+
+
+def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
+    """The dimensions of captured tensors that have an element for each position."""
+    ends = {"seq_q": "q", "seq_k": "k"}
+    return [
+        {"field": _c_argument(tensor.name), "axis": axis, "of": ends[str(dim)]}
+        for tensor in captured
+        for axis, dim in enumerate(tensor.dims)
+        if dim in ends
+    ]
+
+
+def _narrow(record: ProgramRecord) -> list[list[Fields]] | None:
+    """The ranges for 32-bit integers, by what the ends of each name follow from."""
+    if record.narrow is None:
+        return None
+    return [[_range(name, *ends) for name, ends in box.items()] for box in record.narrow]
+
+
+def _range(name: str, least: int, most: int) -> Fields:
+    found: Fields = {"least": least, "most": most, "axis": name[0]}
+    if name in _SIZES:
+        return {**found, "kind": "size", "of": _SIZES[name]}
+    if name in ("b", "h"):
+        return {**found, "kind": "index", "of": {"b": "batch", "h": "heads_q"}[name]}
+    if name in ("q", "q_lo", "q_hi", "k", "k_lo", "k_hi"):
+        return {**found, "kind": "position", "of": name}
+    of = name if name in ("q_offset", "k_offset") else f"s_{name}"
+    return {**found, "kind": "number", "of": of}

@@ -1,0 +1,347 @@
+"""The kernels of an export: every kernel that its calls can take, compiled once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flashgen.calls.exported.manifest import (
+    KERNELS,
+    LAYOUT_TABLE,
+    BackwardRecord,
+    ForwardRecord,
+    KernelRecord,
+    LayoutRecord,
+    ProgramRecord,
+)
+from flashgen.calls.runtime.programs import SpecProgram, Variant
+from flashgen.kernels.built_kernel import Build
+from flashgen.kernels.codegen import beyond_int32
+from flashgen.kernels.codegen.text import printable
+from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
+from flashgen.kernels.planner.schedule import why_walks_differ
+from flashgen.shared.arch import facts, portable
+from flashgen.shared.call import CallRanges
+from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.launch_facts import LaunchFacts
+from flashgen.shared.signature import OFFSETS, SPLIT, WHOLE, CallSignature
+from flashgen.spec.language.signature import (
+    learning,
+    refuse_backward,
+    signature_of,
+    without_dropout,
+)
+from flashgen.spec.language.spec import AttentionSpec
+
+_OFFSETS = tuple(f"{name}:{dtype}" for name in OFFSETS for dtype in ("int32", "int64"))
+_CALLS = (SPLIT, "whole", "cu_seqlens_q", *_OFFSETS)
+
+
+_SIZES = {"batch": COUNT_LIMIT, "heads": COUNT_LIMIT}
+_SIZES |= {"seq_q": POSITION_LIMIT, "seq_k": POSITION_LIMIT}
+_POSITIONS = ("q", "k", "q_lo", "q_hi", "k_lo", "k_hi", "q_offset", "k_offset", "seq_q", "seq_k")
+_COUNTS = ("b", "batch", "h", "heads")
+_MOST_BITS = 30
+_LEAST_BITS = 11  # of positions: threads compute some past the end of their tile
+
+Ranges = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        spec: the spec.
+        archs: the architectures.
+        backward: whether to export the backward kernels too.
+        calls: variants of the spec, each as names of `_CALLS` joined by "+".
+        heads_per_tile: numbers of query heads that share a tile, 1 among them.
+        positions: positions up to which a block layout that is a function is tabulated.
+        command: the command that makes the export.
+    """
+
+    spec: AttentionSpec
+    archs: tuple[str, ...]
+    backward: bool = False
+    calls: tuple[str, ...] = ()
+    heads_per_tile: tuple[int, ...] = (1,)
+    positions: int = 16_384
+    command: str = "flashgen export"
+
+    def __post_init__(self) -> None:
+        # The manifest, comments and errors show it in a line.
+        object.__setattr__(self, "command", printable(self.command))
+
+    def variants(self) -> Iterator[Variant]:
+        """The spec itself, then its variants.
+
+        Raises:
+            InputError: a call has an unknown argument.
+        """
+        yield Variant()
+        calls = list(self.calls)
+        if self.spec.paged:  # calls without split_size have the planned one
+            with_split = (call if SPLIT in call else f"{call}+{SPLIT}" for call in self.calls)
+            calls = [SPLIT, *with_split, *calls]
+        for call in dict.fromkeys(calls):
+            names = call.split("+")
+            unknown = [name for name in names if name not in _CALLS]
+            if unknown:
+                raise InputError(
+                    "there is no such argument of calls",
+                    where="option --call",
+                    numbers=f"given {unknown[0]!r}; known: {', '.join(_CALLS)}",
+                    way_out=f"--call {SPLIT}, or several that a call has together, joined by +",
+                )
+            offsets = tuple(
+                (name, dtype)
+                for name, _, dtype in (each.partition(":") for each in names)
+                if name in OFFSETS
+            )
+            part = (*WHOLE, SPLIT) if SPLIT in names else WHOLE if "whole" in names else ()
+            offsets = tuple(sorted(offsets, key=lambda pair: OFFSETS.index(pair[0])))
+            yield Variant(None, offsets, part, "cu_seqlens_q" in names)
+
+
+@dataclass
+class Collection:
+    """The kernels of an export, each once, with the files that belong to them."""
+
+    request: ExportRequest
+    records: list[KernelRecord] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    _numbers: dict[tuple[str, LaunchFacts], int] = field(default_factory=dict)
+    _stems: dict[str, str] = field(default_factory=dict)
+
+    def add(self, build: Build) -> int:
+        """The number of a kernel in the manifest.
+
+        Kernels of one binary can have different launches: the delta kernel fills sums of dQ whose
+        tiles are those of another kernel.
+        """
+        key = build.binary.key, build.facts
+        if key not in self._numbers:
+            self._numbers[key] = len(self.records)
+            stem, resources = self._stem(build), build.binary.resources
+            self.records.append(KernelRecord(build.facts, stem, resources, cuda_of(build)))
+        return self._numbers[key]
+
+    def _stem(self, build: Build) -> str:
+        """The name of the files of a binary, which are added once."""
+        key = build.binary.key
+        if key not in self._stems:
+            first, taken = build.source.filename.removesuffix(".cu"), set(self._stems.values())
+            names = (first if n == 1 else f"{first}_{n}" for n in range(1, len(taken) + 2))
+            stem = self._stems[key] = next(name for name in names if name not in taken)
+            files = {"cu": build.source.text.encode(), "ptx": build.ptx.encode()}
+            files["cubin"] = _without_folder(build)
+            self.files |= {f"{KERNELS}/{stem}.{kind}": data for kind, data in files.items()}
+        return self._stems[key]
+
+    def program(self, variant: Variant) -> ProgramRecord:
+        """The kernels of the spec, or of a variant of it."""
+        request = self.request
+        spec = SpecProgram(request.spec).variant(variant)
+        signature = signature_of(spec)
+        no_backward = _why_no_backward(spec, request)
+        forward, builds = self._forward(spec)
+        backward: list[BackwardRecord] = []
+        if not no_backward:
+            backward, more = self._backward(spec)
+            builds += more
+        tables = {
+            arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
+        }
+        merge = {}
+        if spec.split:
+            assert signature.out_dtype is not None  # kernels are made for one dtype
+            of_out = signature.head_dim_v, signature.out_dtype
+            merge = {
+                arch: self.add(build_merge(*of_out, arch, splits=True)) for arch in request.archs
+            }
+        return ProgramRecord(
+            offsets=variant.offsets,
+            part=variant.part,
+            packs=variant.packs,
+            digest=SpecProgram(spec).digest,
+            signature=replace(signature, block_sparse=None),
+            layout=self._layout(spec),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            narrow=narrow_ranges(builds, signature),
+            tables={arch: found for arch, found in tables.items() if found},
+            merge=merge,
+            no_backward=no_backward,
+        )
+
+    def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
+        records: list[ForwardRecord] = []
+        builds: list[Build] = []
+        forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
+        for drops, used in _with_and_without_dropout(spec):
+            for arch in _with_fallbacks(self.request.archs):
+                for access, heads in dict.fromkeys(forms):
+                    options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
+                    narrow = build(used, arch, **options)
+                    wide = build(used, arch, **options, ranges=widest(signature_of(used)))
+                    builds.append(narrow)
+                    for is_wide, made in ((False, narrow), (True, wide)):
+                        if made is narrow and is_wide:
+                            continue  # no call needs it
+                        key = (drops, arch, access, heads, is_wide)
+                        records.append(ForwardRecord(*key, self.add(made)))
+        return records, builds
+
+    def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
+        heads = tuple(sorted({1, *self.request.heads_per_tile}))
+        obstacle = why_walks_differ(spec)
+        if len(heads) > 1 and obstacle:
+            raise InputError(
+                "heads of this spec cannot share a tile",
+                where="option --heads-per-tile",
+                numbers=f"given {heads[-1]}; {obstacle}",
+                way_out="no --heads-per-tile",
+            )
+        return heads
+
+    def _backward(self, spec: AttentionSpec) -> tuple[list[BackwardRecord], list[Build]]:
+        records: list[BackwardRecord] = []
+        builds: list[Build] = []
+        learned = tuple(tensor.name for tensor in signature_of(spec).learned)
+        uses = [
+            (drops, names, learning(used, frozenset(names)))
+            for drops, used in _with_and_without_dropout(spec)
+            for names in dict.fromkeys((learned, ()))
+        ]
+        for drops, names, used in uses:
+            for arch in _with_fallbacks(self.request.archs):
+                for fixed in (False, True):
+                    narrow = build_backward(used, arch, deterministic=fixed)
+                    ranges = widest(signature_of(used))
+                    wide = build_backward(used, arch, deterministic=fixed, ranges=ranges)
+                    builds += narrow
+                    for is_wide, made in ((False, narrow), (True, wide)):
+                        if made is narrow and is_wide:
+                            continue  # no call needs it
+                        key = (drops, names, arch, fixed, is_wide)
+                        records.append(BackwardRecord(*key, tuple(map(self.add, made))))
+        return records, builds
+
+    def _layout(self, spec: AttentionSpec) -> LayoutRecord | None:
+        sparse = spec.block_sparse
+        if sparse is None:
+            return None
+        if not sparse.is_static:
+            return LayoutRecord(sparse.block_q, sparse.block_k)
+        if sparse.by_head:
+            raise SpecError(
+                "a block layout that differs between heads cannot be exported",
+                where=sparse.where,
+                numbers="layout(b, h, i, j): its table depends on batch and heads of a call",
+                way_out="fg.BlockSparse() without a function, and layout= with each call; or a "
+                "layout(i, j) with the heads in mask_mod",
+            )
+        rows, columns = sparse.blocks(self.request.positions, self.request.positions)
+        self.files[LAYOUT_TABLE] = sparse.table(1, 1, rows, columns)
+        return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, LAYOUT_TABLE)
+
+
+def cuda_of(build: Build) -> int:
+    """The major version of CUDA of a kernel's compiler: PTX 8 is CUDA 12's, PTX 9 is CUDA 13's."""
+    declared = re.search(r"^\.version (\d+)\.", build.ptx, re.MULTILINE)
+    assert declared is not None, "PTX begins with its version"
+    return int(declared[1]) + 4
+
+
+def _without_folder(build: Build) -> bytes:
+    """The cubin with another name for the folder of the cache in its line information.
+
+    The name has the same length, so that all offsets in the file stay.
+    """
+    folder = "" if build.binary.folder is None else str(build.binary.folder)
+    if len(folder) < len(KERNELS):
+        return build.cubin
+    return build.cubin.replace(folder.encode(), KERNELS.encode().ljust(len(folder.encode()), b"/"))
+
+
+def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, AttentionSpec], ...]:
+    plain = (False, without_dropout(spec))
+    return (plain, (True, spec)) if spec.dropout else (plain,)
+
+
+def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
+    """The architectures, and those whose kernels read operands over which TMA does not step."""
+    more = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
+    return tuple(dict.fromkeys((*archs, *more)))
+
+
+def _why_no_backward(spec: AttentionSpec, request: ExportRequest) -> tuple[str, ...]:
+    """The four parts of the error of a backward pass without kernels; () where there are some."""
+    try:
+        refuse_backward(spec)
+    except SpecError as error:
+        return error.what, error.where, error.numbers, error.way_out
+    if request.backward:
+        return ()
+    return (
+        "the export has no backward kernels",
+        f"spec {spec.name}",
+        "exported without --backward, and a gradient is required",
+        f"{request.command} with --backward, or torch.no_grad()",
+    )
+
+
+# ---- the ranges for which kernels with 32-bit integers serve ------------------------------------
+
+# They are found by trial: every call inside of one set of them keeps all assumed expressions within
+# int32. A call outside of all of them may too, and then takes the wider kernel all the same.
+
+
+def widest(signature: CallSignature) -> CallRanges:
+    """The ranges of all calls that are accepted."""
+    scalars = {x.name: 0 for x in signature.scalars if x.dtype != "float32"}
+    of_sequences = signature.packed or signature.paged
+    offsets: dict[str, int | None] = {"q_offset": None, "k_offset": None}
+    found = CallRanges.of(_SIZES, offsets, scalars, of_sequences)
+    ends = dict(zip(found.names, found.ends, strict=True))
+    ends |= {name: (0, most) for name, most in _SIZES.items()}
+    ends |= dict.fromkeys(scalars, (-SCALAR_LIMIT, SCALAR_LIMIT))
+    return CallRanges(tuple(ends), tuple(ends.values()))
+
+
+def narrow_ranges(builds: Iterable[Build], signature: CallSignature) -> tuple[Ranges, ...] | None:
+    """Sets of ranges in which kernels keep their integers within int32; None where all calls do.
+
+    Each set has other limits of scalars, and the longest sequences that they leave.
+    """
+    blocks = [block for build in builds for block in build.source.assumptions if block.assumed]
+    all_calls = widest(signature)
+    if not blocks or not beyond_int32(blocks, all_calls):
+        return None
+    most = dict(zip(all_calls.names, all_calls.ends, strict=True))
+
+    def ranges(positions: int, counts: int, scalars: int) -> Ranges:
+        bits = dict.fromkeys(most, scalars)
+        bits |= dict.fromkeys(_POSITIONS, positions) | dict.fromkeys(_COUNTS, counts)
+        return {
+            name: (max(low, -(1 << bits[name])), min(high, 1 << bits[name]))
+            for name, (low, high) in most.items()
+        }
+
+    def fits(positions: int, counts: int, scalars: int) -> bool:
+        ends = ranges(positions, counts, scalars)
+        return not beyond_int32(blocks, CallRanges(tuple(ends), tuple(ends.values())))
+
+    found: list[tuple[int, int, int]] = []
+    for scalars in range(_MOST_BITS, -1, -1):
+        for counts in (20, 10):  # as many as are accepted, and fewer
+            bits = range(_MOST_BITS, _LEAST_BITS - 1, -1)
+            longest = next((n for n in bits if fits(n, counts, scalars)), 0)
+            inside = any(longest <= p and counts <= c and scalars <= s for p, c, s in found)
+            if longest and not inside:
+                found.append((longest, counts, scalars))
+    return tuple(ranges(*bits) for bits in found)

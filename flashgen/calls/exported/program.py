@@ -1,0 +1,351 @@
+"""The program of an export: the runtime takes kernels from its folder and compiles nothing."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from flashgen.calls.exported.folder import ExportedKernel, Folder, open_folder
+from flashgen.calls.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecord
+from flashgen.calls.launch import gpu_facts
+from flashgen.calls.ops.api import Attention
+from flashgen.calls.ops.registration import register_hashed_name
+from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
+from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.launch_facts import heads_of_fewest_rows
+from flashgen.shared.signature import LAYOUT, CallSignature
+from flashgen.shared.split_choice import choose_split
+
+
+@dataclass(frozen=True)
+class ExportedLayout:
+    """A block layout: one that calls give, or a table of a function of block coordinates."""
+
+    record: LayoutRecord
+    live: bytes
+    command: str
+
+    @property
+    def block_q(self) -> int:
+        return self.record.block_q
+
+    @property
+    def block_k(self) -> int:
+        return self.record.block_k
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the layout was a function, so that calls give no blocks."""
+        return self.record.rows > 0
+
+    @property
+    def by_head(self) -> bool:
+        """False: layouts of this kind are not exported."""
+        return False
+
+    def shape(self, batch: int, heads: int, q_end: int, k_end: int) -> tuple[int, int, int, int]:
+        """The shape of the table for global positions below the ends."""
+        return 1, 1, max(1, -(-q_end // self.block_q)), max(1, -(-k_end // self.block_k))
+
+    def table(self, batch: int, heads: int, rows: int, columns: int) -> bytes:
+        """The table of the first rows and columns of blocks.
+
+        Raises:
+            InputError: the export has fewer.
+        """
+        record = self.record
+        if rows > record.rows or columns > record.columns:
+            needed = max(rows * record.block_q, columns * record.block_k)
+            raise InputError(
+                "the positions of the call are beyond the block layout of the export",
+                where="arguments q, k, q_offset and k_offset",
+                numbers=f"{rows} x {columns} blocks; the export has {record.rows} x "
+                f"{record.columns}, of {record.block_q} queries and {record.block_k} keys",
+                way_out=f"{self.command} with --positions {needed}",
+            )
+        starts = range(0, rows * record.columns, record.columns)
+        return b"".join(self.live[start : start + columns] for start in starts)
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedProgram(CallProgram):
+    """The kernels of one record of a manifest.
+
+    Attributes:
+        drops: whether calls drop elements of P, where the spec has dropout.
+        learns: the learned tensors whose gradients are computed; None for all.
+    """
+
+    folder: Folder
+    record: ProgramRecord
+    drops: bool
+    learns: frozenset[str] | None = None
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExportedProgram) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        record = self.record
+        return (
+            self.folder.digest,
+            record.offsets,
+            record.part,
+            record.packs,
+            self.drops,
+            self.learns,
+        )
+
+    @property
+    def digest(self) -> str:
+        return self.record.digest
+
+    @functools.cached_property
+    def signature(self) -> CallSignature:
+        found, layout = self.record.signature, self.record.layout
+        if layout is not None:
+            live = self.folder.read(layout.table) if layout.table else b""
+            sparse = ExportedLayout(layout, live, self._command)
+            found = replace(found, block_sparse=sparse)
+        if self.learns is None:
+            return found
+        tensors = tuple(replace(x, grad=x.grad and x.name in self.learns) for x in found.tensors)
+        sink = next((x for x in tensors if found.sink and x.name == found.sink.name), None)
+        return replace(found, tensors=tensors, sink=sink)
+
+    @property
+    def _command(self) -> str:
+        return self.folder.manifest.command
+
+    def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
+        if backend is None and config.backend() is None:
+            backend = {**DEFAULTS, "cpu": "emulator"}.get(device.type)
+        chosen = choose(backend, device)
+        if chosen == "tiled":
+            raise InputError(
+                "an export has no tiled algorithms",
+                where="argument backend" if backend else "environment, FLASHGEN_BACKEND",
+                numbers=f"given 'tiled'; {self.folder.path} holds kernels",
+                way_out="backend=None or backend='emulator' for CPU tensors; fg.attention(spec) "
+                "computes tiles in PyTorch",
+            )
+        archs = self.folder.manifest.archs
+        wanted, why = (arch, "argument arch") if arch else (config.arch(), "FLASHGEN_ARCH")
+        if chosen == "gpu":
+            index = index_of(device)
+            own = self.folder.check_gpu(gpu_facts(index))
+            wanted, why = (wanted, why) if wanted else (own, "the export's for the GPU")
+        else:
+            index = 0
+            first = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
+            wanted, why = (wanted, why) if wanted else (first, f"the backend {chosen!r}")
+        if wanted not in archs:
+            raise InputError(
+                "the export has no kernels for this architecture",
+                where=why,
+                numbers=f"given {wanted!r}; exported for {', '.join(archs)}",
+                way_out=f"{self._command} with --arch {wanted}, or one of these",
+            )
+        return Target(chosen, wanted, device, index, why, order_seed=order_of(backend))
+
+    def without_dropout(self) -> CallProgram:
+        return replace(self, drops=False)
+
+    def learning(self, names: frozenset[str]) -> CallProgram:
+        every = frozenset(tensor.name for tensor in self.record.signature.learned)
+        return replace(self, learns=every if names else frozenset())
+
+    def refuse_backward(self) -> None:
+        if not self.record.no_backward:
+            return
+        what, where, numbers, way_out = self.record.no_backward
+        raise SpecError(what, where=where, numbers=numbers, way_out=way_out)
+
+    def variant(self, variant: Variant) -> CallProgram:
+        dtype, offsets, part, packs = variant
+        own = self.record.signature.dtype
+        names = [f"{name}:{given}" for name, given in offsets]
+        names += [part[-1] if part[-1] == "split_size" else "whole"] if part else []
+        names += ["cu_seqlens_q"] if packs else []
+        if dtype is not None and str(dtype) != f"torch.{own}":
+            raise InputError(
+                "the export has no kernels for the dtype of autocast",
+                where="torch.autocast",
+                numbers=f"autocast to {dtype}; exported for torch.{own}",
+                way_out="torch.autocast(..., enabled=False) around the call, or an export with "
+                f"--dtype {str(dtype).removeprefix('torch.')}",
+            )
+        for record in self.folder.manifest.programs:
+            if (record.offsets, record.part, record.packs) == (offsets, part, packs):
+                return ExportedProgram(self.folder, record, record.signature.dropout)
+        raise InputError(
+            "the export has no kernels for a call with these arguments",
+            where="arguments " + ", ".join(name.partition(":")[0] for name in names),
+            numbers=f"exported for calls with {self._calls()}",
+            way_out=f"{self._command} with --call {'+'.join(names)}",
+        )
+
+    def _calls(self) -> str:
+        found = []
+        for record in self.folder.manifest.programs:
+            names = [name for name, _ in record.offsets] + list(record.part)
+            names += ["cu_seqlens_q"] if record.packs else []
+            found.append("+".join(names) or "none of them")
+        return ", or ".join(found)
+
+    def planned_split(self, target: Target, heads_kv: int) -> int:
+        split = next((r for r in self.folder.manifest.programs if r.signature.split), None)
+        if split is None:
+            return 0
+        facts = self._kernel(
+            next(r for r in split.forward if r.arch == target.arch and r.heads == 1).kernel
+        ).facts
+        return choose_split(facts, max(heads_kv, 1), target.sms or facts.machine.sms).size
+
+    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
+        return {}
+
+    def forward(self, request: ForwardRequest) -> tuple[ExportedKernel, str]:
+        self._refuse_options(request.launch)
+        wide = self._is_wide(request.ranges)
+        fitting = {
+            record.heads: record
+            for record in self.record.forward
+            if (record.drops, record.arch, record.access_bytes, record.wide)
+            == (self.drops, request.arch, request.access_bytes, wide)
+        }
+        if not fitting:
+            self._refuse_missing("forward kernel", request.arch, request.access_bytes, wide)
+        record, reason = self._of_heads(fitting, request)
+        return self._kernel(record.kernel), reason
+
+    def _of_heads(
+        self, fitting: Mapping[int, ForwardRecord], request: ForwardRequest
+    ) -> tuple[ForwardRecord, str]:
+        """The kernel whose heads per tile leave the fewest rows, of those that were exported."""
+        call, layout = request.call, request.captured.get(LAYOUT)
+        group = call.heads_q // call.heads_kv
+        by_head = layout is not None and layout.shape[1] > 1
+        usable = [heads for heads in sorted(fitting) if group % heads == 0 and not by_head]
+        if len(usable) < 2:
+            reason = f"of {group} that share K and V: as exported" if group > 1 else ""
+            return fitting[1], reason
+        facts = {heads: self._kernel(fitting[heads].kernel).facts for heads in usable}
+        rows = {heads: facts[heads].block_q for heads in usable}
+        seq_q = call.seq_q
+        if self.signature.packed:
+            seq_q = -(-seq_q // max(call.batch, 1))
+        sizes = call.batch, call.heads_q, call.heads_kv, seq_q, 1
+        tiles = {heads: math.prod(facts[heads].grid(*sizes)) for heads in usable}
+        chosen = heads_of_fewest_rows(rows, tiles, self.folder.manifest.heads_gain)
+        reason = f"of {group} that share K and V, among the exported {', '.join(map(str, usable))}"
+        return fitting[chosen], reason
+
+    def backward(
+        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+    ) -> tuple[ExportedKernel, ...]:
+        self._refuse_options(launch)
+        wide = self._is_wide(ranges)
+        learns = tuple(tensor.name for tensor in self.signature.learned)
+        for record in self.record.backward:
+            if (record.drops, record.learns, record.arch, record.deterministic, record.wide) == (
+                *(self.drops, learns, arch, deterministic, wide),
+            ):
+                return tuple(map(self._kernel, record.kernels))
+        self._refuse_missing("backward kernels", arch, 16, wide)
+
+    def minmax_tables(self, arch: str) -> tuple[ExportedKernel, ...]:
+        return tuple(map(self._kernel, self.record.tables.get(arch, ())))
+
+    def merge(self, arch: str) -> ExportedKernel:
+        return self._kernel(self.record.merge[arch])
+
+    def _kernel(self, number: int) -> ExportedKernel:
+        return self.folder.kernel(number)
+
+    def _is_wide(self, ranges: CallRanges) -> bool:
+        """Whether a call is outside of all ranges for which 32-bit integers serve."""
+        if self.record.narrow is None:
+            return False
+        ends = dict(zip(ranges.names, ranges.ends, strict=True))
+        return not any(
+            all(low <= ends[n][0] and ends[n][1] <= high for n, (low, high) in box.items())
+            for box in self.record.narrow
+        )
+
+    def _refuse_options(self, launch: LaunchOptions) -> None:
+        if not launch.plans_itself:
+            raise InputError(
+                "the kernels of an export are planned already",
+                where="arguments sram and tiles",
+                numbers=f"given sram {launch.sram!r} and tiles {dict(launch.tiles)!r}",
+                way_out="neither of them, or fg.attention(spec)",
+            )
+
+    def _refuse_missing(self, what: str, arch: str, access_bytes: int, wide: bool) -> NoReturn:
+        raise InputError(
+            f"the export has no {what} for this call",
+            where=str(self.folder.path),
+            numbers=f"for {arch}, {access_bytes} B per access, {64 if wide else 32}-bit integers",
+            way_out=f"export again with this release: {self._command}",
+        )
+
+
+class ExportedAttention(Attention):
+    """The callable of an export: `flashgen.calls.ops.Attention`, with kernels from a folder.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = open_folder(path)
+        record, *_ = folder.manifest.programs
+        super().__init__(ExportedProgram(folder, record, record.signature.dropout))
+        self.path = folder.path
+        # Programs of torch.export look operators up by their names.
+        for each in folder.manifest.programs:
+            register_hashed_name(ExportedProgram(folder, each, each.signature.dropout))
+
+    def __repr__(self) -> str:
+        return f"flashgen.load_export({str(self.path)!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return load_export, (str(self.path),)
+
+
+def load_export(folder: str | os.PathLike[str]) -> ExportedAttention:
+    """The callable of a spec that ``flashgen export`` wrote to a folder.
+
+    It has the arguments and results of `flashgen.attention`, for calls that were exported, and
+    needs neither sympy nor jinja2 nor NVRTC. CUDA tensors run on their GPU, CPU tensors in the
+    emulator. It registers the operator under the name that it has in the process that exported it,
+    ``torch.ops.flashgen.<name>``, so that programs of torch.export which hold it can be loaded.
+
+    Args:
+        folder: the folder that holds manifest.json.
+
+    Returns:
+        A callable; `calls.ops.Attention.__call__` lists its arguments. ``backend="tiled"``,
+        another ``arch``, and arguments whose kernels were not exported raise InputError.
+
+    Raises:
+        ExportError: there is no export, it has another version, or a file is missing, changed or
+            outside of the folder.
+        LaunchError: of a call: no kernel is for the GPU, or its driver is older than the compiler.
+    """
+    return ExportedAttention(Path(folder))

@@ -1,0 +1,225 @@
+"""Whether the values of a manifest fit together: what its types alone do not say.
+
+A damaged manifest is refused when it is loaded, so that no call meets a kernel that is not there, a
+size that is none, or a name that torch does not take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import product
+
+from flashgen.calls.exported.manifest import (
+    FORMAT,
+    KERNELS,
+    KernelRecord,
+    Manifest,
+    ProgramRecord,
+)
+from flashgen.shared.arch import portable
+from flashgen.shared.call import CallRanges
+from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
+from flashgen.shared.launch_facts import KEY_KERNELS, STREAMING_KERNELS, LaunchFacts
+from flashgen.shared.paths import PATHS
+from flashgen.shared.signature import (
+    OFFSETS,
+    PAGE_NAMES,
+    SPLIT,
+    WHOLE,
+    CallSignature,
+    TensorArgument,
+)
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ARCH = re.compile(r"sm_\d{2,3}a?", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+_KERNELS = {"forward", "dq", "captured", "captured_exact", *KEY_KERNELS, *STREAMING_KERNELS}
+_PARAMS = {"pointer", "int64", "int32", "float32", "tensormap"}
+_OPERANDS = {"q", "k", "v", "do"}
+_UNUSED = {
+    **dict.fromkeys(STREAMING_KERNELS, ("block_k",)),
+    "minmax_table": ("block_q", "block_k", "head_dim", "head_dim_v"),
+}
+"""The sizes of kernels that have none."""
+_SIZES = ("batch", "heads", "seq_q", "seq_k")
+
+
+def checked(manifest: Manifest) -> Manifest:
+    """The manifest.
+
+    Raises:
+        ValueError: a value is none that an export writes.
+    """
+    lines = (manifest.flashgen, manifest.nvrtc, manifest.command)
+    _require(all(map(str.isprintable, lines)), f"versions and command are lines of text: {lines}")
+    archs = manifest.archs
+    _require(_are_unique(archs) and all(map(_ARCH.fullmatch, archs)), f"architectures: {archs}")
+    _require(manifest.heads_gain >= 1, f"heads_gain {manifest.heads_gain}: it is 1 or more")
+    for name, file in manifest.files.items():
+        _require(bool(_DIGEST.fullmatch(file.sha256)) and file.bytes >= 0, f"the record of {name}")
+    for kernel in manifest.kernels:
+        _check_kernel(kernel, manifest)
+    keys = [(each.offsets, each.part, each.packs) for each in manifest.programs]
+    _require(_are_unique(keys), f"{len(keys)} programs: each is for another call")
+    _require(keys[0] == ((), (), False), "the first program is for calls without options")
+    for program in manifest.programs:
+        _check_program(program, manifest)
+    return manifest
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"format {FORMAT} does not allow {what:.200}")
+
+
+def _are_unique(values: Iterable[object]) -> bool:
+    """Whether there are some and none twice."""
+    found = list(values)
+    return bool(found) and len(set(found)) == len(found)
+
+
+def _check_kernel(kernel: KernelRecord, manifest: Manifest) -> None:
+    of = kernel.facts
+    for suffix in ("cu", "ptx", "cubin"):
+        file = f"{KERNELS}/{kernel.stem}.{suffix}"
+        _require(file in manifest.files, f"a kernel without the file {file!r}")
+    _require(kernel.cuda >= 1, f"CUDA {kernel.cuda}")
+    _require(min(vars(kernel.resources).values()) >= 0, f"the resources of {kernel.stem}")
+    words = (
+        (of.name, bool(_NAME.fullmatch(of.name))),
+        (of.kernel, of.kernel in _KERNELS),
+        (of.arch, bool(_ARCH.fullmatch(of.arch))),
+        (of.path, of.path in PATHS),
+        (of.dtype, of.dtype in OPERAND_DTYPES),
+        *((param.name, bool(_NAME.fullmatch(param.name))) for param in of.params),
+        *((param.ctype, param.ctype in _PARAMS) for param in of.params),
+        *((name, name in _OPERANDS) for name, _ in of.boxes),
+        *((term.summed_over, term.tensor != "") for term in of.terms),
+    )
+    for word, is_known in words:
+        _require(is_known, f"{word!r} in the facts of kernel {kernel.stem}")
+    _require(_are_unique(of.params), f"the parameters of kernel {kernel.stem}")
+    for name, number in _counts(of):
+        least = 0 if name in _UNUSED.get(of.kernel, ()) else 1
+        _require(number >= least, f"{name} {number} of kernel {kernel.stem}")
+    _require(of.smem_bytes >= 0, f"smem_bytes {of.smem_bytes} of kernel {kernel.stem}")
+    _require(of.threads % 32 == 0 and of.threads <= 1024, f"{of.threads} threads")
+    _require(of.integer_bits in (32, 64), f"integers of {of.integer_bits} bits")
+    _require(of.access_bytes in (2, 4, 8, 16), f"{of.access_bytes} B per access")
+    heads = of.heads_per_tile if of.block_q else 0
+    _require(of.block_q >= heads, f"{heads} heads in {of.block_q} rows")
+    _require(min(of.of_gpu) >= 0, f"the GPU of kernel {kernel.stem}: {of.of_gpu}")
+
+
+def _counts(of: LaunchFacts) -> list[tuple[str, int]]:
+    names = ("itemsize", "head_dim", "head_dim_v", "block_q", "block_k", "warps", "blocks_per_sm")
+    found = [(name, getattr(of, name)) for name in (*names, "heads_per_tile", "threads")]
+    found += [("sms", of.of_gpu.sms)]
+    found += [("sums_tile", size) for size in of.sums_tile or ()]
+    return found + [(f"box of {name}", size) for name, box in of.boxes for size in box]
+
+
+def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
+    signature = program.signature
+    _check_signature(signature)
+    _require(bool(_DIGEST.fullmatch(program.digest)), f"the digest {program.digest!r} of a spec")
+    _require(
+        all(name in OFFSETS and dtype in ("int32", "int64") for name, dtype in program.offsets),
+        f"offsets {program.offsets}",
+    )
+    parts = ((), WHOLE, (*WHOLE, SPLIT))
+    _require(program.part in parts, f"part {program.part}")
+    _require(len(program.no_backward) in (0, 4), "no_backward without the four parts of an error")
+    served = {*manifest.archs, *(portable(arch) for arch in manifest.archs)}
+    drops = {False, signature.dropout}
+    for forward in program.forward:
+        _check_kernels((forward.kernel,), forward.arch, manifest)
+        _require(forward.arch in served and forward.drops in drops, f"{forward}")
+        of = manifest.kernels[forward.kernel].facts
+        of_call = forward.heads, forward.access_bytes, 64 if forward.wide else of.integer_bits
+        of_kernel = of.heads_per_tile, of.access_bytes, of.integer_bits
+        _require(of_call == of_kernel and of.kernel == "forward", f"{forward} for {of.name}")
+        shape = of.dtype, of.head_dim, of.head_dim_v
+        _require(shape == (signature.dtype, *_dims(signature)), f"{of.name} for {signature.name}")
+    for backward in program.backward:
+        _check_kernels(backward.kernels, backward.arch, manifest)
+        _require(bool(backward.kernels), "a backward pass without kernels")
+        _require(backward.arch in served and backward.drops in drops, f"{backward}")
+    passes = [{(each.arch, each.drops) for each in program.forward}]
+    if not program.no_backward:
+        passes.append({(each.arch, each.drops) for each in program.backward})
+    for arch, drop, of_pass in product(manifest.archs, drops, passes):
+        _require((arch, drop) in of_pass, f"a program without kernels for {arch}")
+    for arch in {each.arch for each in program.forward}:
+        found = any((x.arch, x.heads) == (arch, 1) for x in program.forward)
+        _require(found, f"a program without kernels of one head for {arch}")
+    for arch, numbers in program.tables.items():
+        _check_kernels(numbers, arch, manifest)
+    for arch, number in program.merge.items():
+        _check_kernels((number,), arch, manifest)
+    merged = set(manifest.archs) if signature.split else set()
+    _require(set(program.merge) == merged, f"kernels that merge for {sorted(program.merge)}")
+    _check_layout(program, manifest)
+    names = _names_of_ranges(signature)
+    for box in program.narrow or ():
+        fits = set(box) == names and all(low <= high for low, high in box.values())
+        _require(fits, f"the ranges {box}")
+
+
+def _check_kernels(numbers: Iterable[int], arch: str, manifest: Manifest) -> None:
+    for number in numbers:
+        _require(0 <= number < len(manifest.kernels), f"kernel {number} of {len(manifest.kernels)}")
+        own = manifest.kernels[number].facts.arch
+        _require(own == arch, f"kernel {number} for {own} where one for {arch} is named")
+
+
+def _check_layout(program: ProgramRecord, manifest: Manifest) -> None:
+    layout = program.layout
+    if layout is None:
+        return
+    _require(min(layout.block_q, layout.block_k) >= 1, f"{layout}")
+    _require(min(layout.rows, layout.columns) >= 0, f"{layout}")
+    held = manifest.files[layout.table].bytes if layout.table in manifest.files else 0
+    _require(held == layout.rows * layout.columns, f"{layout}: the table has {held:,} B")
+    _require(bool(layout.table) == bool(held), f"{layout}")
+
+
+def _check_signature(signature: CallSignature) -> None:
+    names = [scalar.name for scalar in signature.scalars]
+    names += [tensor.name for tensor in signature.tensors]
+    _require(bool(_NAME.fullmatch(signature.name)), f"the name {signature.name!r} of a spec")
+    _require(len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)), f"names {names}")
+    dtypes = signature.dtype, signature.out_dtype
+    _require(set(dtypes) <= set(OPERAND_DTYPES), f"dtypes {dtypes}")
+    _require(min(_dims(signature)) >= 1, f"head dims {_dims(signature)}")
+    for scalar in signature.scalars:
+        _require(scalar.dtype in SCALAR_DTYPES, f"{scalar}")
+    for tensor in signature.tensors:
+        _check_tensor(tensor)
+    paged = PAGE_NAMES if signature.paged else ()
+    _require(
+        {*signature.boundaries, *paged} <= set(names), f"a call without {paged or 'cu_seqlens'}"
+    )
+    sink = signature.sink
+    _require(sink is None or sink in signature.tensors, f"the sink {sink}")
+    _require(signature.block_sparse is None, "a block layout in a signature")
+    _require(set(signature.offsets) <= {*OFFSETS, *names}, f"offsets {signature.offsets}")
+
+
+def _dims(signature: CallSignature) -> tuple[int, int]:
+    return signature.head_dim, signature.head_dim_v
+
+
+def _check_tensor(tensor: TensorArgument) -> None:
+    named = all(dim >= 1 if isinstance(dim, int) else dim.isidentifier() for dim in tensor.dims)
+    learnable = not tensor.grad or "float" in tensor.dtype
+    _require(named and learnable and tensor.dtype in TENSOR_DTYPES, f"{tensor}")
+
+
+def _names_of_ranges(signature: CallSignature) -> set[str]:
+    """The names whose ranges a call has."""
+    offsets: dict[str, int | None] = dict.fromkeys(OFFSETS)
+    scalars = {x.name: 0 for x in signature.scalars if x.dtype != "float32"}
+    of_sequences = signature.packed or signature.paged
+    return set(CallRanges.of(dict.fromkeys(_SIZES, 0), offsets, scalars, of_sequences).names)

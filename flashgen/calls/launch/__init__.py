@@ -1,0 +1,251 @@
+"""Launches on a GPU: loads a cubin, packs its parameters, launches it on a stream.
+
+All arguments are integers: device pointers, strides, a stream handle. Kernels run in the device's
+primary context, which torch uses too, so that torch's pointers and streams are valid::
+
+    reason = available()                      # None when there is a GPU
+    kernel = load(binary, device=0)
+    launch(kernel, (tiles, 1, 1), (128, 1, 1), smem, pack(source.params, values), stream)
+
+Functions that call the driver have an argument ``driver``; by default it is the real driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashgen.calls.launch.device import (
+    WARM_UP,
+    Device,
+    available,
+    check,
+    cuda_version,
+    current,
+    device_arch,
+    device_facts,
+    fitting_driver,
+    fitting_versions,
+    guard,
+    loads,
+    real_driver,
+)
+from flashgen.calls.launch.gpu import Gpu, gpu_facts, gpus
+from flashgen.calls.launch.params import ParamField, Value, encode, pack
+from flashgen.kernels.compile import Binary
+from flashgen.shared.errors import LaunchError
+
+__all__ = [
+    "Gpu",
+    "Kernel",
+    "ParamField",
+    "Value",
+    "available",
+    "device_arch",
+    "encode",
+    "fitting_driver",
+    "fitting_versions",
+    "gpu_facts",
+    "gpus",
+    "launch",
+    "load",
+    "loads",
+    "pack",
+]
+
+_GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
+_BLOCK_LIMITS = (1024, 1024, 64)
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel loaded on a device, ready to launch. Made by `load`."""
+
+    binary: Binary
+    device: Device
+    driver: Any = field(repr=False)
+    module: Any = field(repr=False)
+    function: Any = field(repr=False)
+    dynamic_smem_bytes: int = 0  # the function's current limit
+
+    @property
+    def name(self) -> str:
+        return self.binary.kernel
+
+
+_kernels: dict[tuple[Any, int, str], Kernel] = {}
+
+
+def load(
+    binary: Binary, device: int = 0, *, stream: int | None = None, driver: Any = None
+) -> Kernel:
+    """Loads a binary's kernel on a device; the same binary is loaded once per device.
+
+    The cubin is loaded instead of the PTX, because a driver runs cubins of its CUDA major version,
+    but rejects PTX of a newer compiler.
+
+    Args:
+        binary: the compiled kernel.
+        device: the number of the CUDA device.
+        stream: the handle of the stream that the kernel will be launched on; None if not known.
+        driver: replaces ``cuda.bindings.driver``.
+
+    Raises:
+        LaunchError: there is no driver or device, the driver is older than the compiler, the binary
+            is for another architecture, or the kernel is not loaded yet and ``stream`` is being
+            captured into a CUDA graph, during which the driver does not load modules.
+    """
+    driver = driver or real_driver()
+    at = device_facts(device, driver)
+    key = (driver, device, binary.key)
+    with guard:
+        known = _kernels.get(key)
+        if known is not None:
+            return known
+        where = f"loading {binary.kernel} on CUDA device {device}"
+        _check_arch(binary, at)
+        _check_version(binary, driver, where)
+        with current(at, driver):
+            if stream is not None and int(check(driver, driver.cuStreamIsCapturing(stream), where)):
+                raise LaunchError(
+                    "a kernel cannot be loaded while a CUDA graph is being captured",
+                    where=where,
+                    numbers="its first launch would be in the capture",
+                    way_out=WARM_UP,
+                )
+            module = check(driver, driver.cuModuleLoadData(binary.cubin), where)
+            name = binary.kernel.encode()
+            function = check(driver, driver.cuModuleGetFunction(module, name), where)
+        _kernels[key] = Kernel(binary, at, driver, module, function)
+        return _kernels[key]
+
+
+def _check_arch(binary: Binary, device: Device) -> None:
+    """Checks that a device runs a cubin: same major version, no lower minor; "a": same version."""
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", binary.arch)
+    assert match is not None, "compile() checks the form of the architecture"
+    major, minor, exact = int(match[1]), int(match[2]), match[3] == "a"
+    have = device.capability
+    fits = have == (major, minor) if exact else have[0] == major and have[1] >= minor
+    if not fits:
+        raise LaunchError(
+            f"the binary of {binary.kernel} is for another architecture",
+            where=f"CUDA device {device.index}",
+            numbers=f"binary for {binary.arch}; the device is sm_{have[0]}{have[1]}",
+            way_out=f'build the spec with arch="sm_{have[0]}{have[1]}"',
+        )
+
+
+def _check_version(binary: Binary, driver: Any, where: str) -> None:
+    """Checks that a driver is not older than the compiler of a cubin, by their major versions.
+
+    PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX ISA, release notes).
+    """
+    declared = re.search(r"^\.version (\d+)\.", binary.ptx, re.MULTILINE)
+    assert declared is not None, "PTX begins with its version"
+    needed, have = int(declared[1]) + 4, cuda_version(driver)
+    if not loads(have, needed):
+        raise LaunchError(
+            "the driver is older than the compiler of the kernel",
+            where=where,
+            numbers=f"compiled for CUDA {needed}; the driver supports CUDA {have[0]}.{have[1]}",
+            way_out=fitting_versions(needed, have),
+        )
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem: int,
+    packed: bytes,
+    stream: int = 0,
+) -> None:
+    """Queues one launch on a stream and returns at once.
+
+    Args:
+        kernel: the result of `load`.
+        grid: blocks along x, y, z; each at least 1.
+        block: threads along x, y, z.
+        smem: dynamic shared memory per block, bytes.
+        packed: the parameter structure, as bytes from `pack`.
+        stream: the CUstream's handle as an integer, such as torch's
+            ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream.
+
+    Raises:
+        LaunchError: the launch exceeds a limit of the device or kernel, or the driver refuses it.
+            Errors of the running kernel appear in a later call, like all asynchronous CUDA errors.
+    """
+    driver = kernel.driver
+    _check_limits(kernel, grid, block, smem)
+    if len(packed) != kernel.binary.resources.param_bytes:
+        raise _refused(
+            kernel,
+            "the packed parameters do not have the size of the kernel's structure",
+            f"{len(packed)} B packed; struct Params has {kernel.binary.resources.param_bytes} B",
+            "pack the values with Source.params of the source that the binary was compiled from",
+        )
+    where = f"launch of {kernel.name}, grid {grid}, block {block}, {smem:,} B of shared memory"
+    structure = ctypes.create_string_buffer(packed, len(packed))
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+    with current(kernel.device, driver):
+        if smem > kernel.dynamic_smem_bytes:
+            kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver, driver.cuFuncSetAttribute(kernel.function, kind, smem), where)
+            kernel.dynamic_smem_bytes = smem
+        result = driver.cuLaunchKernel(
+            kernel.function, *grid, *block, smem, stream, ctypes.addressof(pointers), 0
+        )
+        check(driver, result, where)
+
+
+def _check_limits(
+    kernel: Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int
+) -> None:
+    device, needs = kernel.device, kernel.binary.resources
+    for label, sizes, limits in (("grid", grid, _GRID_LIMITS), ("block", block, _BLOCK_LIMITS)):
+        for axis, size, limit in zip("xyz", sizes, limits, strict=True):
+            if not 1 <= size <= limit:
+                raise _refused(
+                    kernel,
+                    f"the {label} is {'empty' if size < 1 else 'too large'} along {axis}",
+                    f"{label} {tuple(sizes)}; {axis} can be 1 to {limit:,}",
+                    "skip the launch when a size is 0"
+                    if size < 1
+                    else "split the batch or the heads over several calls",
+                )
+    threads = math.prod(block)
+    most = min(device.max_threads, needs.max_threads)
+    if threads > most:
+        raise _refused(
+            kernel,
+            "the block has too many threads",
+            f"{threads:,} threads; the kernel was compiled for {needs.max_threads:,} at most, the "
+            f"device allows {device.max_threads:,}",
+            "launch with the threads of the plan that the kernel was made for",
+        )
+    if threads * needs.registers > device.registers:
+        raise _refused(
+            kernel,
+            "the block needs more registers than a multiprocessor has",
+            f"{threads:,} threads * {needs.registers} registers = {threads * needs.registers:,}; "
+            f"the device has {device.registers:,}",
+            "plan for this device's architecture",
+        )
+    total = smem + needs.static_smem_bytes
+    if smem < 0 or total > device.max_smem_bytes:
+        raise _refused(
+            kernel,
+            "the block needs more shared memory than the device has",
+            f"{smem:,} B dynamic + {needs.static_smem_bytes:,} B static; the device allows "
+            f"{device.max_smem_bytes:,} B",
+            "plan for this device's architecture",
+        )
+
+
+def _refused(kernel: Kernel, what: str, numbers: str, way_out: str) -> LaunchError:
+    where = f"launch of {kernel.name} on CUDA device {kernel.device.index}"
+    return LaunchError(what, where=where, numbers=numbers, way_out=way_out)

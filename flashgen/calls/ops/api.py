@@ -1,0 +1,311 @@
+"""`flashgen.attention`, which makes a callable operator from a spec."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch.autograd import forward_ad
+
+from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
+from flashgen.calls.ops.dispatched_call import dispatched_call
+from flashgen.calls.ops.operator import Operator
+from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.runtime import backward, forward
+from flashgen.calls.runtime.arguments.call import Call
+from flashgen.calls.runtime.arguments.options import draw_rng, refuse_positional, refuse_return_lse
+from flashgen.calls.runtime.arguments.pages import check_positions_of_pages
+from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
+from flashgen.calls.runtime.programs import CallProgram, Variant, planned_split, program_of
+from flashgen.calls.runtime.reports import Report
+from flashgen.shared.call import CallOptions, Operands
+from flashgen.shared.errors import SpecError
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_C = torch._C
+
+
+def attention(spec: AttentionSpec | None = None, *more: Any, **others: Any) -> Attention:
+    """Returns the operator that computes ``spec``; equal specs share one operator.
+
+    The operator is also registered as ``torch.ops.flashgen.<name>``, with the name of the spec.
+    If a different spec already has the name, a short hash is appended.
+
+    Args:
+        spec: the variant to compute.
+
+    Returns:
+        A callable; `flashgen.calls.ops.Attention.__call__` lists its arguments.
+
+    Raises:
+        SpecError: ``spec`` is not an AttentionSpec, or not the only argument.
+    """
+    from flashgen.spec.language.spec import AttentionSpec
+
+    if more or others:
+        raise SpecError(
+            "an operator is made from an AttentionSpec alone",
+            where="flashgen.attention",
+            numbers=f"given {len(more)} more by position and {', '.join(others) or 'none'} by name",
+            way_out="options of the variant in fg.AttentionSpec(...), and what belongs to a call "
+            "in the call: fg.attention(spec)(q, k, v, scale=...)",
+        )
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(
+            "an operator is made from an AttentionSpec",
+            where="flashgen.attention",
+            numbers=f"given a {type(spec).__name__}",
+            way_out="fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...))",
+        )
+    return _attention(spec)
+
+
+@functools.cache
+def _attention(spec: AttentionSpec) -> Attention:
+    return Attention(spec)
+
+
+class Attention:
+    """A callable that computes one spec; kernels are compiled at the first call that needs them.
+
+    Operators can be pickled and copied, also as attributes of a module. torch.compile and
+    torch.export trace a call as one node.
+
+    Attributes:
+        spec: the variant that is computed.
+    """
+
+    def __init__(self, spec: AttentionSpec | CallProgram) -> None:
+        self.spec: Any = spec
+        self._operator = operator_of(spec)
+        self._paged = self._operator.signature.paged
+        self._used = self._operator
+        self._variants = SimpleNamespace()
+
+    def __repr__(self) -> str:
+        return f"flashgen.attention({self.spec!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return attention, (self.spec,)
+
+    def __copy__(self) -> Attention:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Attention:
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name of the operator in torch.ops.flashgen."""
+        return self._operator.name
+
+    @property
+    def report(self) -> Report | None:
+        """Backend, kernel and counters of the last call; None before the first call."""
+        done = self._used.done
+        return None if done is None else forward.report(done)
+
+    @property
+    def backward_reports(self) -> tuple[Report, ...]:
+        """A report for each kernel of the last backward pass; empty before the first pass."""
+        done = self._used.done_backward
+        return () if done is None else backward.reports(done)
+
+    @overload
+    def __call__(
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **rest: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def __call__(
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
+    ) -> Tensor: ...
+
+    def __call__(
+        self,
+        /,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        *more: Any,
+        scale: float | None = None,
+        q_offset: int | Tensor | None = None,
+        k_offset: int | Tensor = 0,
+        h_offset: int = 0,
+        whole: Mapping[str, int] | None = None,
+        split_size: int | None = None,
+        return_lse: bool = False,
+        dropout_p: float | Tensor = 0.0,
+        rng: Tensor | None = None,
+        backend: str | None = None,
+        arch: str | None = None,
+        deterministic: bool | None = None,
+        **captures: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes attention of q over k and v, with gradients for them and for learned tensors.
+
+        The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
+        backward. Under torch.autocast, q, k and v are cast to the autocast dtype and the kernels of
+        that dtype run. Meta tensors give meta tensors.
+
+        Args:
+            q: [batch, heads_q, seq_q, head_dim], of the spec's dtype (where that is None:
+                float16, bfloat16 or float32), on the CPU or a CUDA device. Any strides with a
+                contiguous last dimension; expanded tensors are allowed.
+            k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. With
+                paged=True, k and v are caches [pages, heads_kv, page_size, head dim].
+            v: [batch, heads_kv, seq_k, head_dim_v].
+            scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
+            q_offset: global position of the first query, which mods see: an int, or an int32 or
+                int64 tensor of dims (), (1,) or (batch,) on the device of q, with one position for
+                each batch entry. Kernels read the tensor, so that no call waits for the device and
+                a replayed CUDA graph uses its new values. Positions beyond +-2^28 are refused on
+                the CPU and clamped on a GPU. With dropout_p above 0 an int that is a multiple of
+                16. None: 0, or for paged=True the position with which the queries come last.
+            k_offset: global position of the first key, likewise.
+            h_offset: number of the first query head, for mods, dropout, the sink and block layouts,
+                where the call has some of the heads of a whole.
+            whole: the sizes of the whole of which the call computes a part, where they are larger
+                than those of the call: {"heads": ..., "seq_q": ..., "seq_k": ...}, each of them
+                optional. Mods see them as fg.heads, fg.seq_q and fg.seq_k, and captured tensors
+                with a dimension "heads" have all heads. Packed sequences have lengths of their own.
+            split_size: number of keys after which another thread block continues with the keys of a
+                row, a multiple of 16. Splits begin at the global key positions 0, split_size, 2 *
+                split_size, and so on; a kernel merges their results. This computes few queries over
+                many keys on all SMs, and the bits of a row then depend on its own query and keys,
+                not on the number of queries or of batch entries. 0 and None: all keys of a row in
+                one thread block; None for paged=True: `flashgen.kernels.planner.plan_splits`. For
+                inference: the call has no backward pass. Not for packed keys.
+            return_lse: whether to also return the log-sum-exp of each row.
+            dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
+                multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
+                with dropout=True. Which elements depends on rng, batch entry, head and global
+                positions alone.
+            rng: int64 [2] on the device of q, seed and offset of dropout; if None, drawn from
+                PyTorch's generator of that device.
+            backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA
+                tensors); "tiled" computes tiles in PyTorch (default for CPU tensors);
+                "emulator" executes the kernels on CPU tensors with memory and race checkers, and
+                "emulator:7" does so in an order of blocks and warps that is drawn from 7.
+                FLASHGEN_BACKEND replaces the default.
+            arch: architecture to compile for, such as "sm_90a"; if None, FLASHGEN_ARCH, the
+                architecture of the GPU, or sm_80.
+            deterministic: whether gradients have the same bits in every run; if None, the setting
+                of torch.use_deterministic_algorithms.
+            captures: a number for each scalar and a tensor for each captured tensor of the spec, by
+                name. Tensors have the declared rank and dtype, lie on the device of q and may have
+                any strides. Floats of another dtype are converted to the declared one, and their
+                gradients have the dtype that was given. With paged=True: page_table, int32
+                [sequences, pages], cache_seqlens, int32 [sequences], the keys of each; and
+                cu_seqlens_q, int32 [sequences + 1], where the queries of all sequences are one
+                batch entry of q. If the spec's block_sparse
+                has no function, ``layout`` too: a bool tensor [batch or 1, heads or 1, row blocks,
+                column blocks] counted from global position 0, a flashgen.Layout, or a PyTorch
+                BlockMask with the spec's block size, whose blocks are used and whose mask_mod is
+                not.
+
+        Returns:
+            out: [batch, heads_q, seq_q, head_dim_v], of q's dtype and with its axes in the memory
+            order of q's. With return_lse a tuple (out, lse): lse is [batch, heads_q, seq_q],
+            float32, natural logarithm. A row without a kept key has out 0 and lse -inf (or the
+            spec's sink), as has every row if seq_k is 0. Gradients flow through both.
+
+        Raises:
+            InputError: an argument has a wrong shape, dtype, device, stride, value or name; nothing
+                has run. Also for second derivatives and forward-mode differentiation, which are not
+                supported.
+            PlanError: no tile fits the architecture.
+            CompileError: NVRTC is missing or rejects a kernel.
+            LaunchError: a kernel cannot be loaded or launched.
+            EmulatorError: an emulated kernel violates a rule of PTX.
+        """
+        if type(return_lse) is not bool:
+            refuse_return_lse(return_lse)
+        if more:
+            refuse_positional(more[0])
+        operator = self._operator
+        if self._paged:
+            check_positions_of_pages(q_offset, k_offset)
+            if split_size is None and isinstance(q, Tensor) and getattr(k, "ndim", 0) == 4:
+                # The sum is a new constant, whose type a traced graph need not guard.
+                split_size = 0 + self._planned_split(
+                    str(q.device), k.shape[1], backend, arch, q.dtype
+                )
+        if q_offset is None:
+            q_offset = 0
+        traced = torch.compiler.is_compiling()
+        autocast = traced or _C._is_any_autocast_enabled()
+        operands = Operands(q, k, v, (), rng)
+        options = CallOptions(
+            scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
+        )
+        if (
+            captures
+            or operator.captures
+            or autocast
+            or whole is not None
+            or split_size is not None
+            or type(h_offset) is not int
+            or h_offset
+            or type(q_offset) is not int
+            or type(k_offset) is not int
+        ):
+            operator, operands, options = Call.of(
+                operator,
+                self._variant,
+                operands,
+                options,
+                captures,
+                h_offset=h_offset,
+                whole=whole,
+                split_size=split_size,
+                autocast=autocast,
+            )
+            q, k, v, captured, _ = operands
+        else:
+            captured = ()
+        if not traced:
+            self._used = operator
+        if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
+            if not traced:
+                refuse_jit_trace()
+            result = dispatched_call(operator, operands, options)
+            return result if return_lse else result[0]
+        if rng is None and operator.dropout:
+            rng = draw_rng(dropout_p, q.device)
+            operands = operands._replace(rng=rng)
+        if (
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (captured and any(tensor.requires_grad for tensor in captured))
+            )
+        ) or forward_ad._current_level >= 0:
+            result = attend_plain(operator, options, q, k, v, rng, *captured)
+        else:
+            result = operator.compute(operands, options)
+        return result if return_lse else result[0]
+
+    def _variant(self, *fields: Any) -> Operator:
+        operator: Operator = getattr(self._variants, self._name_of_variant(*fields))
+        return operator
+
+    @runs_while_traced
+    def _name_of_variant(self, *fields: Any) -> str:
+        """The name of a variant's operator, which becomes an attribute that Dynamo can guard."""
+        operator = operator_of(program_of(self.spec).variant(Variant(*fields)))
+        setattr(self._variants, operator.name, operator)
+        return operator.name
+
+    @runs_while_traced
+    def _planned_split(self, *given: Any) -> int:
+        return planned_split(self.spec, *given)

@@ -1,0 +1,318 @@
+"""One spec as an operator: its checked calls, and its overloads in torch.ops.
+
+A call runs directly, or through torch's dispatcher. Checked calls are cached by all values on which
+checks and choices depend, so that a repeated call does little work before the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.calls.runtime import backends, backward, forward
+from flashgen.calls.runtime.arguments.options import (
+    check_rng,
+    number_in,
+    probability_of,
+    settled,
+)
+from flashgen.calls.runtime.arguments.refusals import runs_while_traced
+from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.kernels.compile import override
+from flashgen.shared import config
+from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.shared.dtypes import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+NUMBERS = ("q_offset", "k_offset", "backend", "arch", "deterministic")
+"""The keyword arguments that operators have, in the order of `CallOptions`; an offset that is a
+tensor is one of the positional arguments instead."""
+
+FLOATS = ("dropout_p", "scale")
+"""The floats that operators have as tensors, before the run-time scalars that are floats."""
+
+NEEDED = "_needed"
+"""The argument of the backward operator with a bool for each learned tensor: whether its gradient
+is needed; None for all. Other gradients are tensors without elements. No capture has this name."""
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_MAX_CACHED = 512
+"""Checked calls that an operator caches; the cache is cleared when it is full."""
+
+
+class Operator:
+    """A registered operator.
+
+    Attributes:
+        name: the name in torch.ops.flashgen.
+        numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
+        scalars, tensors: the names of the run-time scalars and of the captured tensors.
+        floats: indices of the scalars that are floats, which registered operators have as tensors.
+        arguments: the names of the scalars in torch's schema: "_self" for "self", because methods
+            of torch that take the arguments of any operator have a "self" of their own.
+        learned: indices of the learned tensors among the captured tensors.
+        reads_floats: whether a captured tensor holds floats.
+        takes_layout: whether each call gives the block layout.
+        overload, overload_backward: the operators in torch.ops; set by `registration`.
+        done, done_backward: records of the last calls, for reports; None before the first.
+    """
+
+    overload: Any
+    overload_backward: Any
+
+    def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
+        signature = program_of(spec).signature
+        self.spec = spec
+        self.signature = signature
+        self.name = name
+        self.dropout = signature.dropout
+        self.scalars = tuple(scalar.name for scalar in signature.scalars)
+        self.tensors = tuple(tensor.name for tensor in signature.tensors)
+        self.floats = tuple(i for i, x in enumerate(signature.scalars) if x.dtype == "float32")
+        self.arguments = tuple("_self" if name == "self" else name for name in self.scalars)
+        self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
+        self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
+        self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
+        self.captures = bool(self.scalars or self.tensors)
+        self.takes_layout = signature.call_layout is not None
+        self.done: forward.ForwardOutcome | None = None
+        self.done_backward: backward.BackwardOutcome | None = None
+        self._forwards: dict[Any, forward.PreparedForward] = {}
+        self._backwards: dict[Any, backward.PreparedBackward] = {}
+
+    # Values of torch's schema.
+
+    def keywords(self, options: CallOptions) -> dict[str, Any]:
+        """The keyword arguments of the registered operator."""
+        names = (*NUMBERS, *self.arguments)
+        values = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
+        floats = [self.arguments[index] for index in self.floats]
+        return {n: values[n] for n in (*self.numbers, *self.arguments) if n not in floats}
+
+    def options(self, keywords: dict[str, Any], floats: Sequence[Any]) -> CallOptions:
+        """The options from the arguments of the registered operator.
+
+        Args:
+            keywords: the keyword arguments, from which torch omits those with defaults.
+            floats: the values of `FLOATS` and of the scalars that are floats.
+        """
+        numbers = [keywords.get(n, 0 if n.endswith("offset") else None) for n in NUMBERS]
+        scalars = tuple([keywords.get(name) for name in self.arguments])
+        return self.with_floats(CallOptions(None, *numbers, scalars), floats)  # type: ignore[arg-type,call-arg]
+
+    def floats_of(self, options: CallOptions) -> tuple[Any, ...]:
+        """The values of `FLOATS` and of the scalars that are floats."""
+        values = [options.scalars[index] for index in self.floats]
+        return (options.dropout_p, options.scale, *values)
+
+    def with_floats(self, options: CallOptions, floats: Sequence[Any]) -> CallOptions:
+        """``options`` with other values for what `floats_of` returns."""
+        p, scale, *values = floats
+        scalars = list(options.scalars)
+        for index, value in zip(self.floats, values, strict=True):
+            scalars[index] = value
+        return options._replace(dropout_p=p, scale=scale, scalars=tuple(scalars))
+
+    def numbers_in(self, options: CallOptions) -> CallOptions:
+        """``options`` with the numbers that tensors hold in their place.
+
+        Raises:
+            InputError: a tensor is not one number on the CPU.
+        """
+        names = (*FLOATS, *(self.scalars[index] for index in self.floats))
+        pairs = zip(names, self.floats_of(options), strict=True)
+        floats = [number_in(n, x) if isinstance(x, Tensor) else x for n, x in pairs]
+        return self.with_floats(options, floats)
+
+    def float_tensors(self, options: CallOptions) -> tuple[Tensor | None, ...]:
+        """What `floats_of` returns as arguments of the registered operator."""
+        p, *rest = self.floats_of(options)
+        if p is not None and not isinstance(p, Tensor):
+            p = probability_of(p) or None
+        return (as_tensor(p), *map(as_tensor, rest))
+
+    # Calls through torch's dispatcher.
+
+    def dispatch(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
+        q, k, v, captured, rng = operands
+        p, scale, *floats = self.float_tensors(options)
+        result: tuple[Tensor, Tensor] = self.overload(
+            q, k, v, *captured, *floats, rng, p, scale, **self.keywords(options)
+        )
+        return result
+
+    def dispatch_backward(
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
+        needed: tuple[bool, ...] = (),
+    ) -> tuple[Tensor, ...]:
+        keywords = self.keywords(options)
+        if not all(needed):
+            keywords[NEEDED] = list(needed)
+        q, k, v, captured, rng = operands
+        p, scale, *floats = self.float_tensors(options)
+        result: tuple[Tensor, ...] = self.overload_backward(
+            q, k, v, *captured, *floats, *gradients, rng, p, scale, **keywords
+        )
+        return result
+
+    # Direct calls.
+
+    def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
+        """Computes out and lse of ordinary tensors; each combination of options is checked once."""
+        if type(options.dropout_p) is not float:
+            options = _with_probability(options)
+        key = _key(operands, options)
+        call = self._forwards.get(key)
+        if call is None:
+            settled(options.deterministic)  # wrong values must not wait for the backward call
+            call = forward.prepare(self.spec, operands, options)
+            if call.target.settled:
+                _cache(self._forwards, key, call)
+        elif operands.rng is not None:
+            check_rng(operands.rng, operands.q.device)
+        out, lse, self.done = call.run(operands)
+        return out, lse
+
+    def compute_backward(
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
+        needed: tuple[bool, ...] = (),
+    ) -> tuple[Tensor, ...]:
+        """Computes dq, dk, dv and the gradients of learned tensors, for ordinary tensors.
+
+        Args:
+            needed: for each learned tensor, whether its gradient is needed. A gradient that is not
+                needed is returned as a tensor without elements.
+        """
+        options = _with_probability(options)
+        deterministic = settled(options.deterministic)
+        key = (deterministic, _key(operands, options), _key_of_gradients(gradients), needed)
+        call = self._backwards.get(key)
+        if call is None:
+            options = options._replace(deterministic=deterministic)
+            call = backward.prepare(self.spec, operands, gradients, options, needed=needed)
+            if call.target.settled:
+                _cache(self._backwards, key, call)
+        elif operands.rng is not None:
+            check_rng(operands.rng, operands.q.device)
+        results, self.done_backward = call.run(operands, gradients)
+        if all(needed):
+            return results
+        computed = dict(zip((x.name for x in call.signature.learned), results[3:], strict=True))
+        captured = operands.captured
+        learned = zip(self.learned, needed, strict=True)
+        rest = (
+            computed[self.tensors[i]] if wanted else captured[i].new_empty(0)
+            for i, wanted in learned
+        )
+        return (*results[:3], *rest)
+
+
+def _with_probability(options: CallOptions) -> CallOptions:
+    p = options.dropout_p
+    return options._replace(dropout_p=0.0 if p is None else probability_of(p))
+
+
+@runs_while_traced
+def check_choices(backend: Any, arch: Any, deterministic: Any) -> None:
+    """Raises InputError unless each is None or a value that calls accept."""
+    if backend is not None and config.split_backend(backend) is None:
+        backends.choose(backend, torch.device("cpu"))
+    if arch is not None:
+        backends.arch_of(arch, "tiled", torch.device("cpu"))
+    if deterministic is not None:
+        settled(deterministic)
+
+
+_DEFAULT_NUMBERS = DEFAULT_OPTIONS[:7]
+
+
+def _key(operands: Operands, options: CallOptions) -> Any:
+    """The values on which checks and choices depend; the values of rng are not read.
+
+    The key is None for nested and sparse tensors, which have no shape or strides.
+    """
+    q, k, v, captured, rng = operands
+    try:
+        # Written out, because a loop takes longer than the rest of the function.
+        return (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
+            rng is None,
+            options.dropout_p,
+            _numbers_key(options),
+            _environment(options) if config.is_any_set_for_calls() else None,
+            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
+            if captured
+            else None,
+        )
+    except RuntimeError:
+        return None
+
+
+def _environment(options: CallOptions) -> tuple[str | None, str | None, str]:
+    """The variables that a call follows, and the contents of an edited kernel."""
+    return (
+        config.backend() if options.backend is None else None,
+        config.arch() if options.arch is None else None,
+        override.state(),
+    )
+
+
+def _numbers_key(options: CallOptions) -> str | None:
+    """All options except dropout_p as text, because True == 1 == 1.0; None for default values."""
+    numbers = options[:7]
+    try:
+        if (
+            numbers == _DEFAULT_NUMBERS
+            and type(options.q_offset) is int
+            and type(options.k_offset) is int
+        ):
+            return None
+    except (ValueError, RuntimeError):
+        pass  # an array or a tensor, which the checks refuse
+    return repr(numbers)
+
+
+def _key_of_gradients(gradients: OutputGradients) -> Any:
+    try:
+        return tuple(
+            [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in gradients]
+        )
+    except RuntimeError:
+        return None
+
+
+def _cache(cached: dict[Any, Any], key: Any, call: Any) -> None:
+    if len(cached) >= _MAX_CACHED:
+        cached.clear()
+    cached[key] = call
+
+
+def as_tensor(number: Any) -> Tensor | None:
+    """A float as an argument of the registered operator."""
+    if number is None or isinstance(number, Tensor):
+        return number
+    return torch.tensor(number, dtype=torch.float64, device="cpu")

@@ -1,0 +1,318 @@
+"""Registers operators with torch: name, schema, kernels, fake kernels, gradients and vmap.
+
+The first arguments of an operator are tensors, with the captured tensors after q, k and v. Keyword
+arguments follow, including the run-time scalars that are integers. backend, arch and deterministic
+are arguments too: a compiled graph holds them as constants. Floats (the run-time scalars among
+them, the scale and the probability of dropout) are CPU tensors of one float64, because
+torch.compile makes one graph per value of a Python float, but only one graph for all values of a
+tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils.checkpoint import CheckpointPolicy
+
+from flashgen.calls.ops.autograd import attend, differentiate
+from flashgen.calls.ops.flops import register_flops
+from flashgen.calls.ops.operator import FLOATS, NEEDED, Operator
+from flashgen.calls.ops.vmap import map_call
+from flashgen.calls.runtime.arguments.call import check_traced
+from flashgen.calls.runtime.arguments.options import check_rng, refuse_dropout, refuse_no_rng
+from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.arguments.tensors import check_learned
+from flashgen.calls.runtime.memory_layout import empty_rows
+from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.shared.call import Operands, OutputGradients
+from flashgen.shared.dtypes import SCALAR_DTYPES
+from flashgen.shared.errors import SpecError
+from flashgen.shared.signature import CallSignature
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_SCHEMA = {
+    "q_offset": "SymInt q_offset=0",
+    "k_offset": "SymInt k_offset=0",
+    "backend": "str? backend=None",
+    "arch": "str? arch=None",
+    "deterministic": "bool? deterministic=None",
+}
+_library: Any = None  # torch's Library has no types
+_OTHERS = ("append_kv",)
+"""The operators of torch.ops.flashgen that are made from no spec."""
+
+_names: set[str] = {*_OTHERS}
+_operators: dict[AttentionSpec | CallProgram, Operator] = {}
+_lock = threading.RLock()
+
+
+def operator_of(spec: AttentionSpec | CallProgram) -> Operator:
+    """The operator of a spec, registered at the first call; equal specs share one."""
+    with _lock:
+        operator = _operators.get(spec)
+        if operator is None:
+            operator = _operators[spec] = Operator(spec, free_name(spec))
+            operator.overload, operator.overload_backward = register(operator)
+        return operator
+
+
+def register_hashed_name(spec: AttentionSpec | CallProgram) -> None:
+    """Registers the operator of a spec under its name with a hash too.
+
+    A process in which another spec has the name calls it so, and its exported programs with it.
+    """
+    program = program_of(spec)
+    with _lock:
+        name = f"{program.signature.name}_{program.digest[:8]}"
+        if operator_of(spec).name != name and not _is_used(name):
+            _names.update((name, f"{name}_backward"))
+            again = Operator(spec, name)
+            again.overload, again.overload_backward = register(again)
+
+
+def free_name(spec: AttentionSpec | CallProgram) -> str:
+    """The spec's name, followed by a hash of the spec where another spec has that name.
+
+    The hash is the same in every process, so that exported programs find their operator.
+    """
+    program = program_of(spec)
+    name = program.signature.name
+    if _is_used(name):
+        digest = program.digest
+        hashed = (
+            f"{program.signature.name}_{digest[:length]}" for length in range(8, len(digest) + 1)
+        )
+        name = next(name for name in hashed if not _is_used(name))
+    _names.update((name, f"{name}_backward"))
+    return name
+
+
+def _is_used(name: str) -> bool:
+    """Whether an operator has this name, or torch.ops.flashgen has an attribute of its own."""
+    own = hasattr(torch.ops.flashgen, name) and name not in _names
+    return own or not _names.isdisjoint((name, f"{name}_backward"))
+
+
+def register(operator: Operator) -> tuple[Any, Any]:
+    """Defines the forward and the backward operator in torch. Returns their overloads."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+    signature, name = operator.signature, operator.name
+    qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
+    _define(operator)
+
+    def kernel(*tensors: Any, **by_name: Any) -> Any:
+        operands, _, floats = _values(operator, tensors)
+        options = operator.numbers_in(operator.options(by_name, floats))
+        return operator.compute(operands, options)
+
+    def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands, gradients, floats = _values(operator, tensors, 4)
+        options = operator.numbers_in(operator.options(by_name, floats))
+        return operator.compute_backward(operands, gradients, options, _needed(operator, by_name))
+
+    def autograd(*tensors: Any, **by_name: Any) -> Any:
+        (q, k, v, captured, rng), _, floats = _values(operator, tensors)
+        if captured and torch.is_grad_enabled():
+            check_learned(signature, captured)
+        if rng is not None:
+            _save_for_backward(rng)
+        with _one_level():
+            return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
+
+    def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
+        (q, k, v, captured, rng), gradients, floats = _values(operator, tensors, 4)
+        options, needed = operator.options(by_name, floats), _needed(operator, by_name)
+        with _one_level():
+            return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
+
+    def fake(*tensors: Any, **by_name: Any) -> Any:
+        operands, _, floats = _values(operator, tensors)
+        q = operands.q
+        _check_traced_dropout(signature, operands.rng, floats[0], q.device)
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
+        return empty_rows(q, signature.head_dim_v, dtype), lse
+
+    def fake_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands, _, floats = _values(operator, tensors, 4)
+        check_traced(signature, operands, operator.options(by_name, floats).scalars)
+        captured = operands.captured
+        learned = zip(operator.learned, _needed(operator, by_name), strict=True)
+        return (
+            *(empty_rows(tensor, tensor.shape[3]) for tensor in operands[:3]),
+            *(captured[i].new_empty(captured[i].shape if wanted else 0) for i, wanted in learned),
+        )
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+        _library.impl(f"{name}_backward", kernel_backward, device)
+    _library.impl(name, autograd, "Autograd")
+    _library.impl(f"{name}_backward", autograd_backward, "Autograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
+
+    overload = getattr(torch.ops.flashgen, name).default
+    overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
+
+    def rule(called: Any, results: int) -> Any:
+        """The rule of torch.vmap; results: the arguments for results and their gradients."""
+
+        def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+            operands, count = 3 + results, len(operator.floats)
+
+            def call(*given: Any) -> Any:
+                own, rest = given[operands : operands + 3], given[operands + 3 :]
+                floats, captured = rest[:count], rest[count:]
+                more = given[3:operands]
+                return called(*given[:3], *captured, *floats, *more, *own, **by_name)
+
+            dims, given = (_sorted(operator, each, results) for each in (in_dims, tensors))
+            learns = called is overload_backward and any(_needed(operator, by_name))
+            return map_call(signature, call, info.batch_size, dims, given, operands, learns)
+
+        return batched
+
+    torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
+    torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
+    register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
+    return overload, overload_backward
+
+
+MOST_ARGUMENTS = 64
+"""Arguments of an operator of torch."""
+
+
+def _define(operator: Operator) -> None:
+    """Defines the schemas: captured tensors follow q, k and v, their gradients dq, dk and dv."""
+    name, signature = operator.name, operator.signature
+    floats = [operator.arguments[index] for index in operator.floats]
+    tensors = ("q", "k", "v", *operator.tensors, *floats)
+    operands = ", ".join(f"Tensor {each}" for each in tensors)
+    learned = [f"d_{tensor.name}" for tensor in signature.learned]
+    # The gradient of a tensor "ef" is not named "def", which torch reads as a keyword.
+    gradients = ", ".join(f"Tensor {each}" for each in ("dq", "dk", "dv", *learned))
+    numbers = ", ".join(_SCHEMA[number] for number in operator.numbers) + "".join(
+        f", {SCALAR_DTYPES[scalar.dtype].schema} {name}"
+        for scalar, name in zip(signature.scalars, operator.arguments, strict=True)
+        if name not in floats
+    )
+    numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
+    optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
+    results = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None"
+    of_backward = f"{operands}, {results}, {optional}, *, {numbers_backward}"
+    count = of_backward.count(",")  # the star is no argument
+    if count > MOST_ARGUMENTS:
+        raise SpecError(
+            "a spec captures more tensors and scalars than an operator of torch can take",
+            where=name,
+            numbers=f"{len(signature.tensors)} tensors and {len(signature.scalars)} scalars make "
+            f"{count} arguments of the backward operator; limit {MOST_ARGUMENTS}",
+            way_out="one tensor with a further dimension for several of the same shape, as in "
+            "table[i, h, k]",
+        )
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _library.define(
+        f"{name}({operands}, {optional}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
+    )
+    _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
+
+
+def _values(
+    operator: Operator, tensors: tuple[Any, ...], results: int = 0
+) -> tuple[Operands, OutputGradients, tuple[Tensor | None, ...]]:
+    """The operands, the results with their gradients and the floats from positional arguments.
+
+    Args:
+        results: 4 in the backward operator; with 0, the second value has nothing.
+    """
+    q, k, v, *rest = _sorted(operator, tensors, results)
+    gradients, (rng, *rest) = rest[:results], rest[results:]
+    count = len(FLOATS) + len(operator.floats)
+    operands = Operands(q, k, v, tuple(rest[count:]), rng)
+    return operands, OutputGradients._make(gradients or (None,) * 4), tuple(rest[:count])
+
+
+def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:
+    """Positional arguments in another order: rng, the floats and the captured tensors at the end.
+
+    torch omits arguments that have their default value, which is None for tensors.
+
+    Args:
+        arguments: q, k, v, the captured tensors, the scalars that are floats, ``results`` tensors,
+            and at most rng, dropout_p and scale.
+    """
+    captured = 3 + len(operator.tensors)
+    floats = captured + len(operator.floats)
+    arguments += (None,) * (floats + results + 3 - len(arguments))
+    return (
+        *arguments[:3],
+        *arguments[floats:],
+        *arguments[captured:floats],
+        *arguments[3:captured],
+    )
+
+
+def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
+    needed = by_name.get(NEEDED)
+    return (True,) * len(operator.learned) if needed is None else tuple(needed)
+
+
+def _one_level() -> AbstractContextManager[None]:
+    """Allows the transforms of torch.func, which call an operator once for each level."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    return enable_single_level_autograd_function()
+
+
+def _save_for_backward(rng: Tensor) -> None:
+    """While AOTAutograd traces, has the graph save the random state: both passes drop alike.
+
+    With an activation_memory_budget below 1 it recomputes random operations in the backward pass,
+    and they draw other numbers there.
+
+    Raises:
+        InputError: with a budget of 0, which recomputes whatever is marked.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    inner = torch._from_functional_tensor(rng.elem) if isinstance(rng, FunctionalTensor) else rng
+    slot = get_proxy_slot(inner, mode.tracer, None)
+    if slot is None:
+        return
+    node = slot.proxy.node
+    if node.op != "placeholder" and functorch_config.activation_memory_budget == 0:
+        refuse(
+            "with an activation_memory_budget of 0 the backward pass would drop other elements",
+            "argument rng",
+            "torch._functorch.config.activation_memory_budget is 0, and the random state is made "
+            "inside the compiled function",
+            "a budget above 0, or rng=torch.randint(2**63 - 1, (2,), device=q.device) as an "
+            "argument of the compiled function",
+        )
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _check_traced_dropout(signature: CallSignature, rng: Any, p: Any, device: torch.device) -> None:
+    if not signature.dropout and (p is not None or rng is not None):
+        refuse_dropout(signature, "rng" if p is None else "dropout_p", p)
+    if p is not None and rng is None:
+        refuse_no_rng(p)
+    check_rng(rng, device)

@@ -1,0 +1,171 @@
+"""New keys and values, written to the pages of a cache: by the kernel, or by torch on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.calls.runtime.arguments.pages import (
+    AppendOperands,
+    check_append,
+    check_limits,
+    slots_of,
+)
+from flashgen.calls.runtime.backends import Target, target_of
+from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.kernel_arguments import KernelArguments
+from flashgen.kernels.compile import override
+from flashgen.shared import config
+from flashgen.shared.call import DEFAULT_LAUNCH, LaunchOptions
+
+Tensor = torch.Tensor
+
+_AXES = "bhn"
+_MOST_PREPARED = 512
+_prepared: dict[Any, PreparedAppend] = {}
+
+
+@dataclass(frozen=True)
+class PreparedAppend:
+    """A checked call, with all choices that do not depend on the contents of tensors.
+
+    Attributes:
+        bound: the kernel; None on the CPU path, and where there is nothing to write.
+    """
+
+    target: Target
+    bound: BoundKernel | None
+
+    def run(self, operands: AppendOperands, launch: LaunchOptions = DEFAULT_LAUNCH) -> Any:
+        """Writes the rows. Returns the emulator's counters, or None.
+
+        The contents of tensors are not checked: the kernel skips tokens without a place.
+        """
+        if self.bound is None:
+            return None
+        tensors = operands._asdict()
+        if operands.page_table is not None and not operands.page_table.numel():
+            tensors["page_table"] = None  # no position lies in a table without columns
+        return self.bound.run(self.target, tensors, launch)
+
+
+def append(operands: AppendOperands, backend: str | None = None, arch: str | None = None) -> None:
+    """Writes the new rows of a call; on the CPU, contents are checked before.
+
+    Raises:
+        InputError: an argument is wrong; nothing has been written then.
+        FlashgenError: planning, compiling or launching failed.
+    """
+    prepared = prepare(operands, backend, arch)
+    if operands.k.device.type == "cpu":
+        slots = slots_of(operands)
+        if prepared.target.backend == "tiled":
+            _on_cpu(operands, slots)
+            return
+    prepared.run(operands)
+
+
+def prepare(operands: AppendOperands, backend: str | None, arch: str | None) -> PreparedAppend:
+    """The checked call of these tensors; equal shapes, strides, dtypes and alignments share one.
+
+    Raises:
+        InputError: an argument is wrong.
+        FlashgenError: planning or compiling failed.
+    """
+    key = _key(operands, backend, arch)
+    prepared = _prepared.get(key)
+    if prepared is None:
+        check_append(operands)
+        check_limits(operands)
+        target = target_of(backend, arch, operands.k.device)
+        kernel = target.backend != "tiled" and not operands.is_empty
+        prepared = PreparedAppend(target, _bound(operands, target.arch) if kernel else None)
+        if target.settled and key is not None:
+            if len(_prepared) >= _MOST_PREPARED:
+                _prepared.clear()
+            _prepared[key] = prepared
+    return prepared
+
+
+def access_bytes(operands: AppendOperands) -> int:
+    """The bytes that the kernel copies at once in this call: 16, 8, 4 or 2.
+
+    The largest number that divides all addresses, and all strides that are used, in bytes. Rows
+    are whole 16-byte vectors, since head dims are multiples of 8.
+    """
+    bits = 16
+    for tensor in operands[:4]:
+        bits |= tensor.data_ptr()
+        for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False):
+            if size > 1:
+                bits |= step * tensor.element_size()
+    return bits & -bits
+
+
+def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any:
+    """The values on which checks and choices depend; None for tensors without strides."""
+    try:
+        addresses = 0
+        for tensor in operands[:4]:
+            addresses |= tensor.data_ptr()
+        return (
+            tuple(
+                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in operands]
+            ),
+            addresses & 15,
+            backend,
+            arch,
+            config.backend() if backend is None else None,
+            config.arch() if arch is None else None,
+            None if config.override() is None else override.state(),
+        )
+    except RuntimeError:
+        return None
+
+
+def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
+    from flashgen.kernels.append_pipeline import build_append_kv
+    from flashgen.kernels.planner.streaming_kernels import lane_bits_of_append
+
+    width = access_bytes(operands)
+    k, v, k_cache, _, table = operands[:5]
+    vector = width // k.element_size()  # elements at once
+    numbers: dict[str, int] = {}
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
+        for axis, size, step in zip(_AXES, tensor.shape, tensor.stride(), strict=False):
+            numbers[f"{name}_stride_{axis}"] = step // vector if size > 1 else 0
+    for name in ("cache_seqlens", "slot_mapping", "cu_seqlens"):
+        index = getattr(operands, name)
+        numbers[f"{name}_stride"] = 0 if index is None else index.stride(0)
+    pages, heads, page_size, _ = k_cache.shape
+    numbers |= {
+        "page_table_stride_b": 0 if table is None else table.stride(0),
+        "page_table_stride_n": 0 if table is None else table.stride(1),
+        "tokens": operands.tokens,
+        "heads": heads,
+        "rows": k.shape[2],
+        "sequences": operands.sequences,
+        "pages": pages,
+        "page_size": page_size,
+        "max_pages": 0 if table is None else table.shape[1],
+        "vectors_k": k.shape[3] // vector,
+        "vectors_v": v.shape[3] // vector,
+    }
+    numbers["lane_bits"] = lane_bits_of_append(numbers["vectors_k"] + numbers["vectors_v"])
+    build = build_append_kv(width, arch)
+    rows_per_block = build.plan.threads >> numbers["lane_bits"]
+    blocks = -(-operands.tokens * heads // rows_per_block)
+    return BoundKernel(build, KernelArguments(build.source.params, numbers), (blocks, 1, 1))
+
+
+def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
+    if operands.is_empty:
+        return
+    page = operands.k_cache.shape[2]
+    written = slots >= 0
+    slots = slots[written]
+    for new, cache in ((operands.k, operands.k_cache), (operands.v, operands.v_cache)):
+        rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
+        cache[slots // page, :, slots % page] = rows[written]

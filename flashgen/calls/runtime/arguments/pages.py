@@ -1,0 +1,434 @@
+"""Paged caches: the checks of calls that read them, and of calls of `flashgen.append_kv`.
+
+Paging changes addresses only: masks and scores see positions in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.calls.runtime.arguments.positions import tensors_named
+from flashgen.calls.runtime.arguments.refusals import (
+    check_ascending,
+    check_is_tensor,
+    known,
+    refuse,
+    shape_of,
+)
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.dtypes import INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
+from flashgen.shared.signature import PAGE_NAMES, CallSignature
+
+Tensor = torch.Tensor
+
+DIM_STEP = 8
+"""A head dim of `flashgen.append_kv` is a multiple of this number, so that every row consists of
+16-byte vectors."""
+
+MOST_ROWS = 2**30
+"""The largest number of tokens times heads of a call of `flashgen.append_kv`: its kernel counts
+rows in 32 bits."""
+
+# ---- calls that read a cache ---------------------------------------------------------------------
+
+
+def check_positions_of_pages(q_offset: object, k_offset: object) -> None:
+    """Checks the offsets of a call with a paged cache.
+
+    Raises:
+        InputError: q_offset is a number, or k_offset is given.
+    """
+    if q_offset is not None and not isinstance(q_offset, Tensor):
+        refuse(
+            "the queries of a call with a paged cache have no common position",
+            "argument q_offset",
+            f"given {q_offset!r:.200}; queries without it are the last positions of their sequence",
+            "no q_offset, or an int32 tensor with the first position of each sequence",
+        )
+    if isinstance(k_offset, Tensor) or k_offset != 0:
+        refuse(
+            "the keys of a paged cache are counted from 0 in each sequence",
+            "argument k_offset",
+            f"given {k_offset!r:.200}",
+            "no k_offset",
+        )
+
+
+def check_caches(k: Tensor, v: Tensor) -> None:
+    """Checks the sizes of caches, which may be symbols.
+
+    Raises:
+        InputError: k and v have different numbers of pages, or pages hold no keys.
+    """
+    if known(k.shape[0] != v.shape[0]):
+        refuse(
+            "k and v have different numbers of pages",
+            "argument v",
+            f"k {shape_of(k)}, v {shape_of(v)}",
+            "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
+        )
+    if known(k.shape[2] == 0):
+        refuse(
+            "a page holds no keys",
+            "argument k",
+            f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
+            "pages of at least one slot",
+        )
+
+
+def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
+    """Checks the sizes of page table and lengths, which may be symbols.
+
+    Raises:
+        InputError: they and the queries are of different numbers of sequences.
+    """
+    table, lengths = tensors_named(signature, captured, PAGE_NAMES)
+    sequences = q.shape[0]
+    if signature.packed:
+        sequences = tensors_named(signature, captured, signature.boundaries)[0].shape[0] - 1
+    for name, tensor in zip(PAGE_NAMES, (table, lengths), strict=True):
+        if known(tensor.shape[0] != sequences):
+            refuse(
+                f"{name} is not for the sequences of q",
+                f"argument {name}",
+                f"shape {shape_of(tensor)}; {sequences} sequences",
+                "a row of the page table and a length for each batch entry of q, or for each "
+                "sequence of cu_seqlens_q",
+            )
+
+
+def capacity_of(signature: CallSignature, k: Tensor, captured: Sequence[Any]) -> int:
+    """The positions for which the page table has entries, a multiple of the page size.
+
+    Raises:
+        InputError: kernels cannot count as many.
+    """
+    table = tensors_named(signature, captured, PAGE_NAMES[:1])[0]
+    capacity = int(table.shape[1] * k.shape[2])
+    if capacity > POSITION_LIMIT:
+        refuse(
+            "the page table has more positions than kernels support",
+            "argument page_table",
+            f"{table.shape[1]:,} pages of {k.shape[2]:,} keys; at most {POSITION_LIMIT:,} keys",
+            "a narrower page table",
+        )
+    return capacity
+
+
+def check_pages(captured: Mapping[str, Tensor], call: CheckedCall, k: Tensor) -> None:
+    """Checks the values of lengths and page tables on the CPU, where that waits for nothing.
+
+    On a GPU, lengths are clamped, and an unknown page makes the results of its sequence NaN.
+
+    Raises:
+        InputError: a length that the page table cannot hold, or a page outside the caches.
+    """
+    table, lengths = (captured[name] for name in PAGE_NAMES)
+    page_size, pages = k.shape[2], k.shape[0]
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= call.seq_k:
+            refuse(
+                "a sequence is longer than its row of the page table, or shorter than 0",
+                f"argument cache_seqlens, sequence {b}",
+                f"cache_seqlens[{b}] is {length:,}; {table.shape[1]:,} pages of {page_size:,}",
+                f"from 0 to {call.seq_k:,}, or a wider page table",
+            )
+        used = table[b, : -(-length // page_size)]
+        unknown = ((used < 0) | (used >= pages)).nonzero().flatten()
+        if len(unknown):
+            at = int(unknown[0])
+            refuse(
+                "a page of a sequence lies outside of the caches",
+                f"argument page_table, sequence {b}",
+                f"page_table[{b}, {at}] is {int(used[at]):,}, for position {at * page_size:,}; "
+                f"{pages:,} pages of {page_size:,}",
+                "a page of the caches for every position up to cache_seqlens",
+            )
+
+
+def longest_of(captured: Mapping[str, Tensor]) -> int:
+    """The number of keys of the longest sequence."""
+    return max(captured[PAGE_NAMES[1]].tolist(), default=0)
+
+
+# ---- calls of append_kv --------------------------------------------------------------------------
+
+
+class AppendOperands(NamedTuple):
+    """The tensors of a call. `flashgen.append_kv` describes them."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of the page table; 0 where slots are given."""
+        return 0 if self.cache_seqlens is None else self.cache_seqlens.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[0] * self.k.shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """True where there is nothing to write."""
+        no_sequence = self.slot_mapping is None and not self.sequences
+        return no_sequence or not self.tokens or not self.k_cache.numel()
+
+
+def check_append(operands: AppendOperands) -> None:
+    """Checks everything but the contents of tensors, whose sizes may be symbols.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    _check_ways(operands)
+    for name, tensor in zip(operands._fields, operands, strict=True):
+        if tensor is not None or name in operands._fields[:4]:
+            _check_kind(name, tensor, operands.k)
+    _check_shapes(operands)
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
+        _check_memory(name, tensor)
+
+
+def _check_ways(operands: AppendOperands) -> None:
+    """The places of tokens are given in one way."""
+    names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
+    there = [name for name in names if getattr(operands, name) is not None]
+    table = {"page_table", "cache_seqlens"}
+    if there != ["slot_mapping"] and not (table <= set(there) <= table | {"cu_seqlens"}):
+        refuse(
+            "the places of the new rows are given in no way or in more than one way",
+            "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
+            f"given: {', '.join(there) or 'none of them'}",
+            "page_table and cache_seqlens, with cu_seqlens where sequences are packed; or "
+            "slot_mapping alone",
+        )
+
+
+def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
+    where = f"argument {name} of append_kv"
+    check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
+    dtypes = {
+        "k": tuple(getattr(torch, each) for each in OPERAND_DTYPES),
+        **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
+        "slot_mapping": (torch.int64,),
+    }.get(name, (torch.int32,))
+    if tensor.dtype not in dtypes:
+        refuse(
+            f"{name} has a dtype that append_kv does not take",
+            where,
+            f"{tensor.dtype}; k is {k.dtype}",
+            f"{name}.to({dtypes[0]})"
+            if len(dtypes) == 1
+            else f"one of {', '.join(OPERAND_DTYPES)}",
+        )
+    if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
+        refuse(
+            "the tensors of a call are not on one CUDA GPU or all on the CPU",
+            where,
+            f"{name} is on {tensor.device}, k on {k.device}",
+            "all tensors on the device of the caches",
+        )
+
+
+def _check_shapes(operands: AppendOperands) -> None:
+    k, v, k_cache, v_cache = operands[:4]
+    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
+        if tensor.dim() != 4:
+            _refuse_shapes(operands, name)
+    for name, tensor, axes in (
+        ("v", v, ((0, k, 0), (1, k, 1), (2, k, 2))),
+        ("k_cache", k_cache, ((1, k, 1), (3, k, 3))),
+        ("v_cache", v_cache, ((0, k_cache, 0), (1, k, 1), (2, k_cache, 2), (3, v, 3))),
+    ):
+        if any(known(tensor.shape[axis] != of.shape[other]) for axis, of, other in axes):
+            _refuse_shapes(operands, name)
+    for name, tensor in (("k", k), ("v", v)):
+        dim = tensor.shape[3]
+        if known(dim % DIM_STEP != 0) or known(dim == 0):
+            refuse(
+                f"the head dim of {name} is not a multiple of {DIM_STEP}",
+                f"argument {name} of append_kv",
+                f"{name} {tuple(tensor.shape)}",
+                "rows padded with zeros, as torch.nn.functional.pad makes them",
+            )
+    sequences = k.shape[0]
+    if operands.cu_seqlens is not None:
+        if known(k.shape[0] != 1):
+            refuse(
+                "packed sequences are stored one after another in one batch entry",
+                "argument k of append_kv",
+                f"k {tuple(k.shape)}, and cu_seqlens is given",
+                "k.transpose(0, 1)[None] of k [tokens, heads, head_dim], and v likewise",
+            )
+        _check_index(operands, "cu_seqlens", 1, None, "[sequences + 1]: the first row of each")
+        sequences = operands.cu_seqlens.shape[0] - 1
+    if operands.slot_mapping is None:
+        _check_index(operands, "cache_seqlens", 1, sequences, "[sequences]: the keys of each")
+        _check_index(operands, "page_table", 2, sequences, "[sequences, pages of the longest]")
+    else:
+        tokens = k.shape[0] * k.shape[2]
+        _check_index(operands, "slot_mapping", 1, tokens, "[tokens], in order of batch and rows")
+
+
+def _check_index(
+    operands: AppendOperands, name: str, dims: int, length: int | None, wanted: str
+) -> None:
+    tensor = getattr(operands, name)
+    right = tensor.dim() == dims
+    if right and length is None:
+        right = not known(tensor.shape[0] == 0)
+    elif right:
+        right = not known(tensor.shape[0] != length)
+    if not right:
+        expected = "" if length is None else f", expected {length:,} along dimension 0"
+        refuse(
+            f"{name} does not fit the new rows",
+            f"argument {name} of append_kv",
+            f"{name} {tuple(tensor.shape)}{expected}; k {tuple(operands.k.shape)}",
+            f"{name} {wanted}",
+        )
+
+
+def _refuse_shapes(operands: AppendOperands, name: str) -> None:
+    shapes = zip(operands._fields[:4], operands[:4], strict=True)
+    refuse(
+        "the shapes of new rows and caches do not fit together",
+        f"argument {name} of append_kv",
+        ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in shapes),
+        "k [batch, heads, rows, d], v [batch, heads, rows, d_v], k_cache [pages, heads, page, d], "
+        "v_cache [pages, heads, page, d_v]; views such as cache.transpose(1, 2) cost nothing",
+    )
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    where = f"argument {name} of append_kv"
+    if known(tensor.stride(3) != 1):
+        refuse(
+            f"the last dimension of {name} is not contiguous",
+            where,
+            f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            f"{name}.contiguous()" if name in "kv" else "a cache whose rows are contiguous",
+        )
+    if name in "kv":
+        return
+    steps = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    if any(known(size > 1) and known(step == 0) for size, step in steps):
+        refuse(
+            f"{name} is expanded: its rows share memory",
+            where,
+            f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            f"{name}.clone()",
+        )
+
+
+def check_limits(operands: AppendOperands) -> None:
+    """Checks that the numbers of a call, which are no symbols, fit the kernel's integers.
+
+    Raises:
+        InputError: there are too many rows, or too many slots.
+    """
+    pages, heads, page, _ = operands.k_cache.shape
+    if page == 0:
+        refuse(
+            "the pages of the caches have no slots",
+            "argument k_cache of append_kv",
+            f"k_cache {tuple(operands.k_cache.shape)}",
+            "a page size of 1 or more",
+        )
+    for what, name, count, most in (
+        ("new rows", "k", operands.tokens * heads, MOST_ROWS),
+        ("slots of the caches", "k_cache", pages * page, INT32_MAX),
+    ):
+        if count > most:
+            refuse(
+                f"there are too many {what}",
+                f"argument {name} of append_kv",
+                f"{count:,}; at most {most:,}",
+                "several calls, or several caches",
+            )
+
+
+def slots_of(operands: AppendOperands) -> Tensor:
+    """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
+
+    It reads the contents of tensors, which are on the CPU.
+
+    Raises:
+        InputError: a length, a position, a page or a slot is impossible.
+    """
+    pages, _, page, _ = operands.k_cache.shape
+    if operands.slot_mapping is not None:
+        slots = operands.slot_mapping
+        wrong = _first((slots < -1) | (slots >= pages * page))
+        if wrong is not None:
+            refuse(
+                "a slot lies outside of the caches",
+                f"argument slot_mapping of append_kv, token {wrong}",
+                f"slot {int(slots[wrong]):,}; {pages:,} pages of {page:,}",
+                f"from 0 to {pages * page - 1:,}; -1 skips a token",
+            )
+        return slots
+    table, lengths = operands.page_table, operands.cache_seqlens
+    assert table is not None, "slots or a page table are given"
+    assert lengths is not None, "a page table has lengths"
+    token = torch.arange(operands.tokens)
+    if operands.cu_seqlens is None:
+        rows = operands.k.shape[2]
+        ends = torch.arange(operands.sequences + 1) * rows
+    else:
+        ends = operands.cu_seqlens.long()
+        what = "the number of new rows", f"{operands.tokens:,} new rows"
+        where = "argument cu_seqlens of append_kv"
+        check_ascending("cu_seqlens", ends.tolist(), operands.tokens, what, "lengths", where)
+    new, lengths = ends.diff(), lengths.long()
+    b = _first(lengths < new)
+    if b is not None:
+        refuse(
+            "a sequence has fewer keys than are appended to it",
+            f"argument cache_seqlens of append_kv, sequence {b}",
+            f"cache_seqlens[{b}] is {int(lengths[b]):,}; {int(new[b]):,} new rows",
+            "cache_seqlens counts the keys of each sequence after the call, the new ones included",
+        )
+    sequence = torch.searchsorted(ends, token, right=True) - 1
+    inside = token < ends[-1]  # the rows behind the last sequence are of none
+    token, sequence = token[inside], sequence[inside]
+    position = lengths[sequence] - ends[sequence + 1] + token
+    entry = position // page
+    wrong = _first(entry >= table.shape[1])
+    if wrong is not None:
+        refuse(
+            "a position lies behind the pages of the table",
+            f"argument page_table of append_kv, sequence {int(sequence[wrong])}",
+            f"position {int(position[wrong]):,}; {table.shape[1]:,} pages of {page:,}",
+            "a page table with a column for each page of the longest sequence",
+        )
+    number = table[sequence, entry].long()
+    wrong = _first((number < 0) | (number >= pages))
+    if wrong is not None:
+        b, column = int(sequence[wrong]), int(entry[wrong])
+        refuse(
+            "a page of a new row lies outside of the caches",
+            f"argument page_table of append_kv, sequence {b}",
+            f"page_table[{b}, {column}] is {int(number[wrong]):,}, for position "
+            f"{int(position[wrong]):,}; {pages:,} pages of {page:,}",
+            "a page of the caches for every position up to cache_seqlens",
+        )
+    slots = torch.full((operands.tokens,), -1, dtype=torch.int64)
+    slots[inside] = number * page + position % page
+    return slots
+
+
+def _first(bad: Tensor) -> int | None:
+    """The index of the first true element; None without one."""
+    return int(bad.int().argmax()) if bool(bad.any()) else None

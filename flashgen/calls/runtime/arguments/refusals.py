@@ -1,0 +1,196 @@
+"""What the checks of a call share: refusals, numbers, dense tensors, and facts about sizes.
+
+Sizes are symbols where torch.compile and torch.export trace a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch._guards import TracingContext
+
+from flashgen.shared.errors import FlashgenError, InputError
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def runs_while_traced(function: Call) -> Call:
+    """The function as one that Dynamo runs, with the values of a trace, instead of tracing it.
+
+    torch.compile replaces foreign errors by its own. An error of the function is therefore of a
+    kind that passes it with fullgraph=True; otherwise it breaks the graph, and the call without
+    torch.compile raises the error again.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **by_name: Any) -> Any:
+        try:
+            return function(*arguments, **by_name)
+        except FlashgenError as error:
+            if TracingContext.try_get() is None or isinstance(error, RuntimeError):
+                raise
+            parts = {"where": error.where, "numbers": error.numbers, "way_out": error.way_out}
+            raise _of_dynamo(type(error))(error.what, **parts) from None
+
+    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cast(Call, run)
+
+
+def _of_dynamo(kind: type[FlashgenError]) -> type[FlashgenError]:
+    """A class of Dynamo's errors, which are RuntimeErrors, and of ``kind``."""
+    from torch._dynamo.exc import Unsupported
+
+    return type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
+
+
+@runs_while_traced
+def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
+    """Raises an InputError with these four parts."""
+    raise InputError(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The shape for the text of an error, in numbers where torch.compile traces symbols."""
+    return tuple(map(operator.index, value.shape))
+
+
+def shown(value: object) -> str:
+    """A value that was given, for the text of an error."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {shape_of(value)}, {value.dtype}, on {value.device}"
+    if type(value) is int:
+        value = operator.index(value)  # a number where torch.compile traces a symbol
+    return f"{value!r:.200}"
+
+
+def whole_number(value: object) -> int | None:
+    """The int that a value stands for; None for bools, tensors and values that are no integers."""
+    if isinstance(value, bool | torch.Tensor):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def untraced(reason: str) -> Callable[[Call], Call]:
+    """A decorator: torch.compile compiles neither the function nor those that it calls.
+
+    A call is one break in the graph; with fullgraph=True the error gives the reason. It is the same
+    as torch.compiler.disable, without the import of torch._dynamo, where torch has the means.
+    """
+
+    def decorate(function: Call) -> Call:
+        frames: Any = torch._C._dynamo.eval_frame
+        if not hasattr(frames, "set_code_exec_strategy"):
+            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return,no-untyped-call]
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def refuse_jit_trace() -> None:
+    """Raises InputError while torch.jit.trace records a call: it would record sizes as numbers."""
+    if torch._C._get_tracing_state() is not None:
+        refuse(
+            "torch.jit.trace cannot record a call of flashgen",
+            "the function that is traced",
+            "it records the sizes and options of one call as constants",
+            "torch.export.export or torch.compile, which record the operator as one node",
+        )
+
+
+def check_is_tensor(
+    name: str, value: Any, way_out: str, where: str = "", more: str = "", dense: bool = True
+) -> None:
+    """Raises InputError for what is no tensor, and for one that `check_dense` refuses.
+
+    Args:
+        where: the place of the argument in words; "argument <name>" if "".
+        more: what else the numbers of the error say.
+        dense: whether the tensor must be dense.
+    """
+    if not isinstance(value, torch.Tensor):
+        refuse(
+            f"{name} is not a torch tensor",
+            where or f"argument {name}",
+            f"given a {type(value).__name__}{more}",
+            way_out,
+        )
+    if dense:
+        check_dense(name, value)
+
+
+def check_ascending(
+    name: str, ends: list[int], total: int, what: tuple[str, str], made: str, where: str = ""
+) -> list[int]:
+    """Checks that lists of rows or pages follow one another from 0 on.
+
+    Args:
+        ends: where each list begins, and the end of the last one.
+        total: the largest end.
+        what: the total in words, in the sentence and in the numbers of the error.
+        made: the lengths of the lists in the expression that computes ``ends``.
+        where: the place of the argument in words; "argument <name>" if "".
+
+    Returns:
+        The lengths of the lists.
+    """
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    least = min(steps, default=0)
+    if ends[0] != 0 or ends[-1] > total or least < 0:
+        refuse(
+            f"{name} does not ascend from 0 to {what[0]}",
+            where or f"argument {name}",
+            f"from {ends[0]:,} to {ends[-1]:,}, smallest step {least:,}; {what[1]}",
+            f"torch.nn.functional.pad({made}.cumsum(0, dtype=torch.int32), (1, 0))",
+        )
+    return steps
+
+
+def check_dense(name: str, value: torch.Tensor) -> None:
+    """Raises InputError for a nested, sparse, quantized or distributed tensor."""
+    if type(value).__name__ == "DTensor":  # without its import, which is slow
+        refuse(
+            f"{name} is a DTensor",
+            f"argument {name}",
+            f"shape {shape_of(value)} over the ranks of a device mesh",
+            f"{name}.to_local(), the part of this rank: it is attended to as it is; "
+            "flashgen.distributed.attention computes a sequence that is divided over ranks",
+        )
+    if value.is_nested or value.layout != torch.strided or value.is_quantized:
+        refuse(
+            f"{name} is not an ordinary dense tensor",
+            f"argument {name}",
+            f"layout {value.layout}, dtype {value.dtype}",
+            f"{name}.to_padded_tensor(0)" if value.is_nested else f"{name}.to_dense()",
+        )
+
+
+def known(fact: bool | torch.SymBool) -> bool:
+    """True when the fact is known to hold, for symbols too; a backed symbol gets a guard."""
+    if isinstance(fact, bool):
+        return fact
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import
+
+    return guard_or_false(fact)
+
+
+def is_constant(fact: bool | torch.SymBool) -> bool:
+    """True when the fact holds for all values of its symbols; this adds no guard."""
+    if isinstance(fact, bool) and not torch.compiler.is_compiling():
+        return fact
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(fact)

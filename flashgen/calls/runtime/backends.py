@@ -1,0 +1,134 @@
+"""The choice of a call's backend, architecture and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.trust import Decision, decide
+from flashgen.shared import arch as archs
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+
+TAKES = {"gpu": "cuda", "emulator": "cpu", "tiled": "cpu"}
+"""The type of the devices whose tensors a backend accepts."""
+
+DEFAULTS = {"cuda": "gpu", "cpu": "tiled"}
+"""The default backend for tensors on a type of device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The backend, architecture and device of a call.
+
+    Attributes:
+        backend: "gpu", "emulator" or "tiled".
+        arch: the architecture that kernels are compiled for, or whose tiles the CPU path uses.
+        device: the device of the operands.
+        index: the number of the GPU; 0 where there is none.
+        arch_reason: why this architecture.
+        order_seed: from which the emulator draws its order, as the backend names it.
+        settled: whether later calls with the same arguments have the same target.
+    """
+
+    backend: str
+    arch: str
+    device: torch.device
+    index: int
+    arch_reason: str = ""
+    settled: bool = True
+    order_seed: int | None = None
+
+    @property
+    def sms(self) -> int | None:
+        """The number of multiprocessors of the GPU; None where the call runs without a GPU."""
+        if self.backend != "gpu":
+            return None
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+
+
+def target_of(backend: str | None, arch: str | None, device: torch.device) -> Target:
+    """The backend, architecture and device of a call with these arguments.
+
+    Raises:
+        InputError: there is no such backend or architecture, or the backend does not accept
+            tensors of the device.
+        PlanError: the generation of the GPU is not supported.
+        LaunchError: no code path of the GPU passes its trial.
+    """
+    chosen = choose(backend, device)
+    index = index_of(device) if chosen == "gpu" else 0
+    found = arch_of(arch, chosen, device)
+    order = order_of(backend)
+    return Target(chosen, found.arch, device, index, found.why, found.settled, order)
+
+
+def choose(given: str | None, device: torch.device) -> str:
+    """The backend: the argument, else FLASHGEN_BACKEND, else the default of the device's type.
+
+    Raises:
+        InputError: there is no such backend, or it does not accept tensors of this device.
+    """
+    source, name = "argument backend", given
+    if name is None:
+        source, name = "environment, FLASHGEN_BACKEND", config.backend()
+    if name is None:
+        return DEFAULTS[device.type]
+    found = config.split_backend(name)
+    if found is None:
+        refuse(
+            "there is no such backend",
+            source,
+            f"given {name!r}; available: {', '.join(config.BACKENDS)}, and emulator:7 with "
+            "a number from which the emulator draws its order",
+            "backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
+        )
+    name, _ = found
+    takes = TAKES[name]
+    if device.type != takes:
+        refuse(
+            f"the backend {name!r} takes {takes} tensors",
+            source,
+            f"q, k and v are on {device}",
+            f"q.{takes}(), k.{takes}() and v.{takes}(), or another backend",
+        )
+    return name
+
+
+def order_of(given: str | None) -> int | None:
+    """The order_seed in the name of a backend that `choose` accepts, or in FLASHGEN_BACKEND."""
+    named = config.split_backend(config.backend() if given is None else given)
+    return named[1] if named else None
+
+
+def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:
+    """The architecture: the argument, else FLASHGEN_ARCH, else that of the code path that the GPU
+    takes (`flashgen.calls.trust`), else `DEFAULT_ARCH`.
+
+    Raises:
+        InputError: the argument is not a string.
+        PlanError: the generation of the GPU is not supported.
+        LaunchError: no code path of the GPU passes its trial.
+    """
+    if given is not None:
+        if not isinstance(given, str):
+            refuse(
+                "arch is not the name of an architecture",
+                "argument arch",
+                f"given {given!r}",
+                f"one of {', '.join(archs.known())}, or None",
+            )
+        return Decision(given, "argument arch")
+    name = config.arch()
+    if name is not None:
+        return Decision(name, "FLASHGEN_ARCH")
+    if backend != "gpu":
+        return Decision(DEFAULT_ARCH, f"the default of the backend {backend!r}")
+    return decide(index_of(device), capturing=torch.cuda.is_current_stream_capturing)
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device."""
+    return device.index if device.index is not None else torch.cuda.current_device()

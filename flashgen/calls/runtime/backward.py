@@ -1,0 +1,282 @@
+"""One backward call: checks, the choice of kernels, their build, and their launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashgen.calls.runtime import learned_gradients, memory_layout
+from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.arguments.options import settled
+from flashgen.calls.runtime.arguments.tensors import check_gradients
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, ranges_of
+from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.kernel_arguments import pointers_of
+from flashgen.calls.runtime.learned_gradients import (
+    SINK_SUMS,
+    ExactSums,
+    FloatSums,
+    LearnedGradients,
+    contributions_of,
+)
+from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
+from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.calls.runtime.reports import Report
+from flashgen.shared.call import (
+    DEFAULT_LAUNCH,
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    OutputGradients,
+)
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+Inputs = dict[str, Tensor]
+
+
+# The tensors that are read row by row: their names in kernels, and the names of their arguments.
+_READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
+
+
+class BackwardOutcome(NamedTuple):
+    """The facts of one `PreparedBackward.run`, from which `reports` makes Reports on demand."""
+
+    call: PreparedBackward
+    reason: str
+    launches: tuple[KernelRun, ...] = ()
+    copies: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+
+
+class PreparedBackward(PreparedCall):
+    """A checked backward call."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec | CallProgram,
+        call: CheckedCall,
+        target: Target,
+        inputs: Inputs,
+        *,
+        deterministic: bool,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+    ) -> None:
+        """
+        Args:
+            spec: the spec, in which only tensors whose gradients are needed have grad=True.
+            inputs: the tensors q, k, v, o and do.
+        """
+        super().__init__(spec, call, target, launch)
+        self.deterministic = deterministic
+        self._obstacles = {
+            name: memory_layout.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
+        }
+        # Operands with an obstacle are copied to contiguous tensors, which TMA can load.
+        by_tma = {
+            _READ[name]: tensor
+            for name, tensor in inputs.items()
+            if name != "o" and self._obstacles[name] is None
+        }
+        self._kernel_arch, self._reason = memory_layout.path_for(target.arch, **by_tma)
+        self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
+        self._tables: MinMaxTables | None = None  # for kernels that read captured tensors
+        # With exact sums: the largest number of contributions to an element of each tensor.
+        self._contributions: dict[str, int] = {}
+
+    def run(
+        self, operands: Operands, gradients: OutputGradients
+    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+        """Returns dq, dk, dv and the needed gradients of learned tensors, and a record."""
+        q, k, v, captured, rng = operands
+        read = _inputs(operands, gradients)
+        for name, tensor in read.items():
+            if tensor.is_neg():
+                read[name] = tensor.resolve_neg()
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        dlse = gradients.dlse
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
+        by_name = self._named(captured, operands.k) if captured or self._layout else {}
+        if self.target.backend == "tiled" and not self.call.is_empty:
+            of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
+            return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
+        dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        if self.signature.packed:  # kernels do not write rows outside all sequences
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+        sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
+        if self.call.is_empty:
+            learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
+            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
+            return zeros, BackwardOutcome(self, EMPTY)
+        copies = self._copy_unaligned(read)
+        tensors: dict[str, Tensor | None] = {
+            **read,
+            "lse": gradients.lse.contiguous(),
+            "dlse": None if dlse is None else dlse.contiguous(),
+            "rows": q.new_empty((*q.shape[:3], 2), dtype=torch.float32),
+            "rng": rng,
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+        }
+        if by_name:
+            tensors |= pointers_of(by_name)
+            tensors |= sums.pointers
+        bound = self._bound.get(copied := tuple(copies))
+        if bound is None:
+            bound = self._bound[copied] = self._bind(tensors, by_name)
+        elements = elements_of_sums(bound[0].build.facts, self.call, packed=self.signature.packed)
+        tensors["dq_sum"] = q.new_empty(elements, dtype=torch.float32) if elements else None
+        for kernel in bound:
+            if SINK_SUMS in kernel.arguments.pointers:
+                tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
+        launches = self._launch(bound, tensors, sums, by_name)
+        sink_sums = tensors.get(SINK_SUMS)
+        if sink_sums is not None:
+            learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums, self.call)
+        built, self._built = self._built, 0.0
+        record = BackwardOutcome(self, self._reason, tuple(launches), tuple(copies.values()), built)
+        return (dq, dk, dv, *sums.gradients()), record
+
+    def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
+        """Copies inputs that kernels cannot read, in place in ``read``; the reason of each copy."""
+        copies = {}
+        for name, tensor in read.items():
+            why = self._obstacles[name] or memory_layout.base_obstacle(_READ[name], tensor)
+            if why is not None:
+                read[name] = tensor.clone(memory_format=torch.contiguous_format)
+                copies[name] = f"{_READ[name]} was copied: {why}"
+        return copies
+
+    def _launch(
+        self,
+        bound: Iterable[BoundKernel],
+        tensors: dict[str, Tensor | None],
+        sums: LearnedGradients,
+        captured: Mapping[str, Tensor],
+    ) -> list[KernelRun]:
+        """Runs the kernels of min/max tables, then the backward kernels."""
+        done: list[KernelRun] = []
+        if self._tables is not None:
+            made, done = self._tables.run(self.target, captured, self.launch)
+            tensors |= made
+        for kernel in bound:
+            for turn in range(kernel.build.facts.launches):
+                if turn > 0 and isinstance(sums, ExactSums):
+                    tensors |= sums.measured(self._contributions)
+                start = time.perf_counter()
+                counters = kernel.run(self.target, tensors, self.launch)
+                done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
+        return done
+
+    def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
+        start = time.perf_counter()
+        call, deterministic, packed = self.call, self.deterministic, self.signature.packed
+        launch = self._tuned("deterministic" if deterministic else "backward")
+        ranges = ranges_of(call, self.signature)
+        builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges)
+        self._built = time.perf_counter() - start
+        bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
+        if captured:
+            self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)
+        for build in builds:
+            if build.facts.kernel == "captured_exact":
+                self._contributions = contributions_of(
+                    build.facts.terms, build.facts, call, captured, packed=packed
+                )
+        return bound
+
+    def _on_cpu(
+        self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+        from flashgen.calls import cpu
+
+        start = time.perf_counter()
+        q, k, v, _, rng = operands
+        with without_autocast():
+            tiles = self._tiles(q, k, captured, rng, backward=True)
+            found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
+            results = (
+                *map(in_memory_order_of, (q, k, v), found[:3]),
+                *(gradient.contiguous() for gradient in found[3:]),
+            )
+        run = KernelRun(None, None, time.perf_counter() - start)
+        return results, BackwardOutcome(self, CPU_REASON, (run,))
+
+
+def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
+    """The tensors that kernels read row by row, by their names in kernels."""
+    q, k, v = operands[:3]
+    return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
+
+
+def reports(record: BackwardOutcome) -> tuple[Report, ...]:
+    """The Reports of a backward call, one per launch."""
+    call, reason = record.call, record.reason
+    target, launches = call.target, record.launches
+    ran = Report(
+        target.backend if launches else "none",
+        target.arch,
+        16 if launches and reason is not CPU_REASON else 0,
+        reason,
+        build_seconds=record.build_seconds,
+        arch_reason=target.arch_reason,
+    )
+    ranges = ranges_of(call.call, call.signature)
+    return tuple(
+        replace(
+            ran.of_run(*run),
+            integers="" if run.build is None else run.build.integers(ranges),
+        )
+        for run in launches
+    ) or (ran,)
+
+
+def prepare(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    gradients: OutputGradients,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+    needed: tuple[bool, ...] = (),
+) -> PreparedBackward:
+    """Checks a backward call and chooses its backend, architecture and kernels.
+
+    Args:
+        needed: for each learned tensor, whether its gradient is needed; () when all are.
+
+    Raises:
+        InputError: an argument is wrong.
+        SpecError: the spec has no backward pass.
+        PlanError: the generation of the GPU is not supported.
+    """
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    program.refuse_backward()
+    signature = program.signature
+    call = check(signature, operands, options)
+    check_gradients(operands.q, operands.v, gradients)
+    target = program.target(options.backend, options.arch, operands.q.device)
+    deterministic = settled(options.deterministic)
+    if not all(needed):
+        chosen = zip(signature.learned, needed, strict=True)
+        program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
+    return PreparedBackward(
+        program,
+        call,
+        target,
+        _inputs(operands, gradients),
+        deterministic=deterministic,
+        launch=launch,
+    )

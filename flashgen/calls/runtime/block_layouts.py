@@ -1,0 +1,258 @@
+"""Block layouts as tensors: the live blocks, and lists of them for the kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.calls.runtime.arguments.refusals import check_dense, refuse
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.shared.signature import (
+    LAYOUT,
+    LAYOUT_LISTS,
+    LAYOUT_NAMES,
+    BlockLayoutFacts,
+    CallSignature,
+)
+
+Tensor = torch.Tensor
+
+_AXES = "[batch or 1, heads or 1, row blocks, column blocks]"
+
+
+class Layout(NamedTuple):
+    """A block layout as compressed rows and columns. `Layout.of` makes it, for any number of calls.
+
+    Attributes:
+        live: bool [batch or 1, heads or 1, rows, columns] of blocks, true if a block is computed.
+        row_counts: int32 [batch or 1, heads or 1, rows], live blocks of each row.
+        row_blocks: int32 [batch or 1, heads or 1, rows, columns], the columns of the live blocks in
+            ascending order, then those of the others.
+        column_counts: int32 [batch or 1, heads or 1, columns], live blocks of each column.
+        column_blocks: int32 [batch or 1, heads or 1, columns, rows], the rows of the live blocks in
+            ascending order, then those of the others.
+    """
+
+    live: Tensor
+    row_counts: Tensor
+    row_blocks: Tensor
+    column_counts: Tensor
+    column_blocks: Tensor
+
+    @staticmethod
+    def of(live: Tensor) -> Layout:
+        """Compresses ``live`` on its own device, without a device synchronisation.
+
+        Args:
+            live: bool [batch or 1, heads or 1, rows, columns]; rows and columns of blocks are
+                counted from global position 0.
+
+        Raises:
+            InputError: ``live`` has another rank, dtype or storage.
+        """
+        _check_live(live)
+        return Layout(live, *_listed(live), *_listed(live.transpose(2, 3)))
+
+
+def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
+    counts = live.sum(-1, dtype=torch.int32)
+    # A stable sort keeps live columns in ascending order.
+    return counts, live.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
+
+
+def _check_live(live: object) -> None:
+    if not isinstance(live, Tensor):
+        refuse(
+            "layout is not a block layout",
+            "argument layout",
+            f"given a {type(live).__name__}; expected a bool tensor {_AXES}, "
+            "a flashgen.Layout or a torch BlockMask",
+            "layout=live, true for each block that is computed",
+        )
+    check_dense("layout", live)
+    if live.dtype != torch.bool or live.dim() != 4:
+        refuse(
+            "layout is not a bool for each block",
+            "argument layout",
+            f"shape {tuple(live.shape)}, {live.dtype}; expected torch.bool, {_AXES}",
+            "live[None, None] for a layout that all heads share, live.bool() for one of numbers",
+        )
+
+
+def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``given`` with the tensors of a block layout in place of the layout that the user gives.
+
+    Args:
+        given: values of captured tensors and scalars by name. A layout may be a bool tensor, a
+            `Layout` or a torch BlockMask with the spec's block size, whose partial and full blocks
+            are the live ones.
+
+    Raises:
+        InputError: the layout is of another type or has another block size.
+    """
+    sparse = signature.call_layout
+    if sparse is None or LAYOUT not in given:
+        return given
+    if any(name in given for name in LAYOUT_LISTS):
+        return given  # all five tensors, which are the arguments of the registered operator
+    value = given[LAYOUT]
+    if hasattr(value, "kv_num_blocks"):
+        value = blocks_of(sparse, value)
+    made = value if isinstance(value, Layout) else Layout.of(value)
+    return {**given, **dict(zip(LAYOUT_NAMES, made, strict=True))}
+
+
+def blocks_of(sparse: BlockLayoutFacts, block_mask: Any) -> Tensor:
+    """The live blocks of a torch BlockMask: its partial and its full blocks.
+
+    Raises:
+        InputError: its blocks have another size.
+    """
+    size = sparse.block_q, sparse.block_k
+    if tuple(block_mask.BLOCK_SIZE) != size:
+        refuse(
+            "the BlockMask has another block size than the spec",
+            "argument layout",
+            f"BLOCK_SIZE {tuple(block_mask.BLOCK_SIZE)}; the spec has {size}",
+            f"fg.BlockSparse(block_q={block_mask.BLOCK_SIZE[0]}, "
+            f"block_k={block_mask.BLOCK_SIZE[1]}), or create_block_mask(..., BLOCK_SIZE={size})",
+        )
+    partial, full = dense_blocks(block_mask)
+    return partial | full
+
+
+def dense_blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
+    """The partial and the full blocks of a torch BlockMask, bool [B, H, rows, columns] each."""
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
+    if block_mask.full_kv_num_blocks is None:
+        return partial, torch.zeros_like(partial)
+    return partial, _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+
+
+def _dense(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
+    """Lists of blocks as bools: the first ``counts`` entries of each line of ``blocks``."""
+    listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
+    # Entries that are not listed are scattered to an extra column.
+    places = torch.where(listed, blocks, columns).long()
+    live = places.new_zeros((*places.shape[:-1], columns + 1), dtype=torch.bool)
+    return live.scatter(-1, places, True)[..., :columns]
+
+
+def check_layout(
+    signature: CallSignature,
+    captured: Sequence[Tensor],
+    lengths: tuple[int, int],
+    ends: tuple[int, int],
+) -> None:
+    """Checks the sizes of a layout that a call gives; dtypes and ranks were checked before.
+
+    Args:
+        captured: a tensor for each of the signature's tensors.
+        lengths, ends: for queries and keys: their number, and the last global position plus 1.
+
+    Raises:
+        InputError: too few or too many blocks, or tensors of different layouts.
+    """
+    sparse = signature.call_layout
+    if sparse is None:
+        return
+    layout = Layout(*captured[-len(LAYOUT_NAMES) :])
+    blocks = tuple(layout.live.shape[2:])
+    for what, size, count, length, end in zip(
+        ("queries", "keys"), (sparse.block_q, sparse.block_k), blocks, lengths, ends, strict=True
+    ):
+        needed, most = -(-end // size), -(-POSITION_LIMIT // size)
+        if length and not needed <= count <= most:
+            few = count < needed
+            refuse(
+                f"the layout has too {'few' if few else 'many'} blocks of {what}",
+                "argument layout",
+                f"shape {tuple(layout.live.shape)}; the {what} end at {end:,}, in blocks of "
+                f"{size}: {f'at least {needed:,}' if few else f'at most {most:,}'}",
+                "a block for every position up to the last one, those before q_offset and k_offset "
+                "included"
+                if few
+                else "only the blocks up to the last position",
+            )
+    lines, (rows, columns) = tuple(layout.live.shape[:2]), blocks
+    shapes = ((rows, columns), (rows,), (rows, columns), (columns,), (columns, rows))
+    for name, tensor, shape in zip(LAYOUT_NAMES, layout, shapes, strict=True):
+        if tuple(tensor.shape) != (*lines, *shape):
+            refuse(
+                f"{name} does not have the shape of the live blocks",
+                f"argument {name}",
+                f"shape {tuple(tensor.shape)}; layout {tuple(layout.live.shape)}, so expected "
+                f"{(*lines, *shape)}",
+                "layout=flashgen.Layout.of(live), which makes all five",
+            )
+
+
+def check_lists(captured: Mapping[str, Tensor]) -> None:
+    """Checks that the lists of a layout are those of its live blocks.
+
+    Raises:
+        InputError: a list differs; the error names the first one.
+    """
+    layout = Layout(*(captured[name] for name in LAYOUT_NAMES))
+    for live, counts, blocks, names in (
+        (layout.live, layout.row_counts, layout.row_blocks, LAYOUT_NAMES[1:3]),
+        (
+            layout.live.transpose(2, 3),
+            layout.column_counts,
+            layout.column_blocks,
+            LAYOUT_NAMES[3:5],
+        ),
+    ):
+        width = blocks.shape[-1]
+        listed = torch.arange(width, device=blocks.device) < counts[..., None]
+        steps = blocks.diff(dim=-1).where(listed[..., 1:], 1)
+        inside = ((blocks >= 0) & (blocks < width)) | ~listed
+        wrong = [
+            (names[0], counts != live.sum(-1)),
+            (names[1], ~inside.all(-1) | (steps <= 0).any(-1)),
+        ]
+        if not any(bool(lines.any()) for _, lines in wrong):
+            wrong.append((names[1], (_dense(counts, blocks, width) != live).any(-1)))
+        for name, lines in wrong:
+            if lines.any():
+                place = tuple(lines.nonzero()[0].tolist())
+                refuse(
+                    f"{name} does not list the live blocks",
+                    f"argument {name}",
+                    f"at {place}: {captured[name][place].tolist()}; live there: "
+                    f"{live[place].nonzero()[:, 0].tolist()}",
+                    "layout=flashgen.Layout.of(live), which makes all five",
+                )
+
+
+def static_layout(
+    signature: CallSignature, call: CheckedCall, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors of a block layout that is a function, by name; none for other specs.
+
+    The function is evaluated once for each number of blocks, and for each batch and number of heads
+    where it depends on them. The tensors are cached on each device.
+
+    Raises:
+        SpecError: the function raises an error or does not return a bool.
+    """
+    sparse = signature.static_layout
+    if sparse is None or call.is_empty:
+        return {}
+    ends = call.q_offset + call.seq_q, call.k_offset + call.seq_k
+    shape = sparse.shape(call.batch, call.heads, *ends)
+    return dict(zip(LAYOUT_NAMES, _evaluated(sparse, *shape, device), strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _evaluated(
+    sparse: BlockLayoutFacts, batch: int, heads: int, rows: int, columns: int, device: torch.device
+) -> Layout:
+    table = bytearray(sparse.table(batch, heads, rows, columns))
+    live = torch.frombuffer(table, dtype=torch.bool).view(batch, heads, rows, columns)
+    return Layout.of(live.to(device))

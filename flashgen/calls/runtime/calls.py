@@ -1,0 +1,187 @@
+"""The public functions that run one pass of a spec and return a report.
+
+`flashgen.calls.ops` exports them. The operator, which caches checked calls, does not use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.calls.runtime import backward, forward
+from flashgen.calls.runtime.arguments.call import Call
+from flashgen.calls.runtime.arguments.call import check as check_call
+from flashgen.calls.runtime.arguments.options import draw_rng
+from flashgen.calls.runtime.arguments.refusals import refuse, shown
+from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
+from flashgen.calls.runtime.reports import BackwardRun, ForwardRun
+from flashgen.shared.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
+
+if TYPE_CHECKING:
+    from flashgen.kernels.planner import Tile
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+def run_forward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    split_size: int | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] | None = None,
+    blocks: int | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> ForwardRun:
+    """Computes the forward pass of ``spec`` without autograd, and reports how it ran.
+
+    Args:
+        q, k, v, scale, q_offset, k_offset, dropout_p, rng, backend, arch, split_size: as in
+            `flashgen.attention`.
+        scalars, tensors: a number for each run-time scalar and a tensor for each captured tensor,
+            by name; "layout" as in `flashgen.attention`.
+        sram: bytes of shared memory per block to plan for, instead of the architecture's.
+        tiles: {"forward": tile} instead of the planner's tile or a tuned one.
+        blocks: blocks of the launch of a persistent kernel, instead of the plan's number.
+        check_memory: whether the emulator checks memory accesses and races.
+        order_seed: the emulator runs blocks and warps in an order drawn from this seed.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    if rng is None and isinstance(q, Tensor) and spec.dropout:
+        rng = draw_rng(dropout_p, q.device)
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
+    )
+    launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
+    call = forward.prepare(program, operands, options, launch)
+    out, lse, record = call.run(operands)
+    return ForwardRun(out, lse, forward.report(record), rng if call.drops else None)
+
+
+def run_backward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    deterministic: bool | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> BackwardRun:
+    """Computes the gradients of q, k, v and of the learned tensors, and reports how it ran.
+
+    Args:
+        out, lse: the results of the forward call.
+        dout: gradient of out, any strides.
+        dlse: gradient of lse, float32; zeros when None.
+        rng: seed and offset of the forward call; needed when dropout_p is not 0.
+        deterministic: whether gradients have the same bits in every run; None follows torch's
+            switch.
+        tiles: tiles of the backward kernels by name, as in `kernels.planner.plan_backward`.
+        other arguments: those of the forward call, as in `run_forward`.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors
+    )
+    gradients = OutputGradients(out, lse, dout, dlse)
+    launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
+    call = backward.prepare(program, operands, gradients, options, launch)
+    (dq, dk, dv, *learned), record = call.run(operands, gradients)
+    reports = backward.reports(record)
+    return BackwardRun(dq, dk, dv, reports, record.copies, call.deterministic, tuple(learned))
+
+
+def check(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    split_size: int | None = None,
+) -> CheckedCall:
+    """The checked sizes and numbers of a forward call, with the arguments of `run_forward`.
+
+    Raises:
+        InputError: for the first mistake; the error names the argument.
+    """
+    options = CallOptions(scale, q_offset, k_offset, None, None, None, (), dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
+    )
+    return check_call(program.of_dtype(getattr(q, "dtype", None)).signature, operands, options)
+
+
+def _call_of(
+    spec: AttentionSpec,
+    operands: Operands,
+    options: CallOptions,
+    scalars: Mapping[str, object] | None,
+    tensors: Mapping[str, Tensor] | None,
+    split_size: int | None = None,
+) -> Call:
+    program = program_of(spec)
+
+    def variant(*fields: Any) -> CallProgram:
+        return program_of(program.variant(Variant(*fields)))
+
+    signature, tensors, scalars = program.signature, tensors or {}, scalars or {}
+    for kind, mapping, others in (
+        ("tensor", tensors, signature.scalars),
+        ("scalar", scalars, signature.tensors),
+    ):
+        for other in others:
+            if other.name in mapping:
+                refuse(
+                    f"{other.name!r} is not a {kind} of the spec",
+                    f"argument {kind}s",
+                    f"given {shown(mapping[other.name])}",
+                    "numbers in scalars={...}, and captured tensors in tensors={...}",
+                )
+    captures = {**tensors, **scalars}
+    return Call.of(program, variant, operands, options, captures, split_size=split_size)

@@ -1,0 +1,305 @@
+"""One forward call: checks, the choice of a kernel, its build, and its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.calls.runtime import memory_layout
+from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
+from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.kernel_arguments import named, pointers_of
+from flashgen.calls.runtime.learned_gradients import lse_without_keys
+from flashgen.calls.runtime.memory_layout import empty_rows
+from flashgen.calls.runtime.merge import Splits
+from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, program_of
+from flashgen.calls.runtime.reports import Report
+from flashgen.shared.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
+from flashgen.shared.errors import InputError
+from flashgen.shared.paged import contiguous_call
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+_NAMES = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKernel:
+    """The forward kernel of a call for one width of memory accesses.
+
+    Attributes:
+        heads_reason: the reason for the number of heads in its tiles; "" where there is no choice.
+        tables: the kernels of the min/max tables that it reads; None without captured tensors.
+        integers: the width of its integers, as in `Report`.
+    """
+
+    bound: BoundKernel
+    heads_reason: str
+    tables: MinMaxTables | None
+    integers: str = ""
+
+
+class ForwardOutcome(NamedTuple):
+    """The facts of one `PreparedForward.run`, from which `report` makes a Report on demand."""
+
+    call: PreparedForward
+    width: int
+    reason: str
+    kernel: ForwardKernel | None = None
+    counters: Any = None
+    build_seconds: float = 0.0
+    run_seconds: float = 0.0
+    tables: list[KernelRun] | tuple[KernelRun, ...] = ()
+    merge: KernelRun | None = None
+
+
+class PreparedForward(PreparedCall):
+    """A checked forward call."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec | CallProgram,
+        call: CheckedCall,
+        target: Target,
+        operands: Operands,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+    ) -> None:
+        super().__init__(spec, call, target, launch)
+        q, k, v = operands[:3]
+        self._kernel_arch, self._aligned_reason = memory_layout.path_for(target.arch, q=q, k=k, v=v)
+        self._is_empty = call.is_empty
+        self._swapped = memory_layout.rows_before_heads(q)
+        # Tensors of one element: torch.empty_like makes contiguous tensors of the results' shapes
+        # from them, in half of the time that torch.empty needs to read a shape.
+        batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
+        shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
+        assert self.signature.out_dtype is not None, "that of a call"
+        dtype = getattr(torch, self.signature.out_dtype)
+        self._out_model = q.new_empty((), dtype=dtype).expand(shape)
+        self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
+        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
+        self._obstacle = next((text for text in found if text), None)
+        self._kernels: dict[int, ForwardKernel] = {}
+        self._splits: Splits | None = None
+        if self.signature.split and not call.is_empty:
+            self._splits = Splits(self.program, call, target)
+
+    def run(self, operands: Operands) -> tuple[Tensor, Tensor, ForwardOutcome]:
+        """Returns out, lse, and a record for `report`."""
+        q, k, v, captured, rng = operands
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        if self._is_empty:
+            return self._without_scores(q, captured)
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        if captured and not self._reads_inside:
+            self._check_reads(q, k, v, by_name)
+        if self.target.backend == "tiled":
+            return self._on_cpu(Operands(q, k, v, (), rng), by_name)
+        out = torch.empty_like(self._out_model)
+        if self._swapped:
+            out = out.transpose(1, 2)
+        lse = torch.empty_like(self._lse_model)
+        if self.signature.packed:  # rows outside all sequences are rows without keys
+            out.zero_()
+            lse.fill_(-math.inf)
+        to_out, to_lse = out, lse  # what the kernel writes
+        if self._splits is not None:
+            to_out, to_lse = self._splits.parts(out, lse)
+            if self.signature.packed:
+                to_lse.fill_(-math.inf)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
+        if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
+            width, reason = 16, self._aligned_reason
+        else:
+            width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
+        kernel = self._kernels.get(width)
+        if kernel is None:
+            kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse), by_name)
+        bound = kernel.bound
+        built, self._built = self._built, 0.0
+        start = perf_counter()
+        counters = None
+        tables: list[KernelRun] = []
+        tile_counter = None  # counts the work tiles that blocks have drawn
+        if bound.blocks is not None and bound.blocks.persistent:
+            tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        if self.target.backend == "gpu" and not by_name:
+            more = () if rng is None else (rng.data_ptr(),)
+            if bound.blocks is not None:
+                more = (*more, 0 if tile_counter is None else tile_counter.data_ptr())
+            bound.launch((*at, *more), self.target.index)
+        else:
+            tensors = _tensors(q, k, v, to_out, to_lse) | {"rng": rng, "tile_counter": tile_counter}
+            if kernel.tables is not None:
+                tensors |= pointers_of(by_name)
+                made, tables = kernel.tables.run(self.target, by_name, self.launch)
+                tensors |= made
+                start = perf_counter()
+            counters = bound.run(self.target, tensors, self.launch)
+        seconds = perf_counter() - start
+        merge = None
+        if self._splits is not None:
+            merge = self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
+        return (
+            out,
+            lse,
+            ForwardOutcome(self, width, reason, kernel, counters, built, seconds, tables, merge),
+        )
+
+    def _kernel(
+        self, width: int, tensors: Tensors, captured: Mapping[str, Tensor]
+    ) -> ForwardKernel:
+        start = perf_counter()
+        target, call = self.target, self.call
+        splits = self._splits
+        # With split keys or pages a tuned tile would give a row other bits than another call.
+        serving = splits is not None or self.signature.paged
+        launch = self._tuned("forward") if width == 16 and not serving else self.launch
+        ranges = ranges_of(call, self.signature)
+        request = ForwardRequest(self._kernel_arch, width, call, captured, launch, ranges)
+        built, reason = self.program.forward(request)
+        self._built = perf_counter() - start
+        numbers: dict[str, int] = {}
+        k = tensors["k"]
+        assert k is not None, "an operand"
+        if splits is not None:
+            parts_out, parts_lse = tensors["o"], tensors["lse"]
+            assert parts_out is not None, "the kernel writes it"
+            assert parts_lse is not None, "the kernel writes it"
+            numbers = {"o_stride_s": parts_out.stride(0), "lse_stride_s": parts_lse.stride(0)}
+            tensors = {**tensors, "o": parts_out[0]}
+        if self.signature.paged:
+            numbers |= numbers_of_pages(k)
+        bound = bind(
+            built,
+            call,
+            tensors,
+            captured,
+            numbers=numbers,
+            packed=self.signature.packed,
+            sms=target.sms if built.facts.is_persistent else None,
+            blocks=launch.blocks,
+        )
+        tables = None
+        if captured:
+            tables = MinMaxTables(self.program, target.arch, captured, (bound,))
+        integers = built.integers(ranges)
+        kernel = self._kernels[width] = ForwardKernel(bound, reason, tables, integers)
+        return kernel
+
+    def _unaligned_reason(self, *tensors: Tensor) -> str:
+        bases = map(memory_layout.base_obstacle, _NAMES, tensors)
+        return self._obstacle or next(text for text in bases if text)
+
+    def _without_scores(
+        self, q: Tensor, captured: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, ForwardOutcome]:
+        out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
+        if self.signature.sink is None:
+            lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+        else:
+            by_name = named(self.signature, captured)
+            lse = lse_without_keys(self.signature, by_name, q, self.call)
+        return out, lse, ForwardOutcome(self, 0, EMPTY)
+
+    def _on_cpu(
+        self, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, ForwardOutcome]:
+        from flashgen.calls import cpu
+
+        start = perf_counter()
+        q, k, v, _, rng = operands
+        with without_autocast():
+            if self.signature.paged:
+                out, lse = self._of_contiguous(operands, captured)
+            else:
+                tiles = self._tiles(q, k, captured, rng, backward=False)
+                out, lse = cpu.forward(self.spec, q, k, v, *tiles)
+        seconds = perf_counter() - start
+        return out, lse, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
+
+    def _of_contiguous(
+        self, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The results of a call with a paged cache, from copies of its keys and values."""
+        from flashgen.calls import cpu
+        from flashgen.spec.language.signature import contiguous
+
+        spec = contiguous(self.spec)
+        copied = contiguous_call(*operands[:3], captured)
+        arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
+        out, lse = cpu.forward(spec, *copied[:3], arguments)
+        q = operands.q
+        out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
+        return out, copied.of_queries(lse, q)
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor | None]:
+    """Operands and results by their names in kernels; paged ones call k and v caches."""
+    return {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v, "o": o, "lse": lse}
+
+
+def report(record: ForwardOutcome) -> Report:
+    """The Report of a forward call."""
+    kernel, target, merge = record.kernel, record.call.target, record.merge
+    ran = Report(
+        "none" if record.reason is EMPTY else target.backend,
+        target.arch,
+        record.width,
+        record.reason,
+        run_seconds=record.run_seconds,
+        arch_reason=target.arch_reason,
+    )
+    if kernel is None:
+        return ran
+    aligned = replace(ran, access_bytes=16, access_reason=memory_layout.ALIGNED)
+    return replace(
+        ran,
+        kernel=kernel.bound.build,
+        counters=record.counters,
+        build_seconds=record.build_seconds,
+        tables=tuple(ran.of_run(*run) for run in record.tables),
+        heads_reason=kernel.heads_reason,
+        blocks=kernel.bound.blocks,
+        integers=kernel.integers,
+        merge=None if merge is None else aligned.of_run(*merge),
+    )
+
+
+def prepare(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+) -> PreparedForward:
+    """Checks a forward call and chooses its backend, architecture and kernels.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: the generation of the GPU is not supported.
+    """
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    call = check(program.signature, operands, options)
+    target = program.target(options.backend, options.arch, operands.q.device)
+    if launch.blocks is not None and target.backend == "tiled":
+        raise InputError(
+            "tiled algorithms have no blocks",
+            where="argument blocks",
+            numbers=f"given {launch.blocks!r} for the backend 'tiled'",
+            way_out="backend='emulator', or leave blocks out",
+        )
+    return PreparedForward(program, call, target, operands, launch)

@@ -1,0 +1,91 @@
+"""The memory layouts that kernels can access, and those of results.
+
+Kernels move 16 bytes at once where all addresses and strides are multiples of 16 bytes, and single
+elements elsewhere. TMA has further rules. Where a kernel cannot access a tensor, a sentence says
+why.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashgen.calls.runtime.arguments.refusals import known
+from flashgen.shared.arch import facts, portable
+from flashgen.shared.dtypes import INT32_MAX
+
+Tensor = torch.Tensor
+
+ALIGNED = "all base pointers and strides are multiples of 16 B"
+
+
+def stride_obstacle(name: str, tensor: Tensor) -> str | None:
+    """The stride that prevents 16-byte accesses, in words; None where there is none.
+
+    The stride of an axis of length 1 is never used, so that it may have any value.
+    """
+    size = tensor.element_size()
+    for axis, label in enumerate(("batch", "head", "row")):
+        step = tensor.stride(axis) * size
+        if tensor.shape[axis] > 1 and step % 16:
+            return f"the {label} stride of {name} is {step} B, not a multiple of 16 B"
+    return None
+
+
+def row_obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why backward kernels cannot read a tensor with its strides, in words; None where they can."""
+    if tensor.numel() and tensor.stride(3) != 1:
+        return f"the last dimension of {name} is not contiguous"
+    row_bytes = tensor.stride(2) * tensor.element_size()
+    if tensor.shape[2] > 1 and row_bytes > INT32_MAX:
+        return f"the rows of {name} are {row_bytes:,} B apart; at most {INT32_MAX:,} B"
+    return stride_obstacle(name, tensor)
+
+
+def base_obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why the address of a tensor prevents 16-byte accesses, in words; None where it does not."""
+    offset = tensor.data_ptr() % 16
+    return f"{name} begins {offset} B past a multiple of 16 B" if offset else None
+
+
+def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
+    """The architecture whose kernels can read these aligned operands, and the reason.
+
+    An expanded tensor has strides of 0, which the rules of tensor maps do not cover. Calls with one
+    use the code path of all architectures.
+    """
+    if facts(arch).code_path.copies_by_tma:
+        for name, tensor in tensors.items():
+            for axis, label in enumerate(("batch", "head", "row")):
+                if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
+                    why = f"the {label} stride of {name} is 0, over which TMA does not step"
+                    return portable(arch), why
+    return arch, ALIGNED
+
+
+def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor [batch, heads, seq, dim] with the axis order of ``model``.
+
+    For a model stored as [batch, seq, heads, dim] the result is stored likewise, as in torch's own
+    attention, so that ``out.transpose(1, 2).flatten(2)`` copies nothing. Otherwise the result is
+    contiguous.
+
+    Args:
+        model: a tensor [batch, heads, seq, any length].
+        dim: the length of the result's last dimension.
+        dtype: that of the result; the model's if None.
+    """
+    batch, heads, seq, _ = model.shape
+    if rows_before_heads(model):
+        return model.new_empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+    return model.new_empty(batch, heads, seq, dim, dtype=dtype)
+
+
+def rows_before_heads(model: Tensor) -> bool:
+    """True for a tensor stored [batch, seq, heads, dim]."""
+    return known(model.stride(1) < model.stride(2)) and not known(model.stride(1) == 0)
+
+
+def in_memory_order_of(model: Tensor, result: Tensor) -> Tensor:
+    """``result`` in the axis order of `empty_rows`, copied only where its order differs."""
+    wanted = empty_rows(model, result.shape[3], result.dtype)
+    return result if result.stride() == wanted.stride() else wanted.copy_(result)

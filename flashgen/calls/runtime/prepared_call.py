@@ -1,0 +1,171 @@
+"""What forward and backward calls share once they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen.calls.runtime.arguments.call import check_contents
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.block_layouts import static_layout
+from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.call import CheckedCall, LaunchOptions
+from flashgen.shared.paged import contiguous_call
+
+if TYPE_CHECKING:
+    from flashgen.calls.cpu import TileArguments
+    from flashgen.calls.cpu.parts import SequenceParts
+    from flashgen.calls.cpu.reads import ReadCheck
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+EMPTY = "nothing to launch: a size is 0"
+CPU_REASON = "tiled algorithms on torch tensors: no kernel"
+
+
+class PreparedCall:
+    """A checked call, with all choices that do not depend on the contents of tensors.
+
+    It serves all calls with the same options and with tensors of the same shapes, strides, dtypes
+    and device.
+    """
+
+    _kernel_arch: str
+    """The architecture whose kernels can read the operands."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec | CallProgram,
+        call: CheckedCall,
+        target: Target,
+        launch: LaunchOptions,
+    ) -> None:
+        self.drops = call.dropout_p > 0
+        program = program_of(spec)
+        # Calls whose dropout_p is 0 have kernels that drop nothing.
+        self.program = program if self.drops else program.without_dropout()
+        self.signature = program.signature
+        self.call = call
+        self.target = target
+        self.launch = launch
+        self._layout = static_layout(self.signature, call, target.device)
+        self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
+        self._check: ReadCheck | None = None
+        self._reads_inside = False  # whether no later call can read outside of a tensor
+        self._built = 0.0  # seconds of building kernels for the call that runs
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The spec of the program, which the tiled algorithms compute."""
+        assert isinstance(self.program, SpecProgram), "other programs have no such target"
+        return self.program.spec
+
+    def _named(self, captured: tuple[Tensor, ...], k: Tensor) -> dict[str, Tensor]:
+        """The captured tensors and those of a static block layout by name, contents checked."""
+        by_name = named(self.signature, captured)
+        check_contents(self.signature, by_name, self.call, k)
+        return by_name | self._layout
+
+    def _check_reads(self, q: Tensor, k: Tensor, v: Tensor, captured: Mapping[str, Tensor]) -> None:
+        """Refuses a call whose mods use an element outside of a captured tensor.
+
+        On a GPU this waits for the device, and is done where FLASHGEN_CHECK_READS asks for it.
+        """
+        wanted = config.check_reads()
+        if not (self.target.backend != "gpu" if wanted is None else wanted):
+            return
+        if not isinstance(self.program, SpecProgram):
+            self._reads_inside = True  # an export has no expressions
+            return
+        from flashgen.calls.cpu.reads import ReadCheck, reads_of
+
+        call = self.call
+        if self._check is None and reads_of(self.spec):
+            from flashgen.spec.language.signature import contiguous
+
+            spec = contiguous(self.spec) if self.signature.paged else self.spec
+            self._check = ReadCheck(spec, call.scalars)
+        if self._check is not None:
+            captured = {name: tensor.cpu() for name, tensor in captured.items()}
+            if self.signature.paged:
+                q, k, _, captured = contiguous_call(q.cpu(), k.cpu(), v.cpu(), captured)
+            sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+            if not self._check(sizes, (call.q_offset, call.k_offset), captured):
+                return
+        self._reads_inside = True
+
+    def _tuned(self, which: str) -> LaunchOptions:
+        """The options of the launch, on a GPU with the tuned tiles of this pass."""
+        target, launch = self.target, self.launch
+        if target.backend != "gpu" or not launch.plans_itself:
+            return launch
+        tiles = self.program.tuned(which, self._kernel_arch, self.call, target.index)
+        return replace(launch, tiles=tiles)
+
+    def _tiles(
+        self,
+        q: Tensor,
+        k: Tensor,
+        captured: Mapping[str, Tensor],
+        rng: Tensor | None,
+        *,
+        backward: bool,
+    ) -> tuple[TileArguments, tuple[SequenceParts, ...]]:
+        """The arguments of the tiled algorithms on the CPU, and the parts of a small call.
+
+        They are kept where they serve all calls: where no tensor but q, k and v is read.
+        """
+        from flashgen.calls.cpu.chunks import FEW_AT_ONCE
+        from flashgen.calls.cpu.parts import parts_of
+
+        if self._kept_tiles is not None:
+            return self._kept_tiles
+        arguments = self._tile_arguments(captured, rng, backward=backward)
+        call = self.call
+        scores = call.batch * call.heads_q * call.seq_q * call.seq_k
+        if captured or rng is not None or scores > FEW_AT_ONCE:
+            return arguments, ()
+        parts = tuple(parts_of(self.spec, q, k, arguments, backward=backward, keep=True))
+        self._kept_tiles = arguments, parts
+        return self._kept_tiles
+
+    def _tile_arguments(
+        self, captured: Mapping[str, Tensor], rng: Tensor | None, *, backward: bool
+    ) -> TileArguments:
+        """The arguments of the tiled algorithms on the CPU, with the tiles of a plan."""
+        from flashgen.calls.cpu import TileArguments
+        from flashgen.kernels.planner import plan, plan_backward
+
+        call, arch, sram, tiles = self.call, self.target.arch, self.launch.sram, self.launch.tiles
+        block_q = block_k = None  # the tiles of DEFAULT_ARCH
+        if arch != DEFAULT_ARCH or not self.launch.plans_itself:
+            if backward:
+                chosen = plan_backward(self.spec, arch, sram=sram, tiles=tiles).of_keys
+            else:
+                chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
+            block_q, block_k = chosen.block_q, chosen.block_k
+        return TileArguments(
+            scale=call.scale,
+            q_offset=call.q_offset,
+            k_offset=call.k_offset,
+            scalars=call.scalars,
+            tensors=captured,
+            dropout_p=call.dropout_p,
+            rng=rng,
+            block_q=block_q,
+            block_k=block_k,
+        )
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """A context in which products keep their dtype."""
+    autocasts = torch.is_autocast_enabled("cpu")
+    return torch.autocast("cpu", enabled=False) if autocasts else nullcontext()

@@ -1,0 +1,284 @@
+"""What runs the calls of one spec: its signature, its target, and its compiled kernels.
+
+The runtime asks a `CallProgram` for all of it. The program of an AttentionSpec plans and compiles
+kernels when they are first needed; that of an export has them in files.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from flashgen.calls.runtime.backends import TAKES, Target, target_of
+from flashgen.calls.runtime.bind_arguments import heads_of_call
+from flashgen.calls.runtime.tuned_tiles import remembered
+from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
+from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.shared.signature import SPLIT, CallSignature
+
+if TYPE_CHECKING:
+    from flashgen.kernels.compile import Binary
+    from flashgen.kernels.planner import Tile
+    from flashgen.shared.launch_facts import LaunchBlocks, LaunchFacts
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+class LaunchableKernel(Protocol):
+    """A compiled kernel with the facts of its launches: a `kernels.pipeline.Build`, for one."""
+
+    @property
+    def facts(self) -> LaunchFacts: ...
+    @property
+    def binary(self) -> Binary: ...
+    def blocks(
+        self, work_tiles: int, sms: int | None = None, given: int | None = None
+    ) -> LaunchBlocks:
+        """The blocks of a launch, as `flashgen.shared.launch_facts.LaunchRules.blocks_of`."""
+
+    def integers(self, ranges: CallRanges) -> str:
+        """The width of integers in a call in words; "" where the kernel has one form."""
+
+
+class ForwardRequest(NamedTuple):
+    """What the choice of a forward kernel depends on.
+
+    Attributes:
+        arch: the architecture whose kernels can read the operands.
+        access_bytes: 16, or the operand size in bytes.
+        call: the checked call.
+        captured: the captured tensors by name, including those of a block layout.
+        launch: the options of planning, with tuned tiles.
+        ranges: the values that integers of mask and score are made of.
+    """
+
+    arch: str
+    access_bytes: int
+    call: CheckedCall
+    captured: Mapping[str, Tensor]
+    launch: LaunchOptions
+    ranges: CallRanges
+
+
+class Variant(NamedTuple):
+    """What makes a call one of a variant of its spec, in constants of a traced graph.
+
+    Attributes:
+        dtype: the dtype of autocast; None outside of it, and where the spec has no dtype.
+        offsets: the result of `flashgen.calls.runtime.arguments.positions.dtypes_of`.
+        part: the names of the scalars of a call on a part of a whole, or with split keys.
+        packs: whether a call with a paged cache has packed queries.
+    """
+
+    dtype: torch.dtype | None = None
+    offsets: tuple[tuple[str, str], ...] = ()
+    part: tuple[str, ...] = ()
+    packs: bool = False
+
+
+class CallProgram(abc.ABC):
+    """What runs the calls of one spec or of one of its variants."""
+
+    @property
+    @abc.abstractmethod
+    def signature(self) -> CallSignature:
+        """The arguments of calls."""
+
+    @property
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """A hash of all that determines the kernels, the same in every process."""
+
+    @abc.abstractmethod
+    def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
+        """The backend, architecture and device of a call, as `target_of`."""
+
+    def of_dtype(self, dtype: object) -> CallProgram:
+        """The program for calls whose q has this dtype, where the spec has none of its own."""
+        return self
+
+    @abc.abstractmethod
+    def without_dropout(self) -> CallProgram:
+        """The program with kernels that drop nothing."""
+
+    @abc.abstractmethod
+    def learning(self, names: frozenset[str]) -> CallProgram:
+        """A program whose kernels compute the gradients of these learned tensors, if not of more.
+
+        Its signature tells which.
+        """
+
+    @abc.abstractmethod
+    def refuse_backward(self) -> None:
+        """Raises SpecError where there is no backward pass."""
+
+    @abc.abstractmethod
+    def variant(self, variant: Variant) -> Any:
+        """The variant that computes a call: an AttentionSpec or a CallProgram."""
+
+    @abc.abstractmethod
+    def planned_split(self, target: Target, heads_kv: int) -> int:
+        """The split_size of a call with a paged cache that gives none."""
+
+    @abc.abstractmethod
+    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
+        """Measured tiles for calls on a GPU, by kernel, as `remembered`."""
+
+    @abc.abstractmethod
+    def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
+        """The forward kernel of a call, and the reason for the number of heads in its tiles."""
+
+    @abc.abstractmethod
+    def backward(
+        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+    ) -> tuple[LaunchableKernel, ...]:
+        """The backward kernels, in the order of their launches."""
+
+    @abc.abstractmethod
+    def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
+        """The kernels that make the min/max tables of captured tensors."""
+
+    @abc.abstractmethod
+    def merge(self, arch: str) -> LaunchableKernel:
+        """The kernel that merges the results over split keys."""
+
+
+class SpecProgram(CallProgram):
+    """The program of an AttentionSpec, which plans and compiles kernels at their first use."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @property
+    def signature(self) -> CallSignature:
+        from flashgen.spec.language.signature import signature_of
+
+        return signature_of(self.spec)
+
+    @property
+    def digest(self) -> str:
+        from flashgen.spec.language.spec import digest_of
+
+        return digest_of(self.spec.identity)
+
+    def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
+        return target_of(backend, arch, device)
+
+    def of_dtype(self, dtype: object) -> CallProgram:
+        from flashgen.spec.language.signature import with_dtype
+
+        name = dtype_name(dtype)
+        if self.spec.dtype is not None or name not in OPERAND_DTYPES:
+            return self
+        return program_of(with_dtype(self.spec, name))
+
+    def without_dropout(self) -> CallProgram:
+        from flashgen.spec.language.signature import without_dropout
+
+        return program_of(without_dropout(self.spec))
+
+    def learning(self, names: frozenset[str]) -> CallProgram:
+        from flashgen.spec.language.signature import learning
+
+        return program_of(learning(self.spec, names))
+
+    def refuse_backward(self) -> None:
+        from flashgen.spec.language.signature import refuse_backward
+
+        refuse_backward(self.spec)
+
+    def variant(self, variant: Variant) -> AttentionSpec:
+        from flashgen.spec.language import signature as of
+
+        spec, (dtype, offsets, part, packs) = self.spec, variant
+        if packs:
+            spec = of.packed_queries(spec)
+        if part:
+            spec = of.split(spec) if SPLIT in part else of.in_whole(spec)
+        if dtype is not None:
+            spec = of.with_dtype(spec, dtype_name(dtype))
+        return of.at_offsets(spec, offsets)
+
+    def planned_split(self, target: Target, heads_kv: int) -> int:
+        from flashgen.kernels.planner import plan_splits
+
+        return plan_splits(self.spec, target.arch, heads_kv, sms=target.sms).size
+
+    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
+        return remembered(self.spec, arch, which, call, index)
+
+    def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
+        from flashgen.kernels.pipeline import build
+        from flashgen.kernels.planner import plan
+
+        arch, launch = request.arch, request.launch
+        options: dict[str, Any] = {
+            "sram": launch.sram,
+            "tile": launch.tiles.get("forward"),
+            "access_bytes": request.access_bytes,
+        }
+        one_head = plan(self.spec, arch, **options)
+        heads = heads_of_call(self.spec, one_head, request.call, request.captured)
+        options |= {"heads_per_tile": heads.heads, "ranges": request.ranges}
+        return build(self.spec, arch, **options), heads.reason
+
+    def backward(
+        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+    ) -> tuple[LaunchableKernel, ...]:
+        from flashgen.kernels.pipeline import build_backward
+
+        return build_backward(
+            self.spec,
+            arch,
+            sram=launch.sram,
+            deterministic=deterministic,
+            tiles=launch.tiles,
+            ranges=ranges,
+        )
+
+    def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
+        from flashgen.kernels.pipeline import build_minmax_tables
+
+        return build_minmax_tables(self.spec, arch)
+
+    def merge(self, arch: str) -> LaunchableKernel:
+        from flashgen.kernels.pipeline import build_merge
+
+        signature = self.signature
+        assert signature.out_dtype is not None  # kernels are made for one dtype
+        return build_merge(signature.head_dim_v, signature.out_dtype, arch, splits=True)
+
+
+def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:
+    """The program of a spec; a program is its own."""
+    return spec if isinstance(spec, CallProgram) else _program_of(spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of(spec: AttentionSpec) -> CallProgram:
+    return SpecProgram(spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def planned_split(
+    spec: AttentionSpec | CallProgram,
+    device: str,
+    heads_kv: int,
+    backend: str | None,
+    arch: str | None,
+    dtype: torch.dtype,
+) -> int:
+    """The split_size of a call with a paged cache that gives none.
+
+    It depends on the spec, the dtype, the architecture, its number of SMs and the number of key
+    heads alone, so that the bits of a row depend on nothing else of the call.
+    """
+    program = program_of(spec).of_dtype(dtype)
+    if torch.device(device).type not in TAKES.values() or program.signature.dtype is None:
+        return 0  # a meta tensor; or the checks of operands name the mistake
+    return program.planned_split(program.target(backend, arch, torch.device(device)), heads_kv)

@@ -1,5 +1,0 @@
-"""The program ``flashgen``."""
-
-from flashgen.cli.program import app, main
-
-__all__ = ["app", "main"]

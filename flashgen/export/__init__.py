@@ -1,6 +1,0 @@
-"""Compilation ahead of time: the kernels of a spec as files, for Python and for C."""
-
-from flashgen.export.collect import ExportRequest
-from flashgen.export.write import export
-
-__all__ = ["ExportRequest", "export"]

@@ -1,5 +1,0 @@
-"""Kernels that were compiled ahead of time: the operator of an exported spec."""
-
-from flashgen.exported.program import ExportedAttention, load_export
-
-__all__ = ["ExportedAttention", "load_export"]

@@ -1,0 +1,239 @@
+"""What the methods of one distributed call share, decided before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flashgen.calls.ops import Attention
+from flashgen.calls.ops.operator import Operator
+from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.runtime.arguments.options import settled
+from flashgen.calls.runtime.arguments.positions import rows_outside
+from flashgen.calls.runtime.memory_layout import empty_rows
+from flashgen.calls.sinks import of_heads
+from flashgen.frontends.distributed.exchange import Exchange
+from flashgen.frontends.distributed.part_calls import PartCalls, Whole
+from flashgen.frontends.distributed.partial_results import Merged, sink_gradient
+from flashgen.frontends.distributed.reach import needed_by, reached
+from flashgen.frontends.distributed.sharding import Sharding
+from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.signature import BOUNDARIES
+from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """The keys and values of a chunk of positions: [batch, heads_kv, rows, x]."""
+
+    number: int
+    k: Tensor
+    v: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+
+@dataclass(frozen=True)
+class Context:
+    """One call.
+
+    Attributes:
+        spec: of the call.
+        calls: the calls on parts.
+        first_head: the number of the first query head of this group.
+        queries, keys: who holds which positions, which begin at the offsets of the call.
+        reach: for each chunk of queries and of keys, whether they are computed; bool.
+        names: the captured tensors in the order in which calls give them.
+        summed: the learned tensors whose gradients are summed over the ranks.
+    """
+
+    exchange: Exchange
+    spec: AttentionSpec
+    calls: PartCalls
+    first_head: int
+    queries: Sharding
+    keys: Sharding
+    reach: np.ndarray[Any, np.dtype[Any]]
+    names: tuple[str, ...]
+    summed: frozenset[str]
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @cached_property
+    def mine(self) -> list[tuple[int, slice]]:
+        """This rank's chunks of queries: number, and where they lie among its rows."""
+        queries, rank = self.queries, self.rank
+        return list(zip(queries.numbers(rank), queries.slices(rank), strict=True))
+
+    @cached_property
+    def needed(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """For each rank and each chunk of keys, whether the rank computes with the chunk; bool."""
+        return needed_by(self.queries, self.reach)
+
+    def own_chunks(self, k: Tensor, v: Tensor) -> list[Chunk]:
+        """This rank's chunks of keys and values."""
+        numbers, slices = self.keys.numbers(self.rank), self.keys.slices(self.rank)
+        return [
+            Chunk(number, k[:, :, rows], v[:, :, rows])
+            for number, rows in zip(numbers, slices, strict=True)
+        ]
+
+    def room(self, number: int, k: Tensor, v: Tensor) -> Chunk:
+        """Memory for a chunk of another rank."""
+        rows = len(self.keys.chunks[number])
+        new_k, new_v = (x.new_empty(x.shape[0], x.shape[1], rows, x.shape[3]) for x in (k, v))
+        return Chunk(number, new_k, new_v)
+
+    # Calls on parts.
+
+    def forward(
+        self, operator: Operator, operands: Operands, number: int, keys: Chunk
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of a chunk of queries over the keys of ``keys``.
+
+        Args:
+            operands: those of the call, with the rows of the chunk as q.
+            keys: its number is that of the first of its chunks.
+        """
+        return operator.compute(*self._arguments(operator, operands, number, keys))
+
+    def backward(
+        self, operands: Operands, results: OutputGradients, number: int, keys: Chunk
+    ) -> Gradients:
+        """The gradients that a part makes, from the merged results of its rows."""
+        operator = self.calls.sinkless
+        given, options = self._arguments(operator, operands, number, keys)
+        dq, dk, dv, *learned = operator.compute_backward(given, results, options)
+        names = [operator.tensors[place] for place in operator.learned]
+        return Gradients(dq.float(), dk.float(), dv.float(), dict(zip(names, learned, strict=True)))
+
+    def _arguments(
+        self, operator: Operator, operands: Operands, number: int, keys: Chunk
+    ) -> tuple[Operands, CallOptions]:
+        start = self.keys.chunks[keys.number].start
+        rows = self.queries.chunks[number], range(start, start + keys.k.shape[2])
+        captured = self.calls.captured(operator, operands, *rows)
+        given = operands._replace(k=keys.k, v=keys.v, captured=captured)
+        return given, self.calls.options_at(*rows)
+
+    # Results.
+
+    def sink(self, operands: Operands) -> Tensor | None:
+        """The logits of the sink, of all heads of the whole."""
+        sink = self.spec.sink
+        return None if sink is None else operands.captured[self.names.index(sink.name)]
+
+    def no_parts(self) -> Merged:
+        """The merged results of some queries before the first part."""
+        return Merged(self.calls.options.backend, self.calls.options.arch)
+
+    def finished(
+        self, merged: Merged, operands: Operands, number: int, q: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """out, of q's dtype, and lse of a chunk of queries whose parts have been merged."""
+        if merged.out is None or merged.lse is None:
+            rows = q.shape[:3]
+            merged.out = empty_rows(q, self.calls.whole.signature.head_dim_v, torch.float32).zero_()
+            merged.lse = q.new_full(rows, -torch.inf, dtype=torch.float32)
+        sink = self.sink(operands)
+        if sink is not None:
+            sink = of_heads(sink.detach().flatten(), self.first_head, q.shape[1])
+        out, lse = merged.result(q.dtype, sink)
+        if sink is not None and self.spec.packed:
+            # Rows outside all sequences have no sink either.
+            ends = operands.captured[self.names.index(BOUNDARIES[0])]
+            local = {BOUNDARIES[0]: ends - self.queries.chunks[number].start}
+            lse = lse.masked_fill(rows_outside(local, q.shape[2]), -torch.inf)
+        return out, lse
+
+    def learned_gradients(
+        self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
+    ) -> dict[str, Tensor]:
+        """The gradients of learned tensors, those of `summed` over all ranks."""
+        sink = self.sink(operands)
+        totals = {name: total.float().contiguous() for name, total in learned.items()}
+        operator = self.calls.whole
+        learns = [operator.tensors[place] for place in operator.learned]
+        if sink is not None and self.spec.sink is not None and self.spec.sink.name in learns:
+            name, more = self.spec.sink.name, sink_gradient(sink, results, self.first_head)
+            totals[name] = totals[name] + more if name in totals else more
+        for name in learns:  # every rank takes part in every sum
+            if name not in totals:
+                place = self.names.index(name)
+                totals[name] = torch.zeros_like(operands.captured[place], dtype=torch.float32)
+        summed = [totals[name] for name in learns if name in self.summed]
+        in_order = settled(self.calls.options.deterministic)
+        self.exchange.sum(summed, "sums of learned gradients", in_order=in_order)
+        return {name: totals[name] for name in learns}
+
+
+def context_of(
+    exchange: Exchange,
+    op: Attention,
+    q: Tensor,
+    shardings: tuple[Sharding, Sharding],
+    whole: Whole,
+    options: CallOptions,
+    captures: Mapping[str, Any],
+    summed: frozenset[str],
+) -> Context:
+    """The context of a call of ``op``; ``options`` are without scalars."""
+    spec, operator = op.spec, operator_of(op.spec)
+    scalars = {name: captures[name] for name in operator.scalars}
+    tensors = {name: captures[name] for name in operator.tensors}
+    options = options._replace(scalars=tuple(scalars.values()))
+    queries, keys = shardings
+    sizes = q.shape[0], *whole[1:]
+    heads = range(whole.first_head, whole.first_head + q.shape[1])
+    return Context(
+        exchange,
+        spec,
+        PartCalls.of(spec, q.shape[1], whole, options, operator.tensors),
+        whole.first_head,
+        queries,
+        keys,
+        reached(spec, queries.chunks, keys.chunks, sizes, scalars, tensors, heads),
+        operator.tensors,
+        summed,
+    )
+
+
+class Gradients(NamedTuple):
+    """The gradients of one part, dq, dk and dv in float32, learned tensors by name."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    learned: dict[str, Tensor]
+
+
+def add_learned(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Adds gradients of learned tensors in float32."""
+    for name, gradient in more.items():
+        total[name] = total[name] + gradient.float() if name in total else gradient.float()
+
+
+def rows_of(tensors: Sequence[Tensor | None], rows: slice) -> list[Any]:
+    """The rows of [batch, heads, rows, ...] tensors; None stays None."""
+    return [None if x is None else x[:, :, rows] for x in tensors]
+
+
+def zeros_for(tensor: Tensor) -> Tensor:
+    """Zeros of a tensor's shape, for sums: float32 and contiguous, as transfers need."""
+    return room_for(tensor).zero_()
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """Memory for sums of a tensor's shape that are received: float32 and contiguous."""
+    contiguous = torch.contiguous_format
+    return torch.empty_like(tensor, dtype=torch.float32, memory_format=contiguous)

@@ -1,0 +1,72 @@
+"""Attention of some queries over some keys, and how such results are merged.
+
+The results over a part of the keys are float32, and are merged in float32 before they are rounded
+(`calls.runtime.merge`). The backward pass of each part starts from the merged O and LSE, because
+P = exp(s - LSE) holds for the keys of every part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.calls.runtime.merge import merge
+from flashgen.calls.sinks import gradient_of, of_heads
+from flashgen.shared.call import OutputGradients
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Merged:
+    """The merged results of some queries, float32; None before the first part.
+
+    Attributes:
+        backend, arch: of the call.
+        out: [batch, heads, rows, head_dim_v].
+        lse: [batch, heads, rows].
+    """
+
+    backend: str | None
+    arch: str | None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Adds the results over further keys, float32."""
+        if self.out is None or self.lse is None:
+            self.out, self.lse = out, lse
+        else:
+            earlier = self.out, self.lse
+            self.out, self.lse = self._merged(out, lse, merged=earlier)
+
+    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out, rounded to ``dtype``, and lse.
+
+        Args:
+            sink: logits that join the normaliser, [heads] or one for all.
+        """
+        assert self.out is not None
+        assert self.lse is not None
+        if sink is None:
+            return self.out.to(dtype), self.lse
+        return self._merged(self.out, self.lse, sink=sink, out_dtype=dtype)
+
+    def _merged(self, out: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        return merge(out[None], lse[None], backend=self.backend, arch=self.arch, **options)
+
+
+def sink_gradient(sink: Tensor, results: OutputGradients, first_head: int) -> Tensor:
+    """The gradient of the sink from a rank's rows and heads: float32, of the shape of the sink."""
+    out, lse, dout, dlse = results
+    delta = (dout.float() * out.float()).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    logits = of_heads(sink.detach().float().flatten(), first_head, out.shape[1]).view(1, -1, 1)
+    # Neither a sink of -inf nor rows outside all packed sequences have a weight.
+    none = (logits == -math.inf) | (lse == -math.inf)
+    weight = torch.where(none, 0.0, (logits - lse).exp())
+    return gradient_of(sink, -(weight * delta).sum((0, 2)), first_head)

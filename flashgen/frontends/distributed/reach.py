@@ -1,0 +1,170 @@
+"""Which pairs of chunks a mask may connect: only these travel and are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flashgen.calls.cpu.problem import array
+from flashgen.frontends.distributed.sharding import Sharding
+from flashgen.shared.dtypes import Number
+from flashgen.shared.signature import BOUNDARIES, LAYOUT
+from flashgen.spec.analysis import analyse
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.tile_walk import exact, numbers_of
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H
+from flashgen.spec.language.spec import AttentionSpec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def reached(
+    spec: AttentionSpec,
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+    sizes: tuple[int, int, int, int],
+    scalars: Mapping[str, Number],
+    tensors: Mapping[str, torch.Tensor],
+    heads: range | None = None,
+) -> Array:
+    """For each chunk of queries and of keys, whether an element of the pair may be kept.
+
+    The analysis of the mask evaluates its bounds once for each pair, by numbers on the host. Packed
+    sequences and block layouts are known there too. Captured tensors that the mask reads, the
+    boundaries and the layout are copied to the host.
+
+    Args:
+        queries, keys: chunks of positions; of packed sequences, by rows of the whole.
+        sizes: batch, heads, seq_q and seq_k of the whole.
+        heads: the query heads that are computed; all if None.
+
+    Returns:
+        bool [queries, keys].
+    """
+    mask = analyse(spec).mask
+    pairs = (
+        _pairs_of_sequences(queries, keys, [_array(tensors[name]) for name in BOUNDARIES])
+        if spec.packed
+        else _pairs(queries, keys)
+    )
+    entries, of_heads = sizes[0], range(sizes[1]) if heads is None else heads
+    may: Any = np.ones(len(pairs.place), dtype=bool)
+    if not mask.always:
+        used = mask.may.free_symbols
+        many = pairs.sequences if spec.packed else entries
+        known: dict[Any, Any] = {**numbers_of(spec, (many, *sizes[1:]), scalars)}
+        known |= {
+            t.symbol: _array(tensors[t.name])
+            for t in spec.tensors
+            if t.name in tensors and t.symbol in used
+        }
+        values = {symbol: exact(value) for symbol, value in known.items() if symbol in used}
+        lines = np.arange((1 if spec.packed else entries) * len(of_heads))
+        b, h = np.divmod(lines, len(of_heads))
+        if {B, H} & used:
+            values[B] = pairs.sequence if spec.packed else b[:, None]
+            values[H] = h[:, None] + of_heads.start
+        values |= {Q_LO: pairs.q_lo, Q_HI: pairs.q_hi, K_LO: pairs.k_lo, K_HI: pairs.k_hi}
+        with np.errstate(all="ignore"):  # pairs with undefined values may be connected
+            found = np.asarray(evaluate(mask.may, values), dtype=bool)
+        may = np.broadcast_to(found, (found.shape[0] if found.ndim == 2 else 1, len(may))).any(0)
+    reach = np.zeros((len(queries), len(keys)), dtype=bool)
+    np.logical_or.at(reach.reshape(-1), pairs.place, may)
+    return reach & _live(spec, queries, keys, sizes, of_heads, tensors)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of chunks that have elements; of packed sequences, once for each one in both chunks.
+
+    Attributes:
+        place: the number of the pair, row by row.
+        q_lo, q_hi, k_lo, k_hi: first and last positions.
+        sequence: the number of the sequence.
+        sequences: the number of sequences.
+    """
+
+    place: Array
+    q_lo: Array
+    q_hi: Array
+    k_lo: Array
+    k_hi: Array
+    sequence: Array
+    sequences: int
+
+
+def _pairs(queries: tuple[range, ...], keys: tuple[range, ...]) -> _Pairs:
+    ends = [np.array([(c.start, c.stop - 1) for c in of]).reshape(-1, 2) for of in (queries, keys)]
+    of_q, of_k = np.divmod(np.arange(len(queries) * len(keys)), len(keys))
+    q, k = ends[0][of_q], ends[1][of_k]
+    place = np.flatnonzero((q[:, 0] <= q[:, 1]) & (k[:, 0] <= k[:, 1]))
+    (q_lo, q_hi), (k_lo, k_hi) = q[place].T, k[place].T
+    return _Pairs(place, q_lo, q_hi, k_lo, k_hi, np.zeros_like(place), 1)
+
+
+def _pairs_of_sequences(
+    queries: tuple[range, ...], keys: tuple[range, ...], ends: list[Array]
+) -> _Pairs:
+    found = []
+    of_q, of_k = (
+        [_within(chunk, each) for chunk in chunks]
+        for chunks, each in zip((queries, keys), ends, strict=True)
+    )
+    for i, (q_lo, q_hi) in enumerate(of_q):
+        for j, (k_lo, k_hi) in enumerate(of_k):
+            both = np.flatnonzero((q_lo <= q_hi) & (k_lo <= k_hi))
+            place = np.full_like(both, i * len(keys) + j)
+            found.append((place, q_lo[both], q_hi[both], k_lo[both], k_hi[both], both))
+    columns: Any = (np.concatenate(column) for column in zip(*found, strict=True))
+    return _Pairs._make((*columns, len(ends[0]) - 1))
+
+
+def _within(chunk: range, ends: Array) -> tuple[Array, Array]:
+    """The first and last position in each sequence of the rows of a chunk; first > last if none."""
+    first, last = np.maximum(ends[:-1], chunk.start), np.minimum(ends[1:], chunk.stop) - 1
+    return first - ends[:-1], last - ends[:-1]
+
+
+def _live(
+    spec: AttentionSpec,
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+    sizes: tuple[int, int, int, int],
+    heads: range,
+    tensors: Mapping[str, torch.Tensor],
+) -> Array:
+    """Whether the block layout has a live block in a pair of chunks, bool [queries, keys]."""
+    sparse = spec.block_sparse
+    if sparse is None:
+        return np.ones((len(queries), len(keys)), dtype=bool)
+    if sparse.is_static:
+        ends = (max((c.stop for c in of), default=0) for of in (queries, keys))
+        shape = sparse.shape(*sizes[:2], *ends)
+        live = np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
+    else:
+        live = _array(tensors[LAYOUT]).astype(bool)
+    of_heads = live[:, heads.start : heads.stop] if live.shape[1] > 1 else live
+    blocks = np.asarray(of_heads.any(axis=(0, 1)))
+    rows = np.stack([blocks[_blocks(c, sparse.block_q)].any(axis=0) for c in queries])
+    return np.stack([rows[:, _blocks(c, sparse.block_k)].any(axis=1) for c in keys], axis=1)
+
+
+def _blocks(chunk: range, size: int) -> slice:
+    return slice(chunk.start // size, -(-chunk.stop // size) if chunk else chunk.start // size)
+
+
+def needed_by(queries: Sharding, reach: Array) -> Array:
+    """For each rank and each chunk of keys, whether the rank computes with the chunk; bool.
+
+    Args:
+        reach: the result of `reached` for the chunks of ``queries``.
+    """
+    owners, world = np.asarray(queries.owners), len(queries.of_rank)
+    return np.stack([reach[owners == rank].any(axis=0) for rank in range(world)])
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    # A copy: a tensor that numpy has seen cannot be freed by FSDP.
+    return np.asarray(array(tensor.detach().cpu().clone()))

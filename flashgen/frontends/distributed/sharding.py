@@ -1,0 +1,126 @@
+"""Which rank holds which positions of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flashgen.shared.errors import InputError
+
+METHODS = ("all_gather", "ring", "all_to_all")
+"""How the ranks of a call exchange what they need; see `flashgen.distributed.attention`."""
+
+WAYS = ("contiguous", "head_tail")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A sequence in chunks, each held by one rank.
+
+    Attributes:
+        of_rank: for each rank its chunks, global positions, in the order in which its rows lie.
+    """
+
+    of_rank: tuple[tuple[range, ...], ...]
+
+    @cached_property
+    def chunks(self) -> tuple[range, ...]:
+        """All chunks, in the order of the ranks."""
+        return tuple(chunk for chunks in self.of_rank for chunk in chunks)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each of `chunks`."""
+        return tuple(rank for rank, chunks in enumerate(self.of_rank) for _ in chunks)
+
+    @cached_property
+    def length(self) -> int:
+        return sum(map(len, self.chunks))
+
+    def moved(self, offset: int) -> Sharding:
+        """The same chunks at the positions from ``offset`` on."""
+        return Sharding(
+            tuple(
+                tuple(range(c.start + offset, c.stop + offset) for c in chunks)
+                for chunks in self.of_rank
+            )
+        )
+
+    def numbers(self, rank: int) -> list[int]:
+        """The numbers of a rank's chunks among `chunks`."""
+        return [number for number, owner in enumerate(self.owners) if owner == rank]
+
+    def rows(self, rank: int) -> int:
+        """The number of positions that a rank holds."""
+        return sum(map(len, self.of_rank[rank]))
+
+    def slices(self, rank: int) -> list[slice]:
+        """Where each chunk of a rank lies among its rows."""
+        found, start = [], 0
+        for chunk in self.of_rank[rank]:
+            found.append(slice(start, start + len(chunk)))
+            start += len(chunk)
+        return found
+
+
+def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
+    """The sharding that ``shard`` describes.
+
+    Args:
+        shard: "contiguous", "head_tail", or for each rank a list of ranges or of pairs
+            (start, stop).
+        rows: the number of positions that each rank holds; a list of chunks says it itself.
+
+    Raises:
+        InputError: chunks overlap or leave positions out, or the rows cannot be divided.
+    """
+    if isinstance(shard, str):
+        if shard not in WAYS:
+            _refuse("no such sharding", f"{shard!r}; available: {', '.join(WAYS)}")
+        if shard == "contiguous":
+            return Sharding(tuple((range(r * rows, (r + 1) * rows),) for r in range(world)))
+        if rows % 2:
+            _refuse(
+                "head_tail gives each rank two chunks of equal length",
+                f"{rows} rows a rank",
+                f'{rows + 1} rows a rank, the last ones padding; or shard="contiguous"',
+            )
+        size, last = rows // 2, 2 * world - 1
+        pairs = ((rank, last - rank) for rank in range(world))
+        return Sharding(
+            tuple(tuple(range(n * size, (n + 1) * size) for n in pair) for pair in pairs)
+        )
+    return _listed(shard, world)
+
+
+def _listed(shard: Sequence[Any], world: int) -> Sharding:
+    try:
+        listed = tuple(
+            tuple(each if isinstance(each, range) else range(*map(int, each)) for each in chunks)
+            for chunks in shard
+        )
+    except (TypeError, ValueError):
+        _refuse("a list of chunks has a list of ranges for each rank", f"given {shard!r:.200}")
+    if len(listed) != world:
+        _refuse("a list of chunks has one entry for each rank", f"{len(listed)} for {world} ranks")
+    every = (chunk for chunks in listed for chunk in chunks)
+    ordered = sorted(every, key=lambda chunk: (chunk.start, len(chunk)))
+    place = 0
+    for chunk in ordered:
+        if chunk.step != 1 or chunk.start != place:
+            _refuse("chunks cover the positions from 0 on, each once", f"{chunk} after {place}")
+        place = chunk.stop
+    return Sharding(listed)
+
+
+def _refuse(what: str, numbers: str, way_out: str = "") -> Any:
+    raise InputError(
+        what,
+        where="argument shard of flashgen.distributed.attention",
+        numbers=numbers,
+        way_out=way_out
+        or '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the '
+        "chunks of each rank",
+    )

@@ -1,0 +1,175 @@
+"""A drop-in replacement for torch's flex_attention: mods written for torch run unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, shown, untraced
+from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
+from flashgen.frontends.flex.checks import (
+    FlexTypeError,
+    FlexUnsupported,
+    FlexValueError,
+    check_batch,
+    check_tensors,
+    mask_mod_of,
+    refuse_arguments,
+)
+from flashgen.frontends.flex.graph_capture import captures_a_graph, warn_of_values
+from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.recorded_mods import Notes, Record, record
+from flashgen.frontends.flex.recorder import Recorder
+from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
+from flashgen.frontends.flex.tracer import DTYPES
+from flashgen.spec.language.spec_options import HEAD_DIM_STEP
+
+__all__ = [
+    "Notes",
+    "Record",
+    "Recorder",
+    "TracedMods",
+    "as_argument",
+    "flex_attention",
+    "padded",
+    "record",
+    "trace",
+]
+
+Tensor = torch.Tensor
+
+
+@untraced(
+    "fg.flex_attention reads its mods as Python functions and cannot be one node of a graph. With "
+    "fullgraph=True, use fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...)), made outside "
+    "of the compiled function; without it, this call is a break in the graph"
+)
+def flex_attention(
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *more: Any,
+    return_aux: Any = None,
+    **others: Any,
+) -> Any:
+    """PyTorch's flex_attention, computed by flashgen; mods written for PyTorch run unchanged.
+
+    The mods are executed at each call, on tensors without elements, and what they compute is traced
+    once to expressions, from which kernels are made. Tensors that they capture become arguments of
+    the kernels, with gradients. New contents, lengths and batch sizes, and mods that apply the same
+    operations, reuse the compiled kernels. A captured number is a constant of the kernels at first,
+    and a run-time scalar from its second value on; with torch.use_deterministic_algorithms, from
+    its first. Casts between floating-point dtypes have no effect inside a mod, which is computed in
+    float32. torch.compile leaves a break in the graph at the call; with fullgraph=True it refuses
+    the call and says why.
+
+    Args:
+        query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
+        key: [batch, heads_kv, seq_k, head_dim].
+        value: [batch, heads_kv, seq_k, head_dim_v].
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the new score; None leaves scores as
+            they are.
+        block_mask: a PyTorch BlockMask, or None. If its blocks follow from its mask_mod, as with
+            create_block_mask, only the mask_mod is used. Otherwise its blocks become a block
+            layout too. The comparison is made anew when the lists of the BlockMask, or values that
+            its mask_mod reads, have changed.
+        scale: factor on q.k; 1 / sqrt(head_dim) if None.
+        enable_gqa: whether heads may be a multiple of heads_kv.
+        return_lse: whether to return the log-sum-exp of each row too.
+        kernel_options: options of PyTorch's kernels; accepted and ignored.
+        return_aux: a PyTorch AuxRequest; only lse can be requested.
+
+    Returns:
+        out [batch, heads, seq_q, head_dim_v] of query's dtype; with return_lse a tuple (out, lse),
+        lse float32 [batch, heads, seq_q]; with return_aux a tuple (out, AuxOutput).
+
+    Raises:
+        SpecError: a mod uses an operation that cannot be expressed or that is not torch's own, or
+            computes something else each time that it is executed, or a number that can only be a
+            constant has its eighth value, or the mod its 64th version; the error names the
+            operation and the line.
+        InputError: an argument is invalid. The error is also the ValueError, RuntimeError or
+            NotImplementedError that PyTorch raises; for arguments that it does not have, a
+            TypeError.
+
+    Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
+    Kernels", 2024.
+    """
+    refuse_jit_trace()
+    if more or others:
+        refuse_arguments(more, others, score_mod, block_mask)
+    check_tensors(query, key, value, enable_gqa)
+    if return_aux is not None:
+        _check_returned(return_lse, return_aux)
+    check_batch(query, key, block_mask)
+    mask_mod = mask_mod_of(block_mask, query, key)
+    batch, heads, seq_q, dim = query.shape
+    dim_v, device = value.shape[3], query.device
+    sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
+    reading, found = read(mask_mod, score_mod, sizes)
+    if key.shape[0] != batch:
+        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    if scale is None and dim % HEAD_DIM_STEP:
+        scale = dim**-0.5
+    query, key, value = padded(query), padded(key), padded(value)
+    captures = reading.captures(found, device)
+    sparse = blocks = None
+    if reads_blocks := has_blocks(block_mask):
+        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
+    if captures_a_graph(device):
+        warn_of_values((mask_mod, score_mod), found, reads_blocks)
+    if blocks is not None:
+        sparse, captures["layout"] = blocks.sparse, blocks.layout
+    operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype], sparse)
+    out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
+    if dim_v % HEAD_DIM_STEP:
+        out = out[..., :dim_v]
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _check_returned(return_lse: bool, return_aux: Any) -> None:
+    if return_lse:
+        raise FlexValueError(
+            "Cannot specify both return_lse and return_aux. "
+            "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead.",
+            where="argument return_aux",
+            numbers=f"return_lse {return_lse}, return_aux {return_aux}",
+            way_out="return_aux=AuxRequest(lse=True)",
+        )
+    if not hasattr(return_aux, "max_scores"):
+        raise FlexTypeError(
+            "return_aux is not a torch AuxRequest",
+            where="argument return_aux",
+            numbers=f"given {shown(return_aux)}",
+            way_out="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
+        )
+    if return_aux.max_scores:
+        raise FlexUnsupported(
+            "the kernels do not return the largest score of each row",
+            where="argument return_aux",
+            numbers=f"{return_aux}",
+            way_out="AuxRequest(lse=True)",
+        )
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
+
+    The zeros change no product.
+    """
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride()[3] == 1 else tensor.contiguous()

@@ -1,0 +1,219 @@
+"""ATen operations on traced tensors: by a rule, or else by torch's own decomposition."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from flashgen.frontends.flex.operation_results import refuse_value, refuse_write
+from flashgen.frontends.flex.pointwise_rules import RULES as POINTWISE
+from flashgen.frontends.flex.search_rules import RULES as SEARCHES
+from flashgen.frontends.flex.traced_array import Entry, Result, TracedArray, literal, number
+from flashgen.frontends.flex.tracer import DTYPES, TracedTensor, Tracer
+from flashgen.frontends.flex.view_rules import RULES as STRUCTURE
+from flashgen.shared.errors import FlashgenError, SpecError
+from flashgen.spec.language.integer_limits import NARROW, promoted, wrapped
+from flashgen.spec.language.traced import Value
+
+_LARGEST_UNROLLED = 256
+"""The largest number of elements that a reduction may have; it is unrolled."""
+
+
+def run(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of the ATen operation ``func``: one or several traced tensors.
+
+    Raises:
+        SpecError: kernels cannot express the operation; the message names it and the user's line.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, tracer.operand, (tuple(args), kwargs))
+    try:
+        return _Operation(tracer, func, args, kwargs).result()
+    except SpecError as error:  # functions of flashgen name no line of the mod
+        raise SpecError(
+            error.what, where=tracer.where, numbers=error.numbers, way_out=error.way_out
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An ATen operation ``func`` on traced tensors and numbers."""
+
+    tracer: Tracer
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.func._schema.name.partition("::")[2])
+
+    def result(self) -> Any:
+        if self.name in ("_local_scalar_dense", "item"):
+            return self._item()
+        if self.func._schema.is_mutable:
+            return self._in_place()
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        if all(leaf.array.data is not None for leaf in leaves if isinstance(leaf, TracedTensor)):
+            return self._computed()
+        on_arrays = STRUCTURE.get(self.name) or SEARCHES.get(self.name)
+        if on_arrays is not None:
+            return self._restructured(on_arrays)
+        if self.name in POINTWISE:
+            return self._elementwise(POINTWISE[self.name])
+        if self.name in _REDUCTIONS:
+            return self._reduced(POINTWISE[_REDUCTIONS[self.name]])
+        if self.name == "dot":
+            self._announced()  # raises torch's errors
+            return torch.ops.aten.sum.default(self.args[0] * self.args[1])
+        return self._decomposed()
+
+    def _computed(self) -> Any:
+        """An operation on constants only, computed now."""
+        args, kwargs = self._mapped(lambda t: t.array.data)
+        return pytree.tree_map_only(torch.Tensor, self.tracer.constant, self.func(*args, **kwargs))
+
+    def _mapped(self, function: Callable[[TracedTensor], Any]) -> Any:
+        """The arguments with something else in place of each traced tensor."""
+        return pytree.tree_map_only(TracedTensor, function, (self.args, self.kwargs))
+
+    def _item(self) -> Any:
+        data = self.args[0].array.data
+        if data is not None:
+            return data.item()
+        refuse_value(self.name)
+
+    def _in_place(self) -> Any:
+        """``x += y`` as ``x = x + y``, for a value that the mod itself computed."""
+        target = self.args[0]
+        plain = getattr(torch.ops.aten, self.name.removesuffix("_"), None)
+        overload = getattr(plain, self.func._overloadname, None)
+        captured = any(self.tracer.traced(x.tensor) is target for x in self.tracer.sources)
+        if not self.name.endswith("_") or overload is None or captured or target.dim():
+            refuse_write(self.name)
+        result = overload(*self.args, **self.kwargs)
+        target.array = torch.ops.aten._to_copy(result, dtype=target.dtype).array
+        return target
+
+    def _announced(self) -> Result:
+        """The results on meta tensors: their shapes and dtypes, and torch's own errors."""
+        args, kwargs = self._mapped(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        outs = pytree.tree_leaves(self.func(*args, **kwargs))
+        return Result(self.tracer, outs[0].dtype, [tuple(out.shape) for out in outs])
+
+    def _elementwise(self, rule: Callable[..., Entry]) -> TracedTensor:
+        to = self._announced()
+        if to.dtype not in DTYPES:
+            self.tracer.refuse(
+                f"kernels do not compute in {to.dtype}",
+                numbers=f"aten.{self.func.__name__}",
+                way_out="real numbers",
+            )
+        leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
+        arrays = [leaf.array for leaf in leaves if isinstance(leaf, TracedTensor)]
+        full = [array for array in arrays if array.shape]
+        if any(array.shape != to.shapes[0] for array in full):
+            self.tracer.rigid = True
+
+        # A number beside narrow integers has their dtype, unless the operation computes in floats.
+        narrow = (
+            ""
+            if to.dtype.is_floating_point
+            else promoted({DTYPES.get(array.dtype, "") for array in arrays} - {"bool"})
+        )
+
+        def at(indices: tuple[Any, ...]) -> Entry:
+            given = [
+                leaf.array.at(leaf.array.broadcast(indices))
+                if isinstance(leaf, TracedTensor)
+                else _within(narrow, literal(leaf))
+                if isinstance(leaf, bool | int | float)
+                else leaf
+                for leaf in leaves
+            ]
+            positional, by_name = pytree.tree_unflatten(given, tree)
+            by_name.pop("out", None)
+            return _within(DTYPES[to.dtype], rule(to, *positional, **by_name))
+
+        sizes = next((array.sizes for array in full if array.shape == to.shapes[0]), None)
+        return self.tracer.wrap(to.array(at, sizes))
+
+    def _restructured(self, rule: Callable[..., Any]) -> Any:
+        args, kwargs = self._mapped(lambda t: t.array)
+        made = rule(self._announced(), *args, **kwargs)
+        return pytree.tree_map_only(TracedArray, self.tracer.wrap, made)
+
+    def _reduced(self, rule: Callable[..., Entry]) -> TracedTensor:
+        """A reduction over a few elements, written out."""
+        to, array = self._announced(), self.args[0].array
+        given = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim")
+        keepdim = bool(self.args[2] if len(self.args) > 2 else self.kwargs.get("keepdim", False))
+        rank = len(array.shape)
+        given = range(rank) if given is None or given == [] else given
+        dims = {d % max(rank, 1) for d in ([given] if isinstance(given, int) else given)}
+        dims &= set(range(rank))
+        places = list(itertools.product(*(range(array.shape[d]) for d in sorted(dims))))
+        if not 0 < len(places) <= _LARGEST_UNROLLED:
+            self.tracer.refuse(
+                f"torch.{self.name} over {len(places)} elements cannot be written out in a kernel",
+                numbers=f"aten.{self.func.__name__} of shape {array.shape}; "
+                f"at most {_LARGEST_UNROLLED}",
+                way_out="the reduction outside of the mod, and its result as a captured tensor",
+            )
+        self.tracer.rigid = self.tracer.rigid or bool(dims)
+
+        def element(kept: list[Any], place: tuple[int, ...]) -> Entry:
+            rest, chosen = iter(kept), iter(place)
+            entry = array.at(tuple(next(chosen if d in dims else rest) for d in range(rank)))
+            return entry if to.dtype == torch.bool else Entry(number(entry.value), entry.lost)
+
+        def at(indices: tuple[Any, ...]) -> Entry:
+            kept = [i for d, i in enumerate(indices) if not (keepdim and d in dims)]
+            elements = (element(kept, place) for place in places)
+            return functools.reduce(functools.partial(rule, to), elements)
+
+        return self.tracer.wrap(to.array(at))
+
+    def _decomposed(self) -> Any:
+        """The operation by torch's decomposition into simpler operations, where one exists."""
+        from torch._decomp import decomposition_table
+
+        shown = f"aten.{self.func.__name__}"
+        try:
+            if self.func in decomposition_table:
+                return decomposition_table[self.func](*self.args, **self.kwargs)
+            made = self.func.decompose(*self.args, **self.kwargs)
+            if made is not NotImplemented:
+                return made
+        except FlashgenError:
+            raise
+        except Exception as error:
+            shown += f"; its decomposition raised {type(error).__name__}: {error}"
+        self.tracer.refuse(
+            f"torch.{self.name} cannot be expressed in a kernel",
+            numbers=shown,
+            way_out="arithmetic, comparisons, torch.where, minimum, maximum, clamp, abs, exp, log, "
+            "sqrt, sin, cos, tanh, sigmoid, floor and what is made of them; or a captured tensor",
+        )
+
+
+def _within(dtype: str, x: Entry) -> Entry:
+    """An integer as a narrow dtype holds it; the entry itself for any other dtype."""
+    expr = wrapped(x.value.expr, dtype if dtype in NARROW else "")
+    return x if expr is x.value.expr else Entry(Value(expr, x.value.captures), x.lost)
+
+
+_REDUCTIONS = {
+    "sum": "add",
+    "any": "logical_or",
+    "all": "logical_and",
+    "amax": "maximum",
+    "amin": "minimum",
+}

@@ -1,0 +1,284 @@
+"""The results of operations of torch on tensors without elements, and on constants."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language.user_source import LIBRARIES, user_location
+
+Tensor = torch.Tensor
+
+_VALUE_READERS = frozenset(
+    (
+        *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "nonzero", "data_ptr"),
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"),
+        "__contains__",
+    )
+)
+_RANDOM = (
+    *("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout"),
+    *("uniform", "exponential", "cauchy", "log_normal", "geometric"),
+)
+_NAMES = (
+    *("add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "rsub"),
+    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__", "__and__", "__or__"),
+    *("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__truediv__", "pow", "__rpow__"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "__eq__", "__ne__", "where", "clamp", "maximum"),
+)
+BY_KIND = frozenset(
+    getattr(home, name) for home in (Tensor, torch) for name in _NAMES if hasattr(home, name)
+)
+"""Functions whose results do not depend on the values of numbers, but for the elements."""
+
+_OF_C = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.GetSetDescriptorType),
+)
+
+TEXT = ("__repr__", "__str__")
+"""Functions that show a tensor."""
+
+NO_TENSOR = object()
+"""What `inferred` returns for an operation whose result contains no tensor."""
+
+
+class Kind(NamedTuple):
+    """What is known of a tensor without elements."""
+
+    dtype: torch.dtype
+    shape: Any
+
+
+class Same(NamedTuple):
+    """A result that is one of the operands: its place among them, and whether it is changed."""
+
+    place: int
+    changed: bool
+
+
+class Views(NamedTuple):
+    """Results of which some share the memory of operands.
+
+    Attributes:
+        leaves, tree: the results, with kinds in place of tensors, and their tree.
+        places: the operands that share theirs, by their places.
+    """
+
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    places: tuple[int, ...]
+
+
+def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operation, computed on meta tensors.
+
+    Returns:
+        A `Kind` for a tensor; the `Same` for an operand; `Views` for several tensors and for those
+        that share memory; or `NO_TENSOR`.
+
+    Raises:
+        SpecError: the operation needs the elements of a tensor.
+    """
+    name = checked_name(func)
+    if name in TEXT:
+        return NO_TENSOR
+    if name in ("cpu", "cuda"):
+        return Kind(args[0].dtype, tuple(args[0].shape))
+    metas: dict[int, Tensor] = {}
+
+    def meta(tensor: Tensor) -> Tensor:
+        if id(tensor) not in metas:
+            metas[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return metas[id(tensor)]
+
+    with alone(), torch._C.DisableTorchFunction():
+        args, kwargs = pytree.tree_map_only(Tensor, meta, (args, kwargs))
+    try:
+        if name in _VALUE_READERS:
+            raise NotImplementedError
+        function = element if func is Tensor.__getitem__ else func
+        result, changed = run(function, *moved(name, args, kwargs, "meta"))
+    except NotImplementedError:
+        refuse_value(name)
+    if changed and (len(changed) > 1 or changed[0] is not result):
+        refuse_write(name)
+    operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    same = [place for place, tensor in enumerate(operands) if tensor is result]
+    if same:
+        return Same(same[0], bool(changed))
+    leaves, tree = pytree.tree_flatten(result)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return NO_TENSOR
+    made = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    shared = tuple(place for place, tensor in enumerate(operands) if _memory(tensor) in made)
+    leaves = [Kind(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
+    return leaves[0] if isinstance(result, Tensor) and not shared else Views(leaves, tree, shared)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_own(func: Any) -> bool:
+    """Whether a function is torch's own: no custom operator, and none that has replaced another.
+
+    A function in Python is not where one that it names has been replaced.
+    """
+    if type(func) is not types.FunctionType or not _is_torchs(func):
+        return _is_torchs(func)
+    homes = vars(Tensor), vars(torch), func.__globals__
+    named = (home[name] for name in func.__code__.co_names for home in homes if name in home)
+    return all(_is_torchs(x) for x in named if callable(x) and not isinstance(x, type))
+
+
+def _is_torchs(func: Any) -> bool:
+    if type(func) is types.FunctionType:
+        return str(func.__globals__.get("__name__")).partition(".")[0] == "torch"
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return func.__module__ in ("torch._ops.aten", "torch._ops.prims")
+    return isinstance(func, _OF_C)
+
+
+def checked_name(func: Any) -> str:
+    """The name of an operation that a mod may apply.
+
+    Raises:
+        SpecError: it draws random numbers, or is not torch's own, so that what it computes may
+            depend on what no record has.
+    """
+    if not is_own(func):
+        refuse(
+            "a mod applies an operation that is not torch's own: a custom operator, or a function "
+            "that has replaced one of torch's",
+            numbers=f"{func!r:.200}",
+            way_out="the operations of torch that it consists of, in the mod; or its result, "
+            "computed outside of the mod, as a captured tensor",
+        )
+    name = name_of(func)
+    if name.startswith(_RANDOM):
+        refuse(
+            f"a mod cannot draw random numbers: torch.{name}",
+            numbers="an operation of a mod",
+            way_out="dropout=True of fg.AttentionSpec for dropout; a captured tensor of noise",
+        )
+    return name
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """The result of an operation on tensors of this module, and those that it changes."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with alone(), torch._C.DisableTorchFunction():
+        before = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        pairs = zip(tensors, before, strict=True)
+        changed = {id(tensor): tensor for tensor, version in pairs if tensor._version != version}
+    return result, list(changed.values())
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without the modes and the transforms of torch that are active around the call."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+        if transforms():
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        yield
+
+
+def transforms() -> int:
+    """The number of transforms of torch.func around the call."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else int(top.level())
+
+
+def moved(name: str, args: Any, kwargs: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """The arguments of an operation with another device in place of those that they name."""
+    args, kwargs = pytree.tree_map_only(
+        torch.device, lambda _: torch.device(device), (args, kwargs)
+    )
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": device}
+    if name == "to" and len(args) > 1 and type(args[1]) in (str, int):
+        args = (args[0], device, *args[2:])
+    return args, kwargs
+
+
+def element(tensor: Tensor, index: Any) -> Tensor:
+    """``tensor[index]`` without reading the values of an index that is a tensor."""
+    given = index if isinstance(index, tuple) else (index,)
+    tensors = [item for item in given if isinstance(item, Tensor)]
+    if not tensors:
+        return tensor[index]
+    for item in tensors:
+        if item.dtype in (torch.bool, torch.uint8):
+            refuse(
+                "a tensor is indexed by a mask",
+                numbers=f"index of {item.dtype}, shape {tuple(item.shape)}",
+                way_out="torch.where, or integer positions",
+            )
+    if any(isinstance(item, (list, range)) for item in given):
+        refuse(
+            "a tensor is indexed by a list beside a tensor",
+            numbers=f"index of {len(given)} parts",
+            way_out="torch.tensor(list)",
+        )
+    view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in given])]
+    places: list[Tensor | None] = []
+    dims = sum([item is not None and item is not Ellipsis for item in given])
+    for item in given:
+        if item is Ellipsis:
+            places += [None] * (tensor.dim() - dims)
+        elif isinstance(item, Tensor):
+            places.append(item)
+        elif item is None or isinstance(item, slice):
+            places.append(None)
+    result: Tensor = torch.ops.aten.index.Tensor(view, places)
+    return result
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch, or of the attribute that it reads."""
+    name = func.__name__
+    return str(func.__self__.__name__ if name == "__get__" else name)
+
+
+def refuse_value(name: str) -> NoReturn:
+    """Raises SpecError for an operation that needs the elements of a tensor."""
+    refuse(
+        "a mod needs the value of a tensor, which has none while the mod is recorded: if, and, "
+        "or, not, int(), float(), .item(), range() and the functions of math cannot be used on "
+        "it",
+        numbers=f"torch.{name}",
+        way_out="torch.where to choose, & | ~ or torch.logical_and to combine conditions, "
+        "functions of torch for those of math",
+    )
+
+
+def refuse_write(name: str) -> NoReturn:
+    """Raises SpecError for an operation that changes a tensor."""
+    refuse(
+        f"a mod writes into a tensor: torch.{name}",
+        numbers="an operation in place",
+        way_out="a new value, as in score = score + x",
+    )
+
+
+def refuse(what: str, *, numbers: str, way_out: str) -> NoReturn:
+    raise SpecError(what, where=user_location(LIBRARIES), numbers=numbers, way_out=way_out)

@@ -1,0 +1,316 @@
+"""What mods compute, as a key: the operations of torch that they apply to positions and tensors.
+
+A mod may read values in any way that Python has, so that no inspection of objects tells what it
+will compute. It is executed at each call instead, on tensors without elements that stand for the
+score and the positions, and each operation of torch is noted with its operands. Mods with the same
+record compute the same from the tensors that they read. Expressions are traced from a record and
+never from a mod, once for each record.
+
+torch.compile can trace a `Recorder` too, where it cannot inspect a closure. The operations
+themselves are executed then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from flashgen.frontends.flex.operation_results import (
+    BY_KIND,
+    NO_TENSOR,
+    TEXT,
+    Kind,
+    Same,
+    checked_name,
+    element,
+    inferred,
+    moved,
+    name_of,
+    refuse,
+    refuse_write,
+    run,
+    transforms,
+)
+
+if TYPE_CHECKING:
+    from flashgen.frontends.flex.recorded_mods import Notes
+
+Tensor = torch.Tensor
+
+_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+"""How tensors take part in functions of torch that mean the same for all of them."""
+
+_PLAIN = (type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+_MOST_RESULTS = 1 << 14
+"""The number of operations of which the shapes of the results are kept."""
+
+_results: dict[Any, Any] = {}
+"""What `inferred` returns, by the operation and the kinds of its operands."""
+
+
+class StandIn(Tensor):
+    """A tensor without elements, in place of an argument of a mod or of what follows from it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        refuse(
+            "a mod applies an operation that cannot be recorded: it runs outside of Python, or "
+            "uses a value of an earlier call",
+            numbers=str(func),
+            way_out="functions of torch itself, in place of those made by torch.jit, torch.compile "
+            "or torch.vmap, and no value of one call that is kept for another",
+        )
+
+
+class Operation(NamedTuple):
+    """A function of torch and its operands.
+
+    Tensors are integers, their numbers in the order of appearance. "int" and "float" stand for
+    numbers, which are listed apart.
+
+    Attributes:
+        results: how many tensors it returns.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: int
+
+
+class Reading(NamedTuple):
+    """A tensor that a mod reads: its number, and all of it on which kernels depend."""
+
+    number: int
+    dtype: torch.dtype
+    dims: int
+    learned: bool
+
+
+class Recorder(TorchFunctionMode):
+    """Notes each operation of torch, with its operands by their numbers.
+
+    Args:
+        device: the device of the queries.
+        notes: is called with the recorder after each operation.
+
+    Attributes:
+        operations, numbers, made: as in a `Record`.
+        read: the tensors that are read.
+    """
+
+    def __init__(self, device: torch.device, notes: Notes | None = None) -> None:
+        super().__init__()
+        self.device = device
+        self.notes = notes
+        self.operations: list[Operation] = []
+        self.numbers: list[int | float] = []
+        self.read: list[Tensor] = []
+        self.reads: list[Reading] = []
+        self.made: dict[int, Tensor] = {}
+        self._executes = torch.compiler.is_compiling()
+        self._known: list[Tensor] = []  # arguments, tensors that are read, and results
+        self._kinds: list[Any] = []  # the dtype and the shape of each; None for a constant
+        self._operands: list[int] = []  # of the operation that is being noted
+        self._shared: set[int] = set()  # tensors of which another has the memory
+        self._number: dict[int, int] = {}  # by id, which `_known` keeps from being reused
+        self._learns = torch.is_grad_enabled()
+        self._level = 0 if self._executes else transforms()
+
+    def arguments(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """The arguments of a mod."""
+        if self._executes:
+            made = [torch.zeros((), dtype=dtype, device=self.device) for dtype in dtypes]
+            self._known.extend(made)
+            return made
+        return [self._stand_in(Kind(dtype, ())) for dtype in dtypes]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._operands = []
+        before, known = len(self.numbers), len(self._known)
+        given = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)
+        read = len(self._known) - known
+        if self._executes:
+            result = self._executed(func, args, kwargs or {})
+        else:
+            some = len(self.numbers) > before and func not in BY_KIND
+            numbers = tuple(self.numbers[before:]) if some else ()
+            result = self._result((func, given, numbers), args, kwargs or {})
+        results = len(self._known) - known - read
+        if results or (func is torch._C._set_grad_enabled and self._learns):
+            self.operations.append(Operation(func, *given, results))
+            if self.notes is not None:
+                self.notes.add(self)
+        else:  # such as a device or a length, which is an operand of what follows
+            del self.numbers[before:]
+        return result
+
+    def noted(self, value: Any) -> Hashable:
+        """A value as a part of the key."""
+        kind = type(value)
+        if kind is tuple:  # the arguments of most operations
+            return ("tuple", *[self.noted(item) for item in value])
+        if kind is StandIn or isinstance(value, Tensor):
+            return self._number_of(value)
+        if kind is int:
+            self.numbers.append(value)
+            return "int"
+        if kind is float:
+            if not math.isfinite(value) or (value == 0 and str(value) == "-0.0"):
+                return "fixed", "float", repr(value)
+            self.numbers.append(value)
+            return "float"
+        if kind is bool or kind is str:
+            return "fixed", kind.__name__, repr(value)
+        if isinstance(value, (tuple, list)):
+            name = "list" if isinstance(value, list) else "tuple"
+            return (name, *[self.noted(item) for item in value])
+        if kind is dict:
+            return ("dict", *[(name, self.noted(item)) for name, item in value.items()])
+        if kind is slice:
+            return ("slice", *[self.noted(x) for x in (value.start, value.stop, value.step)])
+        if isinstance(value, _PLAIN) or kind is type:
+            return "plain", value
+        if isinstance(value, int):  # a subclass, whose methods torch does not call
+            return self.noted(int.__getnewargs__(value)[0])
+        if isinstance(value, float):
+            return self.noted(float.__getnewargs__(value)[0])
+        if isinstance(value, str):
+            return self.noted(str.__str__(value))
+        if isinstance(value, complex):
+            return "fixed", "complex", repr(complex(value))
+        if kind is range:
+            return "fixed", "range", repr(value)
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            if value.shape == () and kind.__name__ != "ndarray":
+                return self.noted(value.item())
+            return "array", str(value.dtype), str(value.shape), value.tobytes()
+        refuse(
+            "an operand of torch in a mod cannot be recorded",
+            numbers=f"a {kind.__module__}.{kind.__qualname__}",
+            way_out="tensors, numbers, and lists of them",
+        )
+
+    def _number_of(self, tensor: Tensor) -> int:
+        if self._executes:
+            for number, known in enumerate(self._known):
+                if known is tensor:
+                    return number
+            return self._read(tensor)
+        number = self._number.get(id(tensor), -1)
+        if number < 0:
+            number = self._read(tensor)
+        elif tensor.grad_fn is not None and type(tensor) is StandIn:
+            refuse(
+                "a mod applies a torch.autograd.Function, whose backward kernels cannot contain",
+                numbers=type(tensor.grad_fn).__name__,
+                way_out="the operations of its forward, which are differentiated",
+            )
+        self._operands.append(number)
+        return number
+
+    def _read(self, tensor: Tensor) -> int:
+        """The number of a tensor that no recorded operation has made."""
+        number = len(self._known)
+        if not self._executes:
+            if type(tensor) is StandIn:
+                StandIn.__torch_dispatch__("a tensor of an earlier call", ())
+            if transforms() != self._level:
+                StandIn.__torch_dispatch__("torch.func inside of a mod", ())
+            function = type(tensor).__torch_function__
+            if getattr(function, "__func__", function) not in _FUNCTIONS:
+                StandIn.__torch_dispatch__(f"operations of a {type(tensor).__name__}", ())
+            self._kinds.append(Kind(tensor.dtype, tensor.shape))
+            self._number[id(tensor)] = number
+        self._known.append(tensor)
+        self.read.append(tensor)
+        self.reads.append(Reading(number, tensor.dtype, tensor.dim(), tensor.requires_grad))
+        return number
+
+    def _executed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of the operation itself."""
+        run = element if func is Tensor.__getitem__ else func
+        result = run(*args, **kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        made = [item for item in results if isinstance(item, Tensor)]
+        self._known.extend(made)
+        return result
+
+    def _result(self, operation: tuple[Any, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A result whose tensors have no elements, unless they are constants."""
+        func = operation[0]
+        kinds = tuple([self._kinds[number] for number in self._operands])
+        if not any(kinds):
+            return self._computed(func, args, kwargs)
+        if type(func) is FunctionType:  # one in Python, which calls others
+            checked_name(func)
+        signature = operation, kinds
+        found = _results.get(signature)
+        if found is None:
+            found = inferred(func, args, kwargs)
+            if len(_results) >= _MOST_RESULTS:
+                _results.clear()
+            _results[signature] = found
+        if type(found) is Kind:
+            return self._stand_in(found)
+        if found is NO_TENSOR:
+            if name_of(func) in TEXT and type(args[0]) is StandIn:
+                return f"<{', '.join(map(str, kinds))} in a mod>"
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        if type(found) is Same:
+            number = self._operands[found.place]
+            held = type(self._known[number]) is not StandIn or number in self._shared
+            if found.changed and held:
+                refuse_write(name_of(func))
+            self._known.append(self._known[number])
+            self._kinds.append(self._kinds[number])
+            return self._known[number]
+        before = len(self._known)
+        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in found.leaves]
+        if found.places:
+            self._shared.update([self._operands[place] for place in found.places])
+            self._shared.update(range(before, len(self._known)))
+        return pytree.tree_unflatten(leaves, found.tree)
+
+    def _stand_in(self, kind: Kind) -> Tensor:
+        dtype, shape = kind
+        made: Tensor = Tensor._make_wrapper_subclass(
+            StandIn, shape, dtype=dtype, device=self.device, requires_grad=dtype.is_floating_point
+        )
+        self._number[id(made)] = len(self._known)
+        self._known.append(made)
+        self._kinds.append(kind)
+        return made
+
+    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on nothing but constants, computed on the CPU."""
+        name = checked_name(func)
+        result, changed = run(func, *moved(name, args, kwargs, "cpu"))
+        if changed:
+            refuse_write(name)
+        if isinstance(result, np.ndarray):  # the memory of a constant, which stays as it is noted
+            result.flags.writeable = False
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            number = len(self._known)
+            self._number.setdefault(id(tensor), number)
+            self.made[number] = tensor
+            self._known.append(tensor)
+            self._kinds.append(None)
+        return result

@@ -1,0 +1,315 @@
+"""Traced torch mods: the expressions of a spec, and where a call finds its captured tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+
+from flashgen.calls.ops import Attention, attention
+from flashgen.frontends.flex.aten import run
+from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
+from flashgen.frontends.flex.replay import replay
+from flashgen.frontends.flex.traced_array import TracedArray, condition, number
+from flashgen.frontends.flex.tracer import CapturedTensor, Tracer
+from flashgen.spec.language import SCORE, B, H, K, Q, Traced, is_condition, python_text
+from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.capture_names import BUILT_IN_NAMES
+from flashgen.spec.language.integer_limits import Limits, limits
+from flashgen.spec.language.mod_functions import where
+from flashgen.spec.language.operators import as_condition
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_options import GENERIC_NAMES
+from flashgen.spec.language.traced import Capture
+from flashgen.spec.language.tracing import PickledMod, TracedMod
+from flashgen.spec.language.user_source import SourceLines, code_of, lines_of, shown_path
+
+_MOST_SIZES = 1024
+"""The number of sizes of calls for which the assumptions of traced mods are known to hold."""
+
+_TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
+
+
+class CallSizes(NamedTuple):
+    """The sizes of a call on which traced expressions may depend."""
+
+    batch: int
+    heads: int
+    seq_q: int
+    seq_k: int
+    device: torch.device
+
+    @property
+    def bounds(self) -> Mapping[sympy.Symbol, Limits]:
+        counts = zip((B, H, Q, K), (self.batch, self.heads, self.seq_q, self.seq_k), strict=True)
+        return {symbol: (0, max(count - 1, 0)) for symbol, count in counts}
+
+
+@dataclass(frozen=True)
+class CaptureLocation:
+    """Where a call finds a captured tensor.
+
+    Attributes:
+        place: its place among the tensors that the record of the call reads.
+        made: its number, if the mod creates it anew for each call.
+        held: the tensor itself, if the mod creates it with the same contents at each call.
+        learned: whether it has a gradient.
+    """
+
+    place: int | None
+    made: int | None
+    held: torch.Tensor | None
+    learned: bool = False
+
+    def of(self, record: Record) -> torch.Tensor:
+        if self.held is not None:
+            return self.held
+        if self.made is not None:
+            return record.made[self.made]
+        assert self.place is not None
+        return record.tensors[self.place]
+
+    def as_argument(self, record: Record, device: torch.device) -> torch.Tensor:
+        tensor = self.of(record)
+        if tensor.requires_grad and not self.learned:
+            tensor = tensor.detach()
+        return as_argument(tensor, device, self.place is None)
+
+
+def as_argument(tensor: torch.Tensor, device: torch.device, follows: bool = False) -> torch.Tensor:
+    """A captured tensor in a dtype that kernels read.
+
+    A number follows the queries' device, and so does any tensor that ``follows``.
+    """
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    if (follows or tensor.dim() == 0) and tensor.device != device:
+        tensor = tensor.to(device)
+    return tensor
+
+
+@dataclass
+class TracedMods:
+    """A torch mask_mod and score_mod as mods of flashgen.
+
+    Attributes:
+        mask, score: the mods of the spec; None where the user gave none.
+        of_mask_mod: the condition of the mask_mod alone, true without one; ``mask`` is false also
+            where the score_mod returns minus infinity.
+        tensors: the captured tensors by their names in the spec.
+        sizes: lengths of captured tensors that are run-time scalars: tensor and dimension.
+        numbers: numbers of the record that are run-time scalars: their places.
+        assumed: integer expressions that must not be negative at any position of a call.
+        created: the numbers of captured tensors that the mods create anew for each call.
+        shapes: the shapes of all captured tensors if the expressions depend on them, else None.
+    """
+
+    mask: PickledMod | None
+    score: PickledMod | None
+    of_mask_mod: sympy.Basic
+    name: str
+    tensors: dict[str, CaptureLocation]
+    sizes: dict[str, tuple[CaptureLocation, int]]
+    numbers: dict[str, int]
+    assumed: tuple[sympy.Expr, ...]
+    created: tuple[int, ...]
+    shapes: tuple[torch.Size, ...] | None
+    _operators: dict[object, Attention] = field(default_factory=dict)
+    _checked: set[CallSizes] = field(default_factory=set)
+
+    def serves(self, sizes: CallSizes, record: Record) -> bool:
+        """True if tracing for a call of these sizes would give the same expressions."""
+        if self.shapes is not None and self.shapes != _shapes(record, self.created):
+            return False
+        if sizes not in self._checked:
+            bounds = sizes.bounds
+            if any(limits(expr, bounds)[0] < 0 for expr in self.assumed):
+                return False
+            if len(self._checked) >= _MOST_SIZES:
+                self._checked.clear()
+            self._checked.add(sizes)
+        return True
+
+    def operator(
+        self, head_dim: int, head_dim_v: int, dtype: str, block_sparse: BlockSparse | None = None
+    ) -> Attention:
+        options = head_dim, head_dim_v, dtype, block_sparse
+        if options not in self._operators:
+            self._operators[options] = attention(self.spec(*options))
+        return self._operators[options]
+
+    def spec(
+        self, head_dim: int, head_dim_v: int, dtype: str, block_sparse: BlockSparse | None = None
+    ) -> AttentionSpec:
+        return AttentionSpec(
+            mask_mod=self.mask,
+            score_mod=self.score,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            name=self.name,
+            block_sparse=block_sparse,
+        )
+
+    def captures(self, record: Record, device: torch.device) -> dict[str, Any]:
+        """The arguments of the operator, except for a block-sparse layout."""
+        given: dict[str, Any] = {}
+        for name, captured in self.tensors.items():
+            given[name] = captured.as_argument(record, device)
+        for name, (captured, dim) in self.sizes.items():
+            given[name] = captured.of(record).shape[dim]
+        for name, place in self.numbers.items():
+            given[name] = record.numbers[place]
+        return given
+
+
+def trace(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    record: Record,
+    bounds: Mapping[sympy.Symbol, Limits] | None = None,
+    varying: frozenset[int] = frozenset(),
+) -> TracedMods:
+    """The mods of a record, which has notes.
+
+    Args:
+        mask_mod, score_mod: the mods, for their names and lines.
+        bounds: the least and the greatest value of each position symbol, on which the expressions
+            may rely; None for expressions that hold at all positions from 0 on.
+        varying: the places of numbers that become run-time scalars.
+
+    Raises:
+        SpecError: kernels cannot express a mod; the message names the operation and the line.
+    """
+    notes = record.notes
+    assert notes is not None, "lines and names are part of what is traced"
+    tracer = Tracer(record.key.device, bounds or {}, record.tensors, notes.names, run)
+    mask, score = replay(tracer, record, varying)
+    if mask is not None:
+        _check_result("mask_mod", mask_mod, mask)
+    if score is not None:
+        _check_result("score_mod", score_mod, score)
+    return _made(mask_mod, score_mod, record, tracer, mask, score)
+
+
+def _made(
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    record: Record,
+    tracer: Tracer,
+    mask_array: TracedArray | None,
+    score_array: TracedArray | None,
+) -> TracedMods:
+    mask = None if mask_array is None else mask_array.entry
+    score = None if score_array is None else score_array.entry
+    assert mask is None or mask.lost is None, "a condition is never minus infinity"
+    made_mask = None if mask is None else condition(mask.value)
+    of_mask_mod = sympy.true if made_mask is None else made_mask.expr
+    made_score = None if score is None else number(score.value)
+    if made_score is not None and score is not None and score.lost is not None:
+        if SCORE in score.lost.expr.free_symbols:  # no tile can be skipped by the score
+            made_score = where(score.lost, -math.inf, made_score)
+        else:
+            made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
+    captured = {
+        tensor.name: _captured(source, learned)
+        for source in tracer.sources
+        for learned, tensor in source.known.items()
+    }
+    used = {
+        capture.name
+        for made in (made_mask, made_score)
+        if made is not None
+        for capture in made.captures
+    }
+    created = tuple(x.made for x in tracer.sources if x.made is not None)
+    lines = mask_mod if mask_mod is not None else score_mod
+    return TracedMods(
+        mask=_stored(made_mask, lines),
+        score=_stored(made_score, score_mod),
+        of_mask_mod=of_mask_mod,
+        name=_name_of(mask_mod, score_mod),
+        tensors={name: place for name, place in captured.items() if name in used},
+        sizes={
+            scalar.name: (_captured(source, False), dim)
+            for (source, dim), scalar in tracer.sizes.items()
+            if scalar.name in used
+        },
+        numbers={x.name: place for place, x in tracer.numbers.items() if x.name in used},
+        assumed=tuple(tracer.assumed),
+        created=created,
+        shapes=_shapes(record, created) if tracer.rigid else None,
+    )
+
+
+def _shapes(record: Record, created: tuple[int, ...]) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in (*record.tensors, *(record.made[n] for n in created)))
+
+
+def _captured(source: CapturedTensor, learned: bool) -> CaptureLocation:
+    held = source.tensor if source.place is None and source.made is None else None
+    return CaptureLocation(source.place, source.made, held, learned)
+
+
+def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
+    is_mask, wrong = role == "mask_mod", ""
+    if array.shape:
+        wrong = f"returned a tensor of shape {array.shape}"
+    elif is_mask != (array.dtype == torch.bool) and not (is_mask and _is_flag(array)):
+        wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
+    if wrong:
+        assert mod is not None
+        refuse_result(role, mod, wrong)
+
+
+def _is_flag(array: TracedArray) -> bool:
+    """True for an integer that a captured tensor holds: a condition where one is expected."""
+    return is_condition(as_condition(array.entry.value.expr))
+
+
+def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
+    if made is None or mod is None:
+        return None
+    captures: tuple[Capture, ...] = made.captures
+    return PickledMod(TracedMod(made.expr, captures, _lines_of(mod, python_text(made.expr))))
+
+
+def _lines_of(mod: Mod, fallback: str) -> SourceLines:
+    """The user's lines of ``mod``; a mod that torch combined is shown by its expression."""
+    if not _is_torchs(mod):
+        lines = lines_of(mod, fallback)
+        return lines if lines.text else SourceLines(lines.file, lines.line, fallback)
+    for inner in _closed_over(mod):
+        code = code_of(inner)
+        if code is not None and not _is_torchs(inner):
+            return SourceLines(shown_path(code.co_filename), code.co_firstlineno, fallback)
+    return SourceLines("<torch>", 0, fallback)
+
+
+def _is_torchs(mod: Mod) -> bool:
+    return str(getattr(mod, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _closed_over(mod: Mod) -> list[Mod]:
+    """The functions in the closure of a function and, recursively, in theirs."""
+    found: list[Mod] = []
+    for cell in getattr(mod, "__closure__", None) or ():
+        content = cell.cell_contents
+        for item in content if isinstance(content, tuple | list) else (content,):
+            if callable(item):
+                found += [item, *_closed_over(item)]
+    return found
+
+
+def _name_of(*mods: Mod | None) -> str:
+    for mod in mods:
+        inner = getattr(mod, "func", mod)
+        name = str(getattr(inner, "__name__", "")).strip("_")
+        taken = name in GENERIC_NAMES or name in _TORCH_NAMES or name in BUILT_IN_NAMES
+        if name.isidentifier() and name.isascii() and not taken:
+            return name
+    return "flex"

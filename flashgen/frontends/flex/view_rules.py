@@ -1,0 +1,277 @@
+"""Rules for ATen's views, copies and gathers, whose results consist of elements of other arrays.
+
+A rule takes torch's results, and the arguments with arrays in place of tensors. An index may be a
+traced value and may count from the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from flashgen.frontends.flex.pointwise_rules import RULES as POINTWISE
+from flashgen.frontends.flex.traced_array import (
+    Entry,
+    Index,
+    Result,
+    TracedArray,
+    fixed,
+    literal,
+    single,
+)
+from flashgen.spec.language import Traced
+from flashgen.spec.language.mod_functions import where
+
+Rule = Callable[..., Any]
+
+
+def _dim(array: TracedArray, dim: int) -> int:
+    return dim % max(len(array.shape), 1)
+
+
+def _select(to: Result, /, x: TracedArray, dim: int, index: int) -> TracedArray:
+    place = _dim(x, dim)
+    chosen = from_start(to.tracer, int(index), x.sizes[place])
+    sizes = x.sizes[:place] + x.sizes[place + 1 :]
+    return to.array(lambda i: x.at((*i[:place], chosen, *i[place:])), sizes)
+
+
+def _slice(
+    to: Result,
+    /,
+    x: TracedArray,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> TracedArray:
+    place = _dim(x, dim)
+    first, _, step = slice(start, end, step).indices(x.shape[place])
+    if to.shapes[0] == x.shape and step == 1 and (end is None or end > 2**31):
+        return x
+    to.tracer.rigid = True
+    sizes = list(x.sizes)
+    sizes[place] = lambda: to.shapes[0][place]
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        return x.at((*i[:place], i[place] * step + first, *i[place + 1 :]))
+
+    return to.array(at, sizes)
+
+
+def _unsqueeze(to: Result, /, x: TracedArray, dim: int) -> TracedArray:
+    place = dim % (len(x.shape) + 1)
+    sizes = (*x.sizes[:place], lambda: 1, *x.sizes[place:])
+    return to.array(lambda i: x.at((*i[:place], *i[place + 1 :])), sizes)
+
+
+def _squeeze(to: Result, /, x: TracedArray, dim: Any = None) -> TracedArray:
+    given = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {_dim(x, d) for d in given if x.shape and x.shape[_dim(x, d)] == 1}
+    to.tracer.rigid = to.tracer.rigid or bool(x.shape)
+    sizes = [size for d, size in enumerate(x.sizes) if d not in gone]
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        rest = iter(i)
+        return x.at(tuple(0 if d in gone else next(rest) for d in range(len(x.shape))))
+
+    return to.array(at, sizes)
+
+
+def _permute(to: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
+    order = [_dim(x, d) for d in dims]
+    sizes = [x.sizes[d] for d in order]
+    return to.array(lambda i: x.at(tuple(i[order.index(d)] for d in range(len(order)))), sizes)
+
+
+def _transpose(to: Result, /, x: TracedArray, a: int, b: int) -> TracedArray:
+    order = list(range(len(x.shape)))
+    if order:
+        a, b = _dim(x, a), _dim(x, b)
+        order[a], order[b] = order[b], order[a]
+    return _permute(to, x, order)
+
+
+def _t(to: Result, /, x: TracedArray) -> TracedArray:
+    return _permute(to, x, range(len(x.shape))[::-1])
+
+
+def _expand(to: Result, /, x: TracedArray, size: Any, **_: Any) -> TracedArray:
+    to.tracer.rigid = to.tracer.rigid or bool(x.shape)
+    return to.array(lambda i: x.at(x.broadcast(i)))
+
+
+def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
+    if to.shapes[0] == x.shape:
+        return x
+    if x.data is None:
+        to.tracer.rigid = True
+    strides, old = _strides(to.shapes[0]), _strides(x.shape)
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        flat: Index = 0
+        for index, stride in zip(i, strides, strict=True):
+            flat = flat + index * stride
+        return x.at(
+            tuple(
+                _remainder(_over(flat, stride), length, first=d == 0)
+                for d, (stride, length) in enumerate(zip(old, x.shape, strict=True))
+            )
+        )
+
+    return to.array(at)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """The strides, in elements, of a contiguous array."""
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def _over(index: Index, stride: int) -> Index:
+    return index if stride == 1 else index // stride
+
+
+def _remainder(index: Index, length: int, first: bool) -> Index:
+    if length == 1:
+        return 0
+    return index if first else index % length
+
+
+def _same(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
+    return x
+
+
+def _flip(to: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
+    turned = {_dim(x, d) for d in dims}
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        return x.at(
+            tuple(x.sizes[d]() - 1 - index if d in turned else index for d, index in enumerate(i))
+        )
+
+    return to.array(at, x.sizes)
+
+
+def _filled(value: Any) -> Rule:
+    def rule(to: Result, /, *args: Any, **_: Any) -> Any:
+        number = value if value is not None else args[-1]
+        if isinstance(number, TracedArray):
+            return to.array(lambda i: number.entry)
+        number = bool(number) if to.dtype == torch.bool else number
+        filled = torch.full(to.shapes[0], number, dtype=to.dtype, device=to.tracer.device)
+        return to.tracer.constant(filled)
+
+    return rule
+
+
+def _index(to: Result, /, x: TracedArray, indices: Sequence[TracedArray | None]) -> TracedArray:
+    given = {d: index for d, index in enumerate(indices) if index is not None}
+    if any(index.shape for index in given.values()):
+        to.tracer.rigid = True
+    places = sorted(given)
+    rank = max(len(index.shape) for index in given.values())
+    together = places == list(range(places[0], places[-1] + 1))
+    at_place = places[0] if together else 0
+    kept = [d for d in range(len(x.shape)) if d not in given]
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        gathered, rest = i[at_place : at_place + rank], iter((*i[:at_place], *i[at_place + rank :]))
+        chosen = {
+            d: from_start(to.tracer, _element(index, gathered), x.sizes[d])
+            for d, index in given.items()
+        }
+        return x.at(tuple(chosen[d] if d in chosen else next(rest) for d in range(len(x.shape))))
+
+    sizes = [x.sizes[d] for d in kept]
+    lengths = fixed(to.shapes[0][at_place : at_place + rank])
+    return to.array(at, [*sizes[:at_place], *lengths, *sizes[at_place:]])
+
+
+def _element(index: TracedArray, at: tuple[Index, ...]) -> Index:
+    places = index.broadcast(at)
+    if index.data is not None and all(isinstance(i, int) for i in places):
+        return int(index.data[places])
+    value: Traced = index.at(places).value
+    return value
+
+
+def _index_select(to: Result, /, x: TracedArray, dim: int, at: TracedArray) -> TracedArray:
+    if not at.shape:
+        at = TracedArray((1,), at.dtype, lambda _, at=at: at.entry, ((lambda: 1),))  # type: ignore[misc]
+    place = _dim(x, dim)
+    return _index(to, x, [None] * place + [at])
+
+
+def _stack(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> TracedArray:
+    place = dim % len(to.shapes[0])
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        chosen, rest = i[place], (*i[:place], *i[place + 1 :])
+        if isinstance(chosen, int):
+            return arrays[chosen].at(rest)
+        result = arrays[-1].at(rest)
+        for number, array in reversed(list(enumerate(arrays[:-1]))):
+            result = POINTWISE["where"](to, Entry(chosen == number), array.at(rest), result)
+        return result
+
+    return to.array(at)
+
+
+def _unbind(to: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
+    to.tracer.rigid = True
+    results = [replace(to, shapes=[shape]) for shape in to.shapes]
+    return [_select(result, x, dim, number) for number, result in enumerate(results)]
+
+
+def _scalar(to: Result, /, value: Any, **_: Any) -> TracedArray:
+    return single(literal(value), to.dtype)
+
+
+def _detached(to: Result, /, x: TracedArray) -> TracedArray:
+    if x.detached is not None:
+        return x.detached()
+    return to.array(lambda i: POINTWISE["detach"](to, x.at(i)), x.sizes)
+
+
+def from_start(tracer: Any, index: Index, size: Callable[[], Index]) -> Index:
+    """A non-negative index; a negative one counts from the end, as in torch."""
+    if isinstance(index, int):
+        return index if index >= 0 else size() + index
+    if index.expr.is_Integer:
+        return from_start(tracer, int(index.expr), size)
+    if tracer.never_negative(index.expr):
+        return index
+    if index.expr.has(sympy.Piecewise):  # a choice would contain each branch twice
+        return index % size()
+    return where(index < 0, index + size(), index)
+
+
+RULES: dict[str, Rule] = {
+    "select": _select,
+    "slice": _slice,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _t,
+    "expand": _expand,
+    "flip": _flip,
+    "index": _index,
+    "_unsafe_index": _index,
+    "index_select": _index_select,
+    "stack": _stack,
+    "unbind": _unbind,
+    "detach": _detached,
+    "scalar_tensor": _scalar,
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
+    **dict.fromkeys(("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"), _same),
+    **dict.fromkeys(("zeros_like", "new_zeros"), _filled(0)),
+    **dict.fromkeys(("ones_like", "new_ones"), _filled(1)),
+    **dict.fromkeys(("full_like", "new_full", "fill"), _filled(None)),
+}
+"""The rule of each operation by its name; it covers all overloads."""

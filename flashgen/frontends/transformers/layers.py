@@ -1,0 +1,397 @@
+"""The operators of a model's layers: one for each kind of mask and score, kept for all calls.
+
+torch.compile treats the functions of this module as constants of a graph: their arguments are
+numbers and names, never tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.calls.ops import Attention, attention
+from flashgen.frontends.flex import Notes, Recorder, TracedMods, record, trace
+from flashgen.frontends.flex.operation_results import name_of
+from flashgen.frontends.flex.recorded_mods import POSITIONS
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.spec.language import B, H, K, Q, mod_functions
+from flashgen.spec.language.scalar import Scalar
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor import Tensor
+
+_lock = threading.RLock()
+_masks: dict[str, TracedMods] = {}
+_names_of_masks: dict[Hashable, str] = {}  # by what has been recorded
+_rigid: set[Hashable] = set()  # records of masks whose expressions depend on lengths of tensors
+_names: dict[Hashable, str] = {}  # of operators
+
+operators: dict[str, Attention] = {}
+"""All operators by name, in the order in which they were made."""
+
+FULL, CAUSAL = "full", "causal"
+"""The names of masks that no function describes."""
+
+
+class GivenTensor(NamedTuple):
+    """A tensor [batch, heads, seq_q, seq_k] of one call: a position bias, or a mask of the user.
+
+    Attributes:
+        name: its name as an argument of the operator.
+        dtype: a torch dtype; a bool tensor is a mask, and any other is added to the scores.
+        grad: whether it is learned.
+        expanded: for each dimension, whether it has one element that holds for all.
+    """
+
+    name: str
+    dtype: torch.dtype
+    grad: bool
+    expanded: tuple[bool, bool, bool, bool]
+
+
+class Start(NamedTuple):
+    """How a call gives the positions of its first query and key: "" for 0, "number", or a dtype."""
+
+    q: str = ""
+    k: str = ""
+
+
+class LayerKind(NamedTuple):
+    """All that determines the operator of a layer besides its mask, in constants.
+
+    Attributes:
+        sink: the dtype of the sinks, and whether they are learned; None without sinks.
+        given: the tensors of the call that have an element for each score.
+        start: where their indices begin; positions themselves begin at the offsets of the call.
+        packs: whether the call has the number of each row's sequence, and keeps sequences apart.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    dropout: bool
+    softcap: float | None
+    sink: tuple[torch.dtype, bool] | None
+    given: tuple[GivenTensor, ...]
+    start: Start
+    packs: bool
+
+    @classmethod
+    def of(cls, *fields: Any) -> LayerKind:
+        """A kind of layer from its fields as plain tuples."""
+        plain = cls(*fields)
+        given = tuple(GivenTensor(*each) for each in plain.given)
+        return plain._replace(given=given, start=Start(*plain.start))
+
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""A mask of the batch entry, the head, the query and the key."""
+
+
+class RecordedMask(NamedTuple):
+    """
+    Attributes:
+        key: the operations and numbers; equal for functions that compute the same from tensors of
+            the same kinds, in a call and while torch.compile traces one.
+        tensors: the tensors that the function reads.
+    """
+
+    key: Hashable
+    tensors: tuple[torch.Tensor, ...]
+
+
+def record_mask(function: MaskFunction, device: torch.device) -> RecordedMask:
+    """Executes a mask function once and records its operations; torch.compile can trace it.
+
+    A model makes its mask function anew for each forward pass, from closures over tensors of that
+    pass.
+
+    Args:
+        device: the device of the queries.
+    """
+    recorder = Recorder(device)
+    positions = recorder.arguments(POSITIONS)
+    with recorder:
+        result = function(*positions)
+    returned = recorder.noted(result)
+    operations = [(name_of(x[0]), x[1], x[2]) for x in recorder.operations]
+    reads = [(x[0], str(x[1]), x[2], x[3]) for x in recorder.reads]
+    key = tuple(operations), tuple(recorder.numbers), tuple(reads), returned
+    return RecordedMask(key, tuple(recorder.read))
+
+
+def name_of_mask(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
+    """The name under which the expression of a mask function is kept; traces it if it is new.
+
+    torch.compile breaks its graph where the mask is new.
+
+    Raises:
+        SpecError: kernels cannot express the mask.
+    """
+    key = recorded.key
+    if depends_on_lengths(key):
+        key = key, _lengths(recorded)
+    return known_name(key) or _name_of_new(recorded, function, device)
+
+
+def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> str:
+    with _lock:
+        key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
+        # A compiled graph keeps its break after the mask has been traced.
+        known = known_name(key) or known_name(by_lengths)
+        if known:
+            return known
+        traced = _traced(recorded, function, device)
+        if traced.shapes is not None:
+            _rigid.add(key)
+            key = by_lengths
+        name = CAUSAL if traced.of_mask_mod == (K <= Q) else _free_name(_name_of(function))
+        if name != CAUSAL:
+            _masks[name] = traced
+        _names_of_masks[key] = name
+    return name
+
+
+_disable: Any = torch.compiler.disable  # torch's has no types
+_name_of_new: Callable[..., str] = _disable(
+    _traced_name,
+    reason="torch.compile meets a mask that has not been traced to an expression yet; with "
+    "fullgraph=True, it needs one call of the model that is not compiled, with the same inputs: "
+    "padding or none, a cache or none, packed sequences or none",
+)
+
+
+def _free_name(wanted: str) -> str:
+    """The wanted name, with a number where it belongs to another mask."""
+    numbered = (f"{wanted}_{number}" for number in itertools.count(2))
+    names = itertools.chain([wanted], numbered)
+    return next(name for name in names if name not in (*_masks, FULL, CAUSAL))
+
+
+def _lengths(recorded: RecordedMask) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(tensor.shape) for tensor in recorded.tensors])
+
+
+def depends_on_lengths(key: Hashable) -> bool:
+    return key in _rigid
+
+
+def known_name(key: Hashable) -> str:
+    """The name of a mask that has been traced; "" for a new one."""
+    return _names_of_masks.get(key, "")
+
+
+def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
+    """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
+
+    The place is None for a tensor that the mask function creates, see `created_tensor`. The
+    dimension is None for the tensor itself, else the length of that dimension is captured.
+    """
+    if mask in (FULL, CAUSAL):
+        return ()
+    traced = _masks[mask]
+    tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
+    lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
+    return (*tensors, *lengths)
+
+
+def created_tensor(mask: str, name: str) -> torch.Tensor:
+    """A tensor that a mask function creates, with the same contents at each call."""
+    found = _masks[mask].tensors[name].held
+    assert found is not None, "it has no place among the tensors that the function reads"
+    return found
+
+
+def reads(mask: str) -> tuple[bool, bool, bool, bool]:
+    """Whether a mask depends on the batch entry, the head, the query and the key."""
+    if mask in (FULL, CAUSAL):
+        return False, False, mask == CAUSAL, mask == CAUSAL
+    symbols = _masks[mask].of_mask_mod.free_symbols
+    return B in symbols, H in symbols, Q in symbols, K in symbols
+
+
+def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
+    """The name in `operators` of the operator of a layer, which is made at the first call.
+
+    Args:
+        layer: the fields of a `LayerKind` as plain tuples, which torch.compile takes as constants.
+
+    Raises:
+        InputError: no spec can have these options, such as a head dim above 256.
+    """
+    key = mask, layer
+    found = _names.get(key)
+    if found is None:
+        with _lock:
+            made = attention(_checked_spec(mask, LayerKind.of(*layer)))
+            operators[made.name] = made
+            found = _names[key] = made.name
+    return found
+
+
+for _constant in (
+    known_name,
+    depends_on_lengths,
+    captures_of,
+    created_tensor,
+    reads,
+    operator_name,
+):
+    # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+# From a mask function to expressions.
+
+
+def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
+    notes = Notes()
+    again = record(function, None, device, notes)
+    notes.names = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in notes.names]
+    assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same again"
+    return trace(function, None, again)
+
+
+_OWN_NAMES = (
+    *("position_bias", "attention_mask", "sink", "q_start", "k_start"),
+    *("sequences_q", "sequences_k"),
+)
+
+
+def _name_of(function: MaskFunction) -> str:
+    """The names of the functions that a mask is composed of, without their common endings."""
+    inner = [inner for _, inner in closure(function, FunctionType)]
+    parts: list[str] = []
+    for each in inner or [function]:
+        name = str(getattr(each, "__qualname__", "mask")).partition(".")[0]
+        name = re.sub(r"(_mask)?(_function|_overlay|_fn)$", "", name).strip("_")
+        if name not in ("and_masks", "or_masks", *parts) and re.fullmatch("[A-Za-z]\\w*", name):
+            parts.append(name)
+    return "_".join(parts) or "mask"
+
+
+def closure(function: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Values of a type in the closures of a function and of functions there, with their names."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, cells, strict=False):
+        content = cell.cell_contents
+        for item in content if isinstance(content, tuple | list) else (content,):
+            if isinstance(item, kind):
+                yield name, item
+            if callable(item):
+                yield from closure(item, kind)
+
+
+# From expressions to a spec.
+
+
+def _checked_spec(mask: str, layer: LayerKind) -> AttentionSpec:
+    try:
+        return _spec(mask, layer)
+    except SpecError as error:
+        raise InputError(
+            f"no kernel computes the attention of this layer: {error.what}",
+            where="attn_implementation of the model's configuration",
+            numbers=error.numbers,
+            way_out='attn_implementation="eager" for this model, or for this part of it by a '
+            "dictionary",
+        ) from error
+
+
+def _spec(mask: str, layer: LayerKind) -> AttentionSpec:
+    sink = None
+    if layer.sink is not None:
+        dtype, learned = layer.sink
+        sink = Tensor("sink", ("heads",), _name(dtype), grad=learned)
+    return AttentionSpec(
+        mask_mod=_mask_mod(mask, layer),
+        score_mod=_score_mod(layer),
+        head_dim=layer.head_dim,
+        head_dim_v=layer.head_dim_v,
+        dtype=_name(layer.dtype),
+        dropout=layer.dropout,
+        sink=sink,
+        name=_name_of_layer(mask, layer),
+    )
+
+
+def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
+    whole = _mask_of_row(mask, layer)
+    if not layer.packs:
+        return whole
+    numbers = [Tensor(f"sequences_{axis}", (1, f"sequences_{axis}_rows"), "int32") for axis in "qk"]
+
+    def of_sequences(b: Any, h: Any, q: Any, k: Any) -> Any:
+        of_q = numbers[0][0, _from_start("q_start", layer.start.q, q)]
+        together = of_q == numbers[1][0, _from_start("k_start", layer.start.k, k)]
+        return together if whole is None else whole(b, h, q, k) & together
+
+    return of_sequences
+
+
+def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
+    for given in layer.given:
+        if given.dtype == torch.bool:
+            element = _element(given, layer.start)
+            return lambda b, h, q, k: element(b, h, q, k)
+    if mask == FULL:
+        return None
+    if mask == CAUSAL:
+        return lambda b, h, q, k: k <= q
+    return _masks[mask].mask
+
+
+def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
+    softcap = layer.softcap
+    added = [_element(x, layer.start) for x in layer.given if x.dtype != torch.bool]
+    if softcap is None and not added:
+        return None
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if softcap is not None:
+            score = softcap * mod_functions.tanh(score / softcap)
+        for element in added:
+            score = score + element(b, h, q, k)
+        return score
+
+    return score_mod
+
+
+def _element(given: GivenTensor, start: Start) -> Callable[..., Any]:
+    """The element of a tensor that belongs to a score; its indices count from the call's first."""
+    dims = tuple(f"{given.name}_{axis}" for axis in ("batch", "heads", "q", "k"))
+    tensor = Tensor(given.name, dims, _name(given.dtype), grad=given.grad)
+
+    def element(b: Any, h: Any, q: Any, k: Any) -> Any:
+        local = b, h, _from_start("q_start", start.q, q), _from_start("k_start", start.k, k)
+        once = zip(given.expanded, local, strict=True)
+        return tensor[tuple(0 if expanded else index for expanded, index in once)]
+
+    return element
+
+
+def _from_start(name: str, kind: str, position: Any) -> Any:
+    if not kind:
+        return position
+    if kind == "number":
+        return position - Scalar(name, "int32")
+    return position - Tensor(name, (), kind)[()]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name_of_layer(mask: str, layer: LayerKind) -> str:
+    """A name of what a layer computes, such as ``sliding_window_causal_softcap``."""
+    parts = [mask, *(given.name for given in layer.given)]
+    parts += ["softcap"] if layer.softcap is not None else []
+    parts += ["sink"] if layer.sink is not None else []
+    parts += ["packed"] if layer.packs else []
+    return "_".join(parts)

@@ -1,0 +1,255 @@
+"""The mask function that is registered with transformers, and the masks that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
+
+from flashgen.frontends.transformers.layers import FULL, MaskFunction, name_of_mask, record_mask
+from flashgen.frontends.transformers.packed import packed
+from flashgen.frontends.transformers.ranks import Ranks, current
+from flashgen.shared.errors import InputError
+
+Tensor = torch.Tensor
+
+
+class MaskError(InputError, AttributeError):
+    """A model uses a mask of flashgen for something else than attention.
+
+    No TypeError, which a binary operator of torch would replace by a message of its own.
+    """
+
+
+class Mask(BlockMask):
+    """The mask of one forward pass, as an expression: nothing of N x N elements is stored.
+
+    transformers passes a mask on as it is if it is a tensor or BlockMask with four dimensions,
+    therefore the base class; a mask of flashgen has no blocks.
+
+    Attributes:
+        name: what the mask is made of; its traced expression is kept under this name.
+        tensors: the tensors that the mask reads.
+        lengths: batch, number of queries, number of keys.
+        q_offset: the position of the first query: an int, or a tensor whose value is never read
+            by the host.
+        k_offset: the position of the first key.
+        bias: what a model has added to the mask; attention adds it to the scores.
+        ranks: over which the positions are divided; the lengths are those of a part then, and the
+            tensors those of the whole.
+        padding: the mask of padding that the model was given, bool [batch, positions], or None.
+        checked: the positions of layers that this mask was compared with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: tuple[Tensor, ...],
+        lengths: tuple[int, int, int],
+        q_offset: int | Tensor,
+        k_offset: int,
+        bias: Tensor | None = None,
+        ranks: Ranks | None = None,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.lengths = lengths
+        self.q_offset = q_offset
+        self.k_offset = k_offset
+        self.bias = bias
+        self.ranks = ranks
+        self.padding = padding
+        self.checked: list[Any] = []
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, queries, keys = self.lengths
+        return batch, 1, queries, keys
+
+    def dim(self) -> int:
+        return 4
+
+    ndim = 4
+
+    def size(self, dim: int | None = None) -> Any:
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def to(self, device: Any = None, *_: Any, **__: Any) -> Mask:
+        """The mask with its tensors on another device; a dtype has no effect."""
+        if device is None or isinstance(device, torch.dtype):
+            return self
+        if isinstance(device, Tensor):
+            device = device.device
+        tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        at = self.q_offset
+        q_offset = at.to(device) if isinstance(at, Tensor) else at
+        bias = None if self.bias is None else self.bias.to(device)
+        return self._with(tensors=tensors, q_offset=q_offset, bias=bias)
+
+    def _with(self, **fields: Any) -> Mask:
+        """The mask with other fields."""
+        places = "lengths", "q_offset", "k_offset"
+        names = ("name", "tensors", *places, "bias", "ranks", "padding")
+        return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
+
+    def __add__(self, other: Any) -> Mask:
+        """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
+        if not isinstance(other, Tensor) or not other.is_floating_point():
+            _refuse("a sum")
+        bias = other if self.bias is None else self.bias + other
+        return self._with(bias=bias)
+
+    __radd__ = __add__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (Tensor, bool, int, float)):
+            _refuse("a comparison")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def __getitem__(self, index: Any) -> Mask:
+        """The mask of the first keys, for slices that cut trailing keys."""
+        given = index if isinstance(index, tuple) else (index,)
+        *leading, last = given
+        whole = all(item == slice(None) or item is Ellipsis for item in leading)
+        of_keys = len(given) == 4 or Ellipsis in leading
+        if whole and of_keys and isinstance(last, slice) and not last.start:
+            batch, queries, keys = self.lengths
+            if last.step in (None, 1):
+                lengths = batch, queries, len(range(keys)[last])
+                return self._with(lengths=lengths)
+        _refuse(f"mask[{index}]")
+
+    def __repr__(self) -> str:
+        return f"<mask of flashgen, shape {self.shape}>"
+
+    __str__ = __repr__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Mask:
+        if getattr(func, "__name__", "") in ("add", "__add__", "__radd__") and not kwargs:
+            left, right = args
+            if isinstance(right, Mask):
+                return right.__add__(left)
+            assert isinstance(left, Mask)
+            return left.__add__(right)
+        _refuse(f"torch.{getattr(func, '__name__', func)}")
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        _refuse(f"mask.{attribute}")
+
+
+def _refuse(use: str) -> NoReturn:
+    raise MaskError(
+        "the model computes with its mask instead of passing it to its attention function",
+        where="attn_implementation of the model's configuration",
+        numbers=f"{use} of a mask that is an expression and has no elements",
+        way_out='attn_implementation="eager" for this model, or for this part of it by a '
+        "dictionary",
+    )
+
+
+_OPERATORS = (
+    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg", "invert"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "lt", "le", "gt", "ge"),
+)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def operator(self: Mask, *_: Any) -> NoReturn:
+        _refuse(f"the operator {name}")
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(Mask, f"__{_name}__", _refused(_name))
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Mask:
+    """The mask of a forward pass, as `transformers.AttentionMaskInterface` defines its functions.
+
+    Args:
+        batch_size, q_length, kv_length: the sizes of the attention.
+        q_offset, kv_offset: the positions of the first query and the first key.
+        mask_function: the mask of the model, a function of batch entry, head, query and key. It is
+            executed once here; its expression is traced where no earlier mask computes the same.
+        attention_mask: bool [batch, positions], False for padding; None without padding.
+        device: the device of the queries.
+        options: others of transformers, such as the model's config.
+
+    Raises:
+        SpecError: the mask function uses an operation that kernels cannot express.
+    """
+    lengths = batch_size, q_length, kv_length
+    ranks, given = current(), attention_mask
+    if ranks is not None:
+        sizes = q_length, kv_length, q_offset, kv_offset
+        packs = "allow_is_bidirectional_skip" not in options
+        mask_function, whole = ranks.mask_of_whole(
+            mask_function, attention_mask, sizes, options.get("config"), packs
+        )
+        attention_mask, kv_length = whole.padding, whole.seq
+    parts = [] if mask_function is bidirectional_mask_function else [mask_function]
+    if attention_mask is not None:
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        assert padding is not None
+        parts.append(padding_mask_function(padding))
+    name = FULL
+    tensors: tuple[Tensor, ...] = ()
+    if parts:
+        mask_function = parts[0] if len(parts) == 1 else and_masks(*parts)
+        recorded = record_mask(mask_function, torch.device(device))
+        name = name_of_mask(recorded, mask_function, torch.device(device))
+        tensors = recorded.tensors
+        if attention_mask is None and q_length == kv_length:
+            _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
+    # A static cache advances its position in place before the first layer reads it.
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()
+    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padding=given)
+
+
+_packed: set[str] = set()  # names of masks whose packed counterpart has been traced
+
+
+def _expect_packed(
+    name: str, function: MaskFunction, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Traces the mask for packed sequences too, at the first call with a mask.
+
+    transformers takes every batch without padding for packed sequences while torch.compile traces
+    it, since it cannot read the positions there.
+    """
+    if torch.compiler.is_compiling() or name in _packed:
+        return
+    _packed.add(name)
+    positions, sequences = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "12")
+    function = packed(function, positions, sequences)
+    with suppress(Exception):  # a mask that only packed sequences need
+        name_of_mask(record_mask(function, device), function, device)

@@ -1,0 +1,165 @@
+"""Packed sequences of a call of the attention function: their boundaries, and their positions.
+
+`DataCollatorWithFlattening` packs the samples of a batch into one row. Its ``cu_seq_lens_q`` and
+``cu_seq_lens_k`` reach every layer and join the mask there. Its ``position_ids`` are in the mask
+already, where transformers has looked for them: not beside a cache.
+
+The values of these tensors are read once for each forward pass, whose layers share them, and are
+asserted on the device in a compiled graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.masking_utils import find_packed_sequence_indices
+
+from flashgen.shared.errors import InputError
+
+Tensor = torch.Tensor
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
+_PACK = "samples of one row would attend to each other"
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By tensor of boundaries: the version of its contents, and its elements."""
+
+
+def sequences_of(
+    options: dict[str, Any], sizes: tuple[int, ...], is_full: bool, divided: bool
+) -> tuple[Tensor, Tensor] | None:
+    """The number of each row's sequence, int32 [1, seq_q] and [1, seq_k]; None without boundaries.
+
+    Args:
+        options: the further arguments of the attention function.
+        sizes: batch, heads, queries and keys.
+        is_full: whether the mask depends on neither the query nor the key.
+        divided: whether the sequences are divided over ranks.
+
+    Raises:
+        InputError: sequences are divided over ranks, only one of the two is given, or they do not
+            divide the rows of the call.
+    """
+    given = [options.get(name) for name in BOUNDARIES]
+    if given[0] is None and given[1] is None:
+        return None
+    if divided:
+        raise InputError(
+            "boundaries of sequences are not divided over the ranks",
+            where="argument cu_seq_lens_q of the model, in context_parallel",
+            numbers=f"they count the rows of the whole; the rank has {sizes[2]}",
+            way_out="ranks.own(input_ids=..., position_ids=...) with positions that start again "
+            "with each sequence, and no cu_seq_lens_q and cu_seq_lens_k",
+        )
+    for name, tensor in zip(BOUNDARIES, given, strict=True):
+        if not isinstance(tensor, Tensor):
+            what = repr(tensor)
+        else:
+            what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
+            if tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and len(tensor) > 1:
+                continue
+        _refuse(name, "it is no tensor of boundaries", f"given {what:.80}")
+    if sizes[0] != 1:
+        numbers = f"{sizes[0]} batch entries; boundaries count the rows of one"
+        _refuse(BOUNDARIES[0], "boundaries of sequences need a batch of 1", numbers)
+    of_q, of_k = given
+    assert isinstance(of_q, Tensor)
+    assert isinstance(of_k, Tensor)
+    if torch.compiler.is_compiling():
+        _assert_boundaries(of_q, of_k, sizes, is_full)
+    else:
+        _check_boundaries(of_q, of_k, sizes, is_full)
+    return _numbers(of_q, sizes[2]), _numbers(of_k, sizes[3])
+
+
+def _numbers(ends: Tensor, length: int) -> Tensor:
+    rows = torch.arange(length, device=ends.device, dtype=ends.dtype)
+    return torch.bucketize(rows, ends[1:], right=True, out_int32=True)[None]
+
+
+def _check_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_full: bool) -> None:
+    found = [_values(x) for x in (of_q, of_k)]
+    for name, ends, length in zip(BOUNDARIES, found, sizes[2:], strict=True):
+        if ends[0] != 0 or ends[-1] != length or sorted(ends) != list(ends):
+            numbers = f"{len(ends) - 1} sequences from {ends[0]} to {ends[-1]}; {length} rows"
+            _refuse(name, "the boundaries do not divide the rows of the call", numbers)
+    if found[0] != found[1] and not is_full:
+        numbers = f"{found[0]} and {found[1]}"
+        what = "the mask depends on positions, and queries and keys have other boundaries"
+        _refuse("cu_seq_lens_q", what, f"{numbers:.160}")
+
+
+def _assert_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_full: bool) -> None:
+    for ends, length in ((of_q, sizes[2]), (of_k, sizes[3])):
+        holds = (ends[0] == 0) & (ends[-1] == length) & (ends.diff() >= 0).all()
+        torch._assert_async(holds, "cu_seq_lens does not divide the rows of the call")
+    if of_q is not of_k and not is_full:
+        same = of_q.shape == of_k.shape
+        holds = (of_q == of_k).all() if same else torch.zeros((), dtype=torch.bool)
+        torch._assert_async(holds, "cu_seq_lens_q and cu_seq_lens_k differ beside a causal mask")
+
+
+def _values(tensor: Tensor) -> tuple[int, ...]:
+    """The elements, read where they are new."""
+    version = -1 if tensor.is_inference() else tensor._version
+    found: Any = _known.get(tensor)  # type: ignore[no-untyped-call]
+    if found is None or found[0] != version or version < 0:
+        found = _known[tensor] = version, tuple(tensor.tolist())
+    return found[1]  # type: ignore[no-any-return]
+
+
+def check_positions(
+    positions: Any, padding: Tensor | None, read: tuple[Tensor, ...], sizes: tuple[int, ...]
+) -> None:
+    """Refuses positions of packed sequences that the mask does not keep apart.
+
+    Args:
+        positions: ``position_ids`` of the layer: int [batch or 1, seq_q], or anything else.
+        padding: bool [batch, positions], False for padding; None without padding.
+        read: the tensors that the mask reads.
+        sizes: batch, heads, queries and keys.
+
+    Raises:
+        InputError: the positions start again within a row, and the mask has no numbers of
+            sequences.
+    """
+    batch, _, rows, _ = sizes
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or rows < 2:
+        return
+    if positions.shape[0] not in (1, batch) or positions.shape[1] != rows:
+        return
+    if padding is not None and padding.shape[1] != rows:
+        return  # a part of a sequence, whose other part is in a cache
+    begins = positions.diff(dim=-1) != 1
+    if padding is not None:
+        real = padding.to(positions.device, torch.bool)
+        begins = begins & real[:, 1:] & real[:, :-1]  # positions of padding count from anywhere
+    numbers_like = [x for x in read if x.dtype == torch.int64 and x.shape == (batch, rows)]
+    if torch.compiler.is_compiling():
+        if not numbers_like:
+            torch._assert_async(~begins.any(), f"position_ids of packed sequences: {_PACK}")
+        return
+    if not begins.any():
+        return
+    packs = find_packed_sequence_indices(positions.expand(batch, -1))
+    apart = packs is not None and any(torch.equal(packs, x) for x in numbers_like)
+    if padding is not None or not apart:
+        raise InputError(
+            "position_ids start again within a row, and the mask does not keep its samples apart",
+            where="argument position_ids of the model, beside a cache or an attention_mask",
+            numbers=f"{int(begins.sum(-1).max()) + 1} sequences in {rows} rows: {_PACK}",
+            way_out="use_cache=False and no attention_mask: transformers looks for packed "
+            "sequences only without both",
+        )
+
+
+def _refuse(name: str, what: str, numbers: str) -> NoReturn:
+    raise InputError(
+        what,
+        where=f"argument {name} of the model",
+        numbers=f"{numbers}: {_PACK}",
+        way_out="cu_seq_lens_q and cu_seq_lens_k of DataCollatorWithFlattening for one row without "
+        "a cache, or its position_ids alone with use_cache=False",
+    )

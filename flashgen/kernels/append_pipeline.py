@@ -1,0 +1,29 @@
+"""From the width of its copies to the compiled kernel that appends to a paged cache."""
+
+from __future__ import annotations
+
+from flashgen.kernels import codegen
+from flashgen.kernels.compile import override
+from flashgen.kernels.pipeline import Build, analysed, compiled
+from flashgen.kernels.planner import plan_append_kv
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.spec.language.spec import AttentionSpec
+
+__all__ = ["build_append_kv"]
+
+
+@override.cached(maxsize=64)
+def build_append_kv(access_bytes: int, arch: str = DEFAULT_ARCH) -> Build:
+    """The kernel that appends to a paged cache, compiled; it serves all dtypes and head dims.
+
+    Args:
+        access_bytes: the bytes that a lane copies at once: 2, 4, 8 or 16.
+
+    Raises:
+        PlanError: the architecture is unknown.
+        RenderError: the template and the plan disagree.
+        CompileError: NVRTC is missing or rejects the source.
+    """
+    spec = AttentionSpec(head_dim=64, name="append_kv")
+    source = codegen.append_kv(spec, plan_append_kv(spec, access_bytes, arch))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))

@@ -1,0 +1,25 @@
+"""Plan + template -> Source: the emitted CUDA files.
+
+Every decision is made here or earlier; the templates only arrange the result. The same inputs give
+the same bytes: no timestamp, no path of a machine, everything in a fixed order.
+"""
+
+from __future__ import annotations
+
+from flashgen.kernels.codegen.backward import backward, walk_of_kernel
+from flashgen.kernels.codegen.forward import forward
+from flashgen.kernels.codegen.integer_ranges import beyond_int32
+from flashgen.kernels.codegen.source import Param, Source
+from flashgen.kernels.codegen.streaming import append_kv, merge, minmax_table
+
+__all__ = [
+    "Param",
+    "Source",
+    "append_kv",
+    "backward",
+    "beyond_int32",
+    "forward",
+    "merge",
+    "minmax_table",
+    "walk_of_kernel",
+]

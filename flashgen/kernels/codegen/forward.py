@@ -1,0 +1,30 @@
+"""The forward kernel: FlashAttention's Algorithm 1 in FlashAttention-2's loop order."""
+
+from __future__ import annotations
+
+from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.kernel import KernelCode, head_of, kernel
+from flashgen.kernels.codegen.source import Source
+from flashgen.kernels.codegen.walk import ScoreCode, walk_of
+from flashgen.kernels.planner import Plan
+from flashgen.spec.analysis import Analysis
+from flashgen.spec.language.spec import AttentionSpec
+
+
+def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
+    """The source of the forward kernel (FlashAttention, Algorithm 1, FlashAttention-2's loops).
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
+    walk = walk_of(functions, plan)
+    return kernel(
+        f"{plan.code_path.templates}/forward.cu.j2",
+        spec,
+        plan,
+        KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
+        range_bits=walk.row_has_q and plan.ranges_as_bits(1 + walk.row_has_lo),
+        # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
+        mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,
+    )

@@ -1,0 +1,346 @@
+"""The device functions of a spec: score_mod, mask_mod, and the bounds and classes of tiles.
+
+A function is emitted only if the kernel calls it, with only the parameters that it uses. A call
+passes variables of the kernel that have the parameters' names, so that one list serves both.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.kernels.codegen.conditions import returned
+from flashgen.kernels.codegen.expressions import CPrinter
+from flashgen.kernels.codegen.params import is_set_by_kernel, multiplier_field
+from flashgen.kernels.codegen.readers import extreme, reader
+from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, values_of
+from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
+from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
+from flashgen.spec import analysis
+from flashgen.spec import language as fx
+from flashgen.spec.analysis import (
+    Analysis,
+    Interval,
+    Level,
+    LeveledCode,
+    MaskAnalysis,
+    ScoreAnalysis,
+)
+from flashgen.spec.language import python_text
+from flashgen.spec.language.spec import BOUNDARIES, PAGES, AttentionSpec
+from flashgen.spec.language.tensor import MOST_DIMS
+from flashgen.spec.language.user_source import SourceLines
+
+Q_OFFSET = sympy.Symbol("q_offset", integer=True)
+K_OFFSET = sympy.Symbol("k_offset", integer=True)
+FIELDS: dict[sympy.Symbol, str] = {
+    fx.BATCH: "p.batch",
+    fx.HEADS: "p.heads_q",
+    fx.SEQ_Q: "p.seq_q",
+    fx.SEQ_K: "p.seq_k",
+    Q_OFFSET: "p.q_offset",
+    K_OFFSET: "p.k_offset",
+}
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The axis along which a kernel walks over tiles, for a tile of the other axis that it owns.
+
+    Attributes:
+        walk: the axis in the analysis.
+        counts: the word for positions along the axis in comments.
+        row: the name of the function that solves the mask for a position on the axis; row_why,
+            row_all, reach_why and full_why are the comments of the functions.
+        offset, length: the symbols of the first position and of the number of positions.
+        owned_lo, owned_hi: the symbols of the first and last position of the owned tile.
+        ends: C++ declarations of the first and last position of a tile within the sequence.
+    """
+
+    walk: analysis.WalkedAxis
+    counts: str
+    row: str
+    row_why: str
+    row_all: str
+    reach_why: str
+    full_why: str
+    offset: sympy.Symbol
+    length: sympy.Symbol
+    owned_lo: sympy.Symbol
+    owned_hi: sympy.Symbol
+    ends: dict[sympy.Symbol, str]
+
+
+KEYS = Direction(
+    walk=analysis.WalkedAxis(fx.K),
+    counts="keys",
+    row="row_keys",
+    row_why="The keys that row q keeps are one range: the mask, solved for k.",
+    row_all="All keys belong to the range of a row.",
+    reach_why="Every key that some query in [q_lo, q_hi] keeps lies in this range.",
+    full_why="Every query in [q_lo, q_hi] keeps every key in this range.",
+    offset=K_OFFSET,
+    length=fx.SEQ_K,
+    owned_lo=fx.Q_LO,
+    owned_hi=fx.Q_HI,
+    ends={
+        fx.K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
+        fx.K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
+    },
+)
+QUERIES = Direction(
+    walk=analysis.WalkedAxis(fx.Q),
+    counts="queries",
+    row="key_queries",
+    row_why="The queries that keep key k are one range: the mask, solved for q.",
+    row_all="All queries belong to the range of a key.",
+    reach_why="Every query that keeps some key in [k_lo, k_hi] lies in this range.",
+    full_why="Every query in this range keeps every key in [k_lo, k_hi].",
+    offset=Q_OFFSET,
+    length=fx.SEQ_Q,
+    owned_lo=fx.K_LO,
+    owned_hi=fx.K_HI,
+    ends={
+        fx.Q_LO: "const int q_lo = p.q_offset + tile * BLOCK_Q;",
+        fx.Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
+    },
+)
+
+
+_TESTS = {
+    "tile_may": "False: no element of the tile is kept (interval arithmetic over its corners).",
+    "tile_must": "True: every element of the tile is kept (interval arithmetic over its corners).",
+}
+
+
+class SpecFunctions:
+    """The functions of one spec, printed by one printer, which collects the helpers they call."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        analysis: Analysis,
+        direction: Direction = KEYS,
+        *,
+        wide: bool = False,
+    ) -> None:
+        names = {s: text.split()[1] for s, text in PARAMETERS.items()} | FIELDS
+        for scalar in spec.scalars:
+            field = f"p.s_{scalar.name}"
+            names[scalar.expr] = f"({field} != 0)" if scalar.dtype == "bool" else field
+        self.spec = spec
+        self.direction = direction
+        self.mask: MaskAnalysis = analysis.mask
+        self.score: ScoreAnalysis = analysis.score
+        self.printer = CPrinter(names, spec.dtype, wide=wide)
+        self.printer.multipliers = {
+            scalar.expr: f"p.{multiplier_field(scalar)}"
+            for scalar in spec.scalars
+            if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar)
+        }
+        # The tensors that the kernel itself reads.
+        own = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
+        given = {tensor.symbol for tensor in spec.tensors}
+        self.printer.tensors |= {tensor.symbol for tensor in own} & given
+        self.printer.tensors |= {tensor.symbol for tensor in spec.offsets}
+
+    @property
+    def tensors(self) -> tuple[fx.Tensor, ...]:
+        """The tensors that the functions made so far read, min/max tables included."""
+        used = self.printer.tensors | {symbol for symbol, _, _ in self.printer.extremes}
+        return tuple(t for t in self.spec.read_tensors if t.symbol in used)
+
+    @property
+    def readers(self) -> tuple[DeviceFunction, ...]:
+        """The functions that read these tensors and their min/max tables."""
+        by_symbol = {tensor.symbol: tensor for tensor in self.tensors}
+        extremes = sorted(self.printer.extremes, key=lambda each: (each[0].name, *each[1:]))
+        return (
+            *(reader(t) for t in self.tensors if t.symbol in self.printer.tensors),
+            *(extreme(by_symbol[symbol], axis, least) for symbol, axis, least in extremes),
+        )
+
+    @property
+    def tables(self) -> tuple[tuple[fx.Tensor, int], ...]:
+        """The min/max tables that the functions read: a tensor and an axis each."""
+        read = {(symbol, axis) for symbol, axis, _ in self.printer.extremes}
+        axes = range(MOST_DIMS)
+        return tuple((t, axis) for t in self.tensors for axis in axes if (t.symbol, axis) in read)
+
+    def _function(
+        self,
+        name: str,
+        returns: str,
+        why: Sequence[str],
+        exprs: Sequence[sympy.Basic],
+        body: Sequence[str],
+    ) -> SpecFunction:
+        free = set().union(*(expr.free_symbols for expr in exprs)) if exprs else set()
+        uses = free & (PARAMETERS.keys() - self.direction.ends.keys())
+        return SpecFunction.of(name, returns, why, body, uses)
+
+    # The user's functions.
+
+    def score_mod(self) -> FunctionInParts:
+        why = self._source(self.spec.score_line)
+        return self._scoring("score_mod", "float", why, self.score.value)
+
+    def score_mod_and_slope(self) -> FunctionInParts:
+        """score_mod with its derivative; common subexpressions are computed once."""
+        derived = comment(f"Derivative by the score: {python_text(self.score.derivative)}")
+        why = [*self._source(self.spec.score_line), *derived]
+        return self._scoring("score_mod", "Scored", why, self.score.value_and_derivative)
+
+    def score_partials(self) -> FunctionInParts:
+        """The derivatives of score_mod by the elements of learned tensors that it reads."""
+        names = ", ".join(python_text(element) for element, _ in self.score.learned)
+        why = comment(f"Derivatives of score_mod by {names}.")
+        return self._scoring("score_partials", "Partials", why, self.score.partials)
+
+    def place_of(self, name: str, element: fx.Element, kind: str) -> SpecFunction:
+        """The address of the gradient of ``element``, at which ``name`` is accumulated.
+
+        Args:
+            kind: the type of the accumulator.
+        """
+        block = analysis.share(element)
+        lets = self.printer.lets(block)
+        indices = ", ".join(["p", *map(self.printer.index, block.results[0].indices)])
+        return self._function(
+            f"place_of_{name}",
+            f"{kind}*",
+            comment(f"The address of {name}'s sum, the gradient of {python_text(element)}."),
+            element.indices,
+            [*lets, f"return sum_of_{element.tensor.name}({indices});"],
+        )
+
+    def _scoring(
+        self, name: str, returns: str, why: list[str], code: LeveledCode
+    ) -> FunctionInParts:
+        def result() -> str:
+            results = ", ".join(self.printer.float(result) for result in code.block.results)
+            return results if returns == "float" else f"{{{results}}}"
+
+        return in_parts(name, returns, why, code, self.printer, result)
+
+    def mask_mod(self) -> FunctionInParts:
+        code = analysis.leveled(self.mask.expr, name_costly=True)
+
+        def result() -> str:
+            return self.printer.expr(code.block.results[0])
+
+        why = self._source(self.spec.mask_line)
+        return in_parts("mask_mod", "bool", why, code, self.printer, result)
+
+    # The bounds and conditions of the analysis.
+
+    def row(self) -> SpecFunction:
+        along = self.direction
+        if self.mask.always:
+            return self._range(along.row, comment(along.row_all), Interval(None, None))
+        assert self.mask.row is not None, (
+            "the function exists only if the mask of each row is a range"
+        )
+        why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
+        return self._range(along.row, why, self.mask.row)
+
+    def tile_reach(self) -> SpecFunction:
+        return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
+
+    def tile_full(self) -> SpecFunction:
+        assert self.mask.full is not None, "the function exists only if the range has a closed form"
+        return self._range("tile_full", comment(self.direction.full_why), self.mask.full)
+
+    def tile_may(self) -> SpecFunction:
+        return self._tile_condition("tile_may", self.mask.may)
+
+    def next_live_tile(self, may: SpecFunction) -> SpecFunction:
+        """The search for the next tile for which ``may`` is true: it may have a kept element."""
+        why = (
+            "The first tile from `tile` on that may have a kept element; tile_end if none has. "
+            "Each lane of the warp evaluates one of 32 tiles."
+        )
+        body = (
+            "const int lane = threadIdx.x % 32;",
+            "for (; tile < tile_end; tile += 32) {",
+            f"  const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};",
+            "  const unsigned lives = __ballot_sync(0xffffffffu, live);",
+            "  if (lives != 0) return tile + __ffs(lives) - 1;",
+            "}",
+            "return tile_end;",
+        )
+        uses = may.uses | {TILE, TILE_END}
+        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses)
+
+    def tile_must(self) -> SpecFunction:
+        return self._tile_condition("tile_must", self.mask.must)
+
+    def _range(self, name: str, why: Sequence[str], interval: Interval) -> SpecFunction:
+        # Relative to the first position of the call, within its length.
+        zero, offset, length = sympy.S.Zero, self.direction.offset, self.direction.length
+        lo = zero if interval.lo is None else fx.Maximum(interval.lo - offset, zero)
+        hi = length if interval.hi is None else fx.Minimum(interval.hi - offset, length)
+        block = analysis.share_evaluated(lo, hi)
+        lets = self.printer.lets(block)
+        ends = ", ".join(map(self._int, block.results))
+        return self._function(name, "Range", why, [lo, hi], [*lets, f"return {{{ends}}};"])
+
+    def _int(self, expr: sympy.Expr) -> str:
+        text = self.printer.expr(expr)
+        return f"int({text})" if self.printer.ctype(expr) == "int64" else text
+
+    @functools.cached_property
+    def _tile_tests(self) -> dict[str, tuple[SpecFunction, ...]]:
+        """The tests of tiles by name, with the functions of the bounds that they share.
+
+        Empty where a part of a test reads memory or divides: it is evaluated only where needed.
+        """
+        tests = {"tile_may": self.mask.may, "tile_must": self.mask.must}
+        if any(map(analysis.is_costly, tests.values())):
+            return {}
+        code = analysis.leveled(*tests.values(), bounded=False)
+        if not (code.values(Level.QUERY) and code.values(Level.KEY)):
+            return {}
+        why = "What the tests of tiles compute from the {many} alone."
+        made = values_of("tile", why, code, self.printer)
+        found = {"": tuple(values.function for values in made.values())}
+        lets = dict(code.block.lets)
+        of_values = set().union(*(values.function.uses for values in made.values()))
+        for number, (name, why) in enumerate(_TESTS.items()):
+            needed = code.needed(Level.SCORE, number)
+            exprs = [*(lets[symbol] for symbol in needed), code.block.results[number]]
+            read = of_values.union(*(expr.free_symbols for expr in exprs))
+            body = [
+                *(text for end, text in self.direction.ends.items() if end in read),
+                *(f"const {each.kind} {each.name} = {each.call};" for each in made.values()),
+                *(self.printer.let(symbol, lets[symbol]) for symbol in needed),
+                f"return {self.printer.expr(code.block.results[number])};",
+            ]
+            uses = (read & PARAMETERS.keys()) - self.direction.ends.keys() | {TILE}
+            found[name] = (SpecFunction.of(name, "bool", comment(why), body, uses),)
+        return found
+
+    @property
+    def tile_values(self) -> tuple[SpecFunction, ...]:
+        """The functions of the bounds that the tests of tiles share."""
+        return self._tile_tests.get("", ())
+
+    def _tile_condition(self, name: str, condition: sympy.Basic) -> SpecFunction:
+        if self._tile_tests:
+            return self._tile_tests[name][0]
+        texts = self.direction.ends
+        ends = [s for s in texts if s in condition.free_symbols]
+        body = [*(texts[s] for s in ends), *returned(condition, self.printer)]
+        needs = [condition, TILE] if ends else [condition]
+        return self._function(name, "bool", comment(_TESTS[name]), needs, body)
+
+    def _source(self, lines: SourceLines | None) -> list[str]:
+        if lines is None:
+            return []
+        return comments(
+            [str(lines), *textwrap.indent(lines.text.rstrip(), "  ").splitlines()], "    "
+        )

@@ -1,0 +1,75 @@
+"""Whether the integers of a kernel's expressions are within int32 in a call.
+
+A kernel is printed with 32-bit integers wherever the sizes, offsets and scalars of some call keep
+every intermediate value within int32. It records the expressions for which other calls that are
+accepted would not; a call that exceeds int32 takes another form of the kernel, with 64-bit integers
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+
+from flashgen.shared.call import CallRanges
+from flashgen.shared.dtypes import INT32_MAX
+from flashgen.spec.language import python_text
+from flashgen.spec.language.integer_limits import Limits, limits
+
+
+@dataclass
+class AssumedBlock:
+    """The expressions of one block of code that a kernel takes to be within int32.
+
+    Attributes:
+        lets: the integers of the block that have names.
+        assumed: the expressions, in order.
+    """
+
+    lets: list[tuple[sympy.Symbol, sympy.Expr]] = field(default_factory=list)
+    assumed: dict[sympy.Expr, None] = field(default_factory=dict)
+
+
+def sizes_of_parts(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits],
+    memo: dict[sympy.Expr, Limits] | None = None,
+) -> int:
+    """The largest magnitude of an integer expression and of its partial sums and products.
+
+    ``known`` and ``memo`` are those of `limits`.
+    """
+
+    def size(part: sympy.Expr) -> int:
+        return max(map(abs, limits(part, known, memo)))
+
+    if isinstance(expr, sympy.Add):
+        return sum(map(size, expr.args))
+    if isinstance(expr, sympy.Mul):
+        product = 1
+        for arg in expr.args:
+            product *= max(1, size(arg))
+        return product
+    return size(expr)
+
+
+def beyond_int32(blocks: Iterable[AssumedBlock], ranges: CallRanges) -> str:
+    """The first expression that may exceed int32 in a call, with the reason; "" where none may."""
+    given = dict(zip(ranges.names, ranges.ends, strict=True))
+    for block in blocks:
+        exprs = [*(value for _, value in block.lets), *block.assumed]
+        lets = {symbol for symbol, _ in block.lets}
+        free: set[sympy.Symbol] = set().union(*(expr.free_symbols for expr in exprs))
+        known = {s: given[s.name] for s in free - lets if s.name in given}
+        for symbol, value in block.lets:
+            known[symbol] = limits(value, known)
+        whole = dict(block.lets)
+        for expr in block.assumed:
+            size = sizes_of_parts(expr, known)
+            if size > INT32_MAX:
+                while not lets.isdisjoint(expr.free_symbols):
+                    expr = expr.xreplace(whole)
+                return f"{python_text(expr)} can reach {size:,}"
+    return ""

@@ -1,0 +1,213 @@
+"""Renders a kernel: the fields that all templates have, and the file made of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashgen.kernels.codegen.banner import banner
+from flashgen.kernels.codegen.environment import render_template
+from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.integer_ranges import AssumedBlock
+from flashgen.kernels.codegen.params import (
+    SINK_SUMS,
+    WORK_TILES,
+    head_in_whole,
+    heads_of_whole,
+    is_set_by_kernel,
+    params_of,
+)
+from flashgen.kernels.codegen.readers import (
+    param_of_table,
+    params_of_gradient,
+    params_of_tensor,
+    place_of_sum,
+    reader,
+    type_of_sums,
+)
+from flashgen.kernels.codegen.source import Param, Source, kernel_name
+from flashgen.kernels.codegen.spec_function import SpecFunction
+from flashgen.kernels.codegen.tidy import simplified, tidy, used
+from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
+from flashgen.shared.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
+from flashgen.shared.launch_facts import SPAN
+from flashgen.shared.tensormap import RAGGED_ROWS
+from flashgen.spec.language.scalar import Scalar
+from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """The C++ of one kernel that is made from its spec.
+
+    Attributes:
+        functions: makes the functions from the mask and the score.
+        walk: the walk over tiles.
+        score: the score of an element, and its derivative in backward kernels.
+        more: functions besides those of walk and score.
+        partials: the derivatives by learned tensors, in the kernel that sums their gradients.
+    """
+
+    functions: SpecFunctions
+    walk: WalkCode
+    score: ScoreCode
+    more: tuple[SpecFunction, ...] = ()
+    partials: object = None
+
+    @property
+    def printed(self) -> tuple[SpecFunction, ...]:
+        """All functions in the order in which the file has them."""
+        return (*self.score.functions, *self.walk.functions, *self.more)
+
+
+def kernel(
+    template: str, spec: AttentionSpec, plan: Plan, code: KernelCode | None, **fields: object
+) -> Source:
+    """One emitted file.
+
+    Args:
+        code: None for a kernel that evaluates neither mask nor score.
+        fields: the fields that only this template has.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    name = kernel_name(spec, plan)
+    tensors = code.functions.tensors if code else ()
+    readers = code.functions.readers if code else ()
+    tables = code.functions.tables if code else ()
+    sink, logit = spec.sink if plan.sink_bytes else None, None
+    if sink is not None:
+        head = head_in_whole(spec, head_of(plan))
+        logit = f"read_{sink.name}(p, {head})" if sink.dims else f"read_{sink.name}(p)"
+        if sink.name not in {tensor.name for tensor in tensors}:
+            tensors, readers = (*tensors, sink), (*readers, reader(sink))
+    packed = spec.packed and plan.kernel != "delta"
+    if packed and code is None:
+        tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
+    offsets = spec.offsets if code else ()
+    split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
+    by_entry = bool(offsets) or paged
+    params = [*params_of(spec, plan.kernel, plan.code_path), *WORK_TILES]
+    params += [param for tensor in tensors for param in params_of_tensor(tensor)]
+    params += [param_of_table(tensor, axis) for tensor, axis in tables]
+    params.append(SINK_SUMS)
+    if plan.of_captured:
+        learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
+        readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
+        params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
+    printed = code.printed if code else ()
+    return rendered(
+        template,
+        spec,
+        plan,
+        name,
+        params,
+        spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
+        element=OPERANDS[plan.dtype],
+        stored=ELEMENTS[plan.dtype].stored,
+        span=SPAN,
+        sparse=spec.block_sparse if code else None,
+        walk=code.walk if code else None,
+        score=code.score if code else None,
+        partials=code.partials if code else None,
+        forward=plan.kernel == "forward",
+        fused=plan.kernel == "fused",
+        dropout=spec.dropout,
+        counted_head=functools.partial(_counted_head, plan),
+        head_in_whole=head_in_whole(spec, "h"),
+        heads_of_whole=heads_of_whole(spec),
+        packed=packed,
+        offsets=[tensor.name for tensor in offsets],
+        split=split,
+        paged=paged,
+        by_entry=by_entry,
+        sets_length=any(
+            is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars
+        ),
+        position_limit=POSITION_LIMIT,
+        parameter="packed" if packed else "call" if by_entry or split else "p",
+        maps=[param.name for param in params if param.ctype == "tensormap"],
+        ragged_rows=RAGGED_ROWS,
+        sink=logit,
+        assumptions=tuple(code.functions.printer.assumptions) if code else (),
+        outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
+        calls_sines=any(f.calls_sines for f in printed),
+        **_fields_of_path(spec, plan, code),
+        **fields,
+    )
+
+
+def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) -> dict[str, object]:
+    """The fields that only the templates of the plan's code path have."""
+    if code is None or not plan.code_path.template_fields:
+        return {}
+    module = importlib.import_module(f"flashgen.kernels.codegen.{plan.code_path.template_fields}")
+    fields: dict[str, object] = module.fields_of(spec, plan, code.functions, code.walk, code.score)
+    return fields
+
+
+def rendered(
+    template: str,
+    spec: AttentionSpec,
+    plan: Plan,
+    name: str,
+    params: Sequence[Param],
+    *,
+    spec_section: tuple[str, ...] = (),
+    assumptions: tuple[AssumedBlock, ...] = (),
+    outlined: tuple[tuple[str, int], ...] = (),
+    **fields: object,
+) -> Source:
+    """The file of a template, without what its kernel does not use.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    text = render_template(
+        template,
+        name=name,
+        banner="\n".join(banner(spec, plan, template, outlined)),
+        plan=plan,
+        float32=plan.itemsize == 4,
+        grouped=plan.heads_per_tile > 1,
+        by_columns=plan.column_warps > 1,
+        equal_dims=plan.head_dim == plan.head_dim_v,
+        params=params,
+        spec_section=spec_section,
+        **fields,
+    )
+    text, kept = used(simplified(text), params)
+    filename = f"{name}_{plan.arch}.cu"
+    return Source(
+        name, filename, tidy(text), kept, plan, spec_section, outlined, assumptions=assumptions
+    )
+
+
+def reads(spec: AttentionSpec, scalar: Scalar) -> bool:
+    """Whether the mask or the score reads a scalar."""
+    return scalar.expr in spec.mask.free_symbols | spec.score.free_symbols
+
+
+def head_of(plan: Plan) -> str:
+    """C++ of the query head of rows; h is the first head of the tile."""
+    if plan.heads_per_lane > 1:
+        return "row_head"
+    return "head" if plan.heads_per_tile > 1 else "h"
+
+
+def _counted_head(plan: Plan, first: str) -> str:
+    """C++ of the head of a lane's row r in row group g, where its rows have different heads.
+
+    `first` is that of its first row. Of rows without a head it is past the last head of the tile.
+    """
+    terms = [first]
+    for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):
+        heads = rows // plan.queries_per_tile
+        if heads and (index == "r" or plan.row_groups > 1):
+            terms.append(index if heads == 1 else f"{heads} * {index}")
+    return " + ".join(terms)

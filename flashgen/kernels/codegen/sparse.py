@@ -1,0 +1,255 @@
+"""How a kernel walks a block layout: listed tiles, full tiles, rows of scores, single elements.
+
+The lists of live blocks are searched instead of walked: the next tile depends on the current tile
+alone, and a binary search finds it in a few steps, however many tiles are skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.params import head_in_whole
+from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
+from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
+from flashgen.kernels.codegen.text import comment
+from flashgen.kernels.planner import Plan
+from flashgen.spec import language as fx
+from flashgen.spec.language.block_layout import TENSORS
+from flashgen.spec.language.lets import atoms_of, contains
+from flashgen.spec.language.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One axis of the block layout in C++: the names of positions, sizes and block lists."""
+
+    position: str
+    block: str
+    offset: str
+    size: str  # the constant with the size of the kernel's tile
+    lists: str  # the tensors that list the other axis' live blocks for each block of this one
+
+
+_QUERIES = _Side("q", "LAYOUT_Q", "p.q_offset", "BLOCK_Q", "layout_row")
+_KEYS = _Side("k", "LAYOUT_K", "p.k_offset", "BLOCK_K", "layout_column")
+
+
+_LIVE = "Whether the score's block is live. Negative positions are in block 0."
+
+
+class LayoutFunctions:
+    """The device functions of a spec's block layout, for one direction of the walk.
+
+    Attributes:
+        functions: the functions made so far, in an order in which they can be emitted.
+        uses: the symbols that the functions of tiles use.
+        full: the function that is true if every block that a tile touches is live.
+    """
+
+    def __init__(self, make: SpecFunctions) -> None:
+        self._make = make
+        self._head = head_in_whole(make.spec, "h")
+        by_keys = make.direction is KEYS
+        self._owned, self._walked = (_QUERIES, _KEYS) if by_keys else (_KEYS, _QUERIES)
+        live, *lists = (tensor.symbol for tensor in TENSORS)
+        make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
+        self._listed = self._next_listed_tile()
+        self.full = self._layout_full()
+        self.functions: tuple[SpecFunction, ...] = (self._listed, self.full)
+        self.uses = self._listed.uses
+
+    @staticmethod
+    def of(make: SpecFunctions) -> LayoutFunctions | None:
+        """The functions of the spec's block layout; None for a spec without one."""
+        return LayoutFunctions(make) if make.spec.block_sparse is not None else None
+
+    def next_tile(self, live: SpecFunction | None) -> SpecFunction:
+        """The function that finds the next tile of both the layout and ``live``, the mask's."""
+        if live is None:
+            return self._listed
+        why = "The first tile from `tile` on in which both layout and mask may keep elements."
+        body = (
+            "while (true) {",
+            f"  const int listed = {self._listed.call()};",
+            f"  tile = {live.call(tile='listed')};",
+            "  if (tile == listed) return tile;",
+            "}",
+        )
+        uses = self._listed.uses | live.uses
+        made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses)
+        self.functions += (made,)
+        return made
+
+    def element(self, mask: SpecFunction | None) -> SpecFunction:
+        """The function that is true if both the mask and the block layout keep a score."""
+        body = (f"return read_layout(p, b, {self._head}, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
+        uses = {fx.B, fx.H, fx.Q, fx.K}
+        inside = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, uses)
+        self.functions += (inside,)
+        return inside if mask is None else self._and_mask(mask, inside)
+
+    def by_rows(
+        self, parts: FunctionInParts | None, mask: SpecFunction | None, plan: Plan
+    ) -> FunctionInParts:
+        """The same, where a lane reads the blocks of each of its rows once, as bits.
+
+        Args:
+            parts: the mask's function with what scores share.
+            mask: the mask's function; None where the mask is true.
+        """
+        rows, columns = (_QUERIES, _KEYS) if plan.rows_are_queries else (_KEYS, _QUERIES)
+        column, level = (fx.K, "query") if plan.rows_are_queries else (fx.Q, "key")
+        row = f"layout_{level}"
+        shared = {of: getattr(parts, of) for of in ("head", "query", "key")} if parts else {}
+        of_mask: SharedValues | None = shared.get(level)
+        values = self._blocks_of_row(rows, columns, of_mask)
+        place = f"max({columns.position}, 0) / {columns.block} - {row}.first"
+        body = (f"return ({row}.blocks >> ({place}) & 1) != 0;",)
+        given = [f"const {values.kind}& {row}"]
+        made = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, {column}, given=given)
+        self.functions += (made,)
+        if mask is not None:
+            made = self._and_mask(mask, made, of_mask, row)
+        return FunctionInParts(made, **{**shared, level: values})
+
+    def _and_mask(
+        self,
+        mask: SpecFunction,
+        inside: SpecFunction,
+        of_mask: SharedValues | None = None,
+        row: str = "",
+    ) -> SpecFunction:
+        """The function of mask and layout.
+
+        Args:
+            of_mask: what the mask shares in a row, which is a field of ``row``.
+        """
+        passed = {of_mask.name: f"{row}.{of_mask.name}"} if of_mask else {}
+        both = SpecFunction.of(
+            "mask_and_layout",
+            "bool",
+            comment("Whether the mask and the block layout both keep a score."),
+            (f"return {mask.call(**passed)} && {inside.call()};",),
+            mask.uses | inside.uses,
+            given=[
+                *(text for text in mask.given if text.split()[-1] not in passed),
+                *inside.given,
+            ],
+        )
+        self.functions += (both,)
+        return both
+
+    def _blocks_of_row(
+        self, rows: _Side, columns: _Side, of_mask: SharedValues | None
+    ) -> SharedValues:
+        """What the scores of a row share: the blocks at its columns, a bit each."""
+        word, words = ("query", "queries") if rows is _QUERIES else ("key", "keys")
+        kind = f"Layout{word.title()}"
+        fields = ["unsigned blocks;  // which are live, a bit each", "int first;  // of the blocks"]
+        made = "live, first"
+        if of_mask is not None:
+            fields.append(f"{of_mask.kind} {of_mask.name};")
+            made += f", {of_mask.function.call()}"
+        at = {rows: f"{rows.position} / {rows.block}", columns: "first + i"}
+        body = (
+            f"const int start = {columns.offset} + (column & ~7);",
+            f"const int first = max(start / {columns.block}, 0);",
+            "unsigned live = 0;",
+            f"for (int i = 0; i < (MASKED_COLUMNS - 1) / {columns.block} + 2; ++i) {{",
+            f"  const int here = read_layout(p, b, {self._head}, {at[_QUERIES]}, {at[_KEYS]});",
+            "  live |= unsigned(here != 0) << i;",
+            "}",
+            f"return {{{made}}};",
+        )
+        why = "The blocks of the layout in a row of the scores that a warp masks."
+        given = [*(of_mask.function.given if of_mask else ()), "int column"]
+        uses = {fx.B, fx.H, fx.Q if rows is _QUERIES else fx.K}
+        function = SpecFunction.of(
+            f"layout_{word}_values",
+            kind,
+            comment(why),
+            body,
+            uses | of_mask.function.uses if of_mask else uses,
+            given=given,
+            struct="\n".join([f"struct {kind} {{", *(f"  {line}" for line in fields), "};"]),
+        )
+        self.functions += (function,)
+        return SharedValues(kind, f"layout_{word}", f"layout_{words}", function, function.call())
+
+    def _next_listed_tile(self) -> SpecFunction:
+        owned, walked = self._owned, self._walked
+        lines = "row" if owned is _QUERIES else "column"
+        why = (
+            "The first tile from `tile` on that touches a live block of the layout; tile_end when "
+            f"none does. Each lane searches the ascending list of one {lines} of blocks that the "
+            f"{self._what()} touch."
+        )
+        lo, hi = f"{owned.position}_lo", f"{owned.position}_hi"
+        body = (
+            f"const int first = max(({walked.offset} + tile * {walked.size}) / {walked.block}, 0);",
+            f"const int first_{lines} = max({lo} / {owned.block}, 0);",
+            f"const int last_{lines} = max({hi} / {owned.block}, 0);",
+            "int next = tile_end;",
+            f"for (int i = first_{lines} + threadIdx.x % 32; i <= last_{lines}; i += 32) {{",
+            f"  const int count = read_{owned.lists}_counts(p, b, {self._head}, i);",
+            "  int low = 0, high = count;",
+            "  while (low < high) {",
+            "    const int middle = (low + high) / 2;",
+            f"    if (read_{owned.lists}_blocks(p, b, {self._head}, i, middle) < first) {{",
+            "      low = middle + 1;",
+            "    } else {",
+            "      high = middle;",
+            "    }",
+            "  }",
+            "  if (low < count) {",
+            f"    const int block = read_{owned.lists}_blocks(p, b, {self._head}, i, low);",
+            f"    const int start = (block * {walked.block} - {walked.offset}) / {walked.size};",
+            "    next = min(next, block == first ? tile : start);",
+            "  }",
+            "}",
+            "return __reduce_min_sync(0xffffffffu, next);",
+        )
+        direction = self._make.direction
+        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
+        return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses)
+
+    def _layout_full(self) -> SpecFunction:
+        direction = self._make.direction
+        body = (
+            *direction.ends.values(),
+            "const int row = max(q_lo / LAYOUT_Q, 0);",
+            "const int column = max(k_lo / LAYOUT_K, 0);",
+            "const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;",
+            "const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;",
+            "bool live = true;",
+            "for (int i = threadIdx.x % 32; i < blocks; i += 32) {",
+            f"  live = live && read_layout(p, b, {self._head}, row + i / columns, column + i % "
+            "columns) != 0;",
+            "}",
+            "return __all_sync(0xffffffffu, live);",
+        )
+        why = "True: every block that the tile touches is live. The lanes check different blocks."
+        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE}
+        return SpecFunction.of("layout_full", "bool", comment(why), body, uses)
+
+    def _what(self) -> str:
+        return "block's queries" if self._owned is _QUERIES else "block's keys"
+
+
+def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
+    """Whether a lane reads the layout's blocks of a row of scores once, as bits.
+
+    Else it reads them for each score: of blocks that are too narrow, and beside a costly mask,
+    whose values in a row are not kept.
+    """
+    sparse = spec.block_sparse
+    return sparse is not None and not is_costly(mask) and plan.blocks_as_bits(sparse)
+
+
+def is_costly(mask: sympy.Basic) -> bool:
+    """Whether unrolled code would keep elements or quotients of every row and column."""
+    quotients = atoms_of(mask, fx.FloorDiv, fx.FloorMod)
+    return contains(mask, fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)

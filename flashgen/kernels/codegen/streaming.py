@@ -1,0 +1,138 @@
+"""The kernels that compute no scores: they read each byte once, and are the same on every path."""
+
+from __future__ import annotations
+
+from flashgen.kernels.codegen.kernel import kernel, rendered
+from flashgen.kernels.codegen.readers import param_of_table, params_of_tensor
+from flashgen.kernels.codegen.source import Param, Source
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
+from flashgen.kernels.planner.streaming_kernels import lanes_of_row
+from flashgen.shared.dtypes import ELEMENTS
+from flashgen.shared.launch_facts import SPAN
+from flashgen.spec.language import Tensor
+from flashgen.spec.language.spec import AttentionSpec
+
+_VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
+"""The types of CUDA that a lane copies at once, by their bytes."""
+
+
+def _strides(tensor: str, first: str, third: str) -> tuple[Param, ...]:
+    axes = {"b": first, "h": "head", "n": third}
+    return tuple(
+        Param(f"{tensor}_stride_{axis}", "long long", f"vectors to the next {what}")
+        for axis, what in axes.items()
+    )
+
+
+_PARAMS = (
+    Param("k", "const Vector*", "[batch, heads, rows, vectors_k], the new keys"),
+    Param("v", "const Vector*", "[batch, heads, rows, vectors_v], the new values"),
+    Param("k_cache", "Vector*", "[pages, heads, page_size, vectors_k]"),
+    Param("v_cache", "Vector*", "[pages, heads, page_size, vectors_v]"),
+    Param("page_table", "const int*", "[sequences, max_pages]"),
+    Param("cache_seqlens", "const int*", "[sequences]: keys, with the new ones"),
+    Param("slot_mapping", "const long long*", "[tokens], -1: skip; null: by the page table"),
+    Param("cu_seqlens", "const int*", "[sequences + 1], first rows; null: `rows` each"),
+    *_strides("k", "batch entry", "row"),
+    *_strides("v", "batch entry", "row"),
+    *_strides("k_cache", "page", "slot"),
+    *_strides("v_cache", "page", "slot"),
+    Param("page_table_stride_b", "long long", "elements to the next sequence"),
+    Param("page_table_stride_n", "long long", "elements to the next page"),
+    Param("cache_seqlens_stride", "long long"),
+    Param("slot_mapping_stride", "long long"),
+    Param("cu_seqlens_stride", "long long"),
+    Param("tokens", "int", "batch * rows"),
+    Param("heads", "int", "of keys and values"),
+    Param("rows", "int", "of a batch entry of k and v"),
+    Param("sequences", "int", "of the page table"),
+    Param("pages", "int", "of the caches"),
+    Param("page_size", "int", "slots of a page"),
+    Param("max_pages", "int", "of a sequence, in the page table"),
+    Param("vectors_k", "int", "of a row"),
+    Param("vectors_v", "int", "of a row"),
+    Param("lane_bits", "int", "2^lane_bits lanes copy a row of K and one of V"),
+)
+
+
+def merge(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the merge kernel.
+
+    Args:
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    lanes, loads = (int(plan.quantities[name]) for name in ("lanes", "loads"))
+    vectors = plan.head_dim_v // 4
+    return kernel(
+        "common/merge.cu.j2",
+        spec,
+        plan,
+        None,
+        lanes=lanes,
+        groups=plan.lane_groups,
+        parts_at_once=loads // -(-vectors // lanes),
+        uneven=vectors % lanes != 0,
+    )
+
+
+def minmax_table(spec: AttentionSpec, tensor: Tensor, axis: int, plan: Plan) -> Source:
+    """The source of the min/max table kernel of ``tensor`` along ``axis``.
+
+    It runs before the kernels of ``spec`` that skip tiles by the table.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    element = ELEMENTS[tensor.dtype]
+    stored, value = element.stored, element.value
+    return rendered(
+        "common/minmax_table.cu.j2",
+        spec,
+        plan,
+        f"{spec.name}_minmax_{tensor.name}_{axis}",
+        (*params_of_tensor(tensor), param_of_table(tensor, axis, written=True)),
+        tensor=tensor,
+        axis=axis,
+        span=SPAN,
+        stored=stored,
+        value=value,
+    )
+
+
+def append_kv(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the kernel that appends to a paged cache.
+
+    Args:
+        spec: nothing of it is read but its name.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    name = f"append_kv_{plan.access_bytes}_bytes"
+    vector = _VECTORS[plan.access_bytes]
+    return rendered("common/append_kv.cu.j2", spec, plan, name, _PARAMS, vector=vector)
+
+
+def delta(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the kernel that computes rowsum(dO * O)."""
+    vectors = plan.head_dim_v * plan.itemsize // 16
+    lanes = lanes_of_row(vectors)
+    return kernel(
+        "common/delta.cu.j2",
+        spec,
+        plan,
+        None,
+        lanes=lanes,
+        uneven=vectors % lanes != 0,
+        has_sink=spec.sink is not None,
+    )
+
+
+def convert_dq(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the kernel that makes dQ from its float32 sums."""
+    queries = queries_of_sums(plan.block_q, plan.head_dim)
+    return kernel("common/convert_dq.cu.j2", spec, plan, None, dq_queries=queries)

@@ -1,0 +1,184 @@
+"""How a kernel walks tiles, from the mask's analysis, and how it applies the score.
+
+Each choice depends on what the analysis can prove:
+
+- ``tile_reach``: the tiles at which the loop starts and ends. Without bounds it walks every tile.
+- ``next_live_tile``: the next tile to load, by ``tile_may``, where the bounds are not exact; with a
+  block layout ``next_listed_tile``, or ``next_common_tile`` by both.
+- ``tile_full`` or ``tile_must``: the tiles that skip the mask; a range where it has a closed form.
+- ``row_keys`` (``key_queries``) or ``mask_mod``: how a mixed tile is masked; by one range per row
+  where the kept positions of a row are a range and there is no block layout. With a layout, a lane
+  has the blocks of each of its rows as bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.shared_values import FunctionInParts
+from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
+from flashgen.kernels.codegen.spec_function import SpecFunction
+from flashgen.kernels.planner import Plan
+from flashgen.spec import language as fx
+
+NEXT_LIVE = (
+    "The bounds are not exact for this mask, so each tile is classified before it is loaded."
+)
+NEXT_LISTED = "Within these bounds, only tiles that the block layout lists are loaded."
+
+
+@dataclass(frozen=True)
+class WalkCode:
+    """Template fields: C++ of the steps of a walk; None where the kernel omits the step."""
+
+    functions: tuple[SpecFunction, ...]
+    counts: str
+    reach: str | None
+    full: str | None
+    next: str | None
+    next_why: str
+    full_tile: str
+    row: str | None
+    row_outside: str
+    row_has_lo: bool
+    row_has_q: bool
+    mask: str | None
+    mask_alone: str | None  # the same with the calls for the values that it shares
+    mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
+    mask_costly: bool  # the mask reads memory, or divides a position of one row or column
+    blocks_by_row: bool  # a lane has the blocks of the layout in its rows as bits
+    by_head: bool  # reach, full or may depend on the head
+    uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
+    last_tile_first: bool  # later owned tiles have more tiles to walk
+
+
+def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
+    """The walk of a kernel. ``renamed``: the kernel's names of the functions' h and tile."""
+    mask = make.mask
+    bounded = mask.reach.lo is not None or mask.reach.hi is not None
+    reach = make.tile_reach() if bounded else None
+    may = None if mask.reach_exact else make.tile_may()
+    full, must = None, None
+    if not mask.always:
+        if mask.full is not None and mask.full_exact:
+            full = make.tile_full()
+        elif mask.must != sympy.false:
+            must = make.tile_must()
+    layout = LayoutFunctions.of(make)
+    by_row = layout is None and (mask.always or mask.row is not None)
+    by_element = None if by_row or mask.always else make.mask_mod()
+    masked = make.row() if by_row else by_element.function if by_element else None
+    live = make.next_live_tile(may) if may else None
+    visit = layout.next_tile(live) if layout else live
+    costly = not by_row and is_costly(mask.expr)
+    in_rows = None
+    if layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
+        in_rows = layout.by_rows(by_element, masked, plan)
+    element = in_rows.function if in_rows else layout.element(masked) if layout else masked
+    assert element is not None, "without a layout there is a mask or a row of all keys"
+    functions = by_element.functions[:-1] if by_element else ()
+    if may or must:
+        functions += make.tile_values
+    functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
+    if layout is not None:
+        functions += layout.functions
+    of_tiles = [f for f in (reach, full, may, must) if f is not None]
+    has_lo = by_row and mask.row is not None and mask.row.lo is not None
+    return WalkCode(
+        functions=functions,
+        counts=make.direction.counts,
+        reach=reach.call(**renamed) if reach else None,
+        full=full.call(**renamed) if full else None,
+        next=visit.call(**renamed) if visit else None,
+        next_why=NEXT_LISTED if layout else NEXT_LIVE,
+        full_tile=_full_tile(make, full, must, layout, renamed),
+        row=element.call() if by_row else None,
+        row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
+        row_has_lo=has_lo,
+        row_has_q=by_row and fx.Q in element.uses,
+        mask=None if by_row else element.call(),
+        mask_alone=None if by_row else element.call(**_calls(by_element)),
+        mask_parts=in_rows or by_element,
+        mask_costly=costly or (layout is not None and in_rows is None),
+        blocks_by_row=in_rows is not None,
+        by_head=any(fx.H in function.uses for function in of_tiles),
+        uneven=mask.growth != 0,
+        last_tile_first=mask.growth > 0,
+    )
+
+
+def _calls(parts: FunctionInParts | None) -> dict[str, str]:
+    """The calls for the values of a query and of a key, by the variables that hold the values."""
+    values = (parts.query, parts.key) if parts else ()
+    return {each.name: each.call for each in values if each is not None}
+
+
+def _full_tile(
+    make: SpecFunctions,
+    full: SpecFunction | None,
+    must: SpecFunction | None,
+    layout: LayoutFunctions | None,
+    renamed: dict[str, str],
+) -> str:
+    """C++ of the condition that every element of a tile exists and is kept."""
+    if not make.mask.always and full is None and must is None:
+        return "false"  # no tile can be proven full
+    if make.direction is KEYS:
+        # Queries past the end need no mask: their rows are not stored. Keys in full exist.
+        conditions = [] if full else ["k_start + BLOCK_K <= p.seq_k"]
+        inside = "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
+    else:
+        conditions = ["whole"]
+        inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
+    if full is not None:
+        conditions.append(inside)
+    if must is not None:
+        conditions.append(must.call(**renamed))
+    by_mask = " && ".join(conditions)
+    return f"{by_mask}\n        && {layout.full.call(**renamed)}" if layout else by_mask
+
+
+@dataclass(frozen=True)
+class ScoreCode:
+    """The score function's part of the main loop.
+
+    Attributes:
+        call: C++ of the call; None for the identity.
+        value: C++ of the score: of the call's result, or the element of Q K^T itself.
+        parts: the function, and the values that its calls share.
+    """
+
+    functions: tuple[SpecFunction, ...]
+    call: str | None
+    value: str
+    uses_q: bool
+    parts: FunctionInParts | None = None
+
+    @staticmethod
+    def of(
+        make: SpecFunctions,
+        *,
+        slope: bool = False,
+        element: str = "s[g][n][e]",
+        head: str = "h",
+        scaled: bool = False,
+    ) -> ScoreCode:
+        """The score's C++ for ``element`` of Q K^T at ``head``; ``slope`` adds the derivative.
+
+        ``scaled``: the element has been multiplied by the scale where there is a score function.
+        """
+        if make.score.identity:
+            return ScoreCode((), None, element, uses_q=False)
+        # A row that is served has the same bits in every kernel of its spec.
+        make.printer.rounds_products = served = make.spec.is_served
+        make.printer.score_is_product = not scaled and not served
+        parts = make.score_mod_and_slope() if slope else make.score_mod()
+        product = f"__fmul_rn({element}, p.scale)" if served else f"{element} * p.scale"
+        given = element if scaled else product
+        call = parts.function.call(score=given, h=head)
+        value = "scored.value" if slope else "value"
+        uses_q = any(fx.Q in function.uses for function in parts.functions)
+        return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head))

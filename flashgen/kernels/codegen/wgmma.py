@@ -1,0 +1,80 @@
+"""The fields of Hopper's templates: forms of wgmma, and panels of operands in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.panels_sm90 import (
+    panel_of_scores,
+    panels_of_kernel,
+    queries_of_sums,
+)
+from flashgen.spec.language.spec import AttentionSpec
+
+
+class Product(NamedTuple):
+    """One form of wgmma, on accumulators ``float d[columns / 8][4]``.
+
+    Attributes:
+        name: the name of the function.
+        columns: the columns of the product, the instruction's n.
+        from_registers: whether A is in four registers instead of shared memory.
+    """
+
+    name: str
+    columns: int
+    from_registers: bool
+
+
+def fields_of(
+    spec: AttentionSpec, plan: Plan, functions: SpecFunctions, walk: WalkCode, score: ScoreCode
+) -> dict[str, object]:
+    """The fields that only these templates have, for any kernel of scores."""
+    sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
+    (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
+    sum_queries = queries_of_sums(plan.block_q, plan.head_dim)
+    # Past the last query P and dP - delta are 0 without a mask, unless the score function changes
+    # them; past the last key they are not.
+    row = functions.mask.row
+    ends = not walk.row_has_lo or (row is not None and row.hi is not None)
+    return {
+        "products": [
+            Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
+            for name, columns in sorted(set(_shapes_of_products(plan)))
+        ],
+        "panel": panel,
+        "panels": panels,
+        "panel_v": panel_v,
+        "panels_v": panels_v,
+        "ping_pong": plan.ping_pong,
+        # With a score function or dropout, P and dS are computed together, after dP arrived.
+        "one_pass": bool(score.call or spec.dropout),
+        "row_has_hi": ends or bool(score.call),
+        "panel_s": panel_of_scores(plan.block_k),
+        "sum_queries": sum_queries,
+        "dq_shares_queries": sum_queries < plan.block_q,
+    }
+
+
+def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
+    """The names of a kernel's products, each with a number of columns."""
+    if not plan.owns_keys:
+        yield "multiply_rows", plan.block_k
+        if not plan.of_captured:
+            yield "multiply_columns", plan.head_dim_v if plan.kernel == "forward" else plan.head_dim
+        return
+    if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
+        yield "multiply_rows", plan.pass_keys
+        yield "multiply_columns", plan.block_k
+        of_dq = plan.block_q // (plan.warps // 4)
+    else:
+        yield "multiply_rows", plan.block_q
+        yield "multiply_columns", plan.head_dim
+        yield "multiply_columns", plan.head_dim_v
+        of_dq = queries_of_sums(plan.block_q, plan.head_dim)
+    if plan.kernel == "fused":
+        yield "multiply_queries", of_dq

@@ -1,0 +1,167 @@
+"""FLASHGEN_OVERRIDE: an edited file that is compiled in place of the emitted file of its name.
+
+The file is compiled under its own path, so that its ``#include "..."`` are found beside it. What it
+includes is part of the key of its binary.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from flashgen.shared import config
+from flashgen.shared.errors import FlashgenError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SPLICE = re.compile(r"\\[ \t]*\r?\n")
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_INCLUDE = re.compile(
+    r"^[ \t]*(?:#|%:)[ \t]*(?:include|include_next|import)\b[ \t]*(.*)$"
+    r"|__has_include[ \t]*\(([^)]*)\)",
+    re.MULTILINE,
+)
+_NAMED = re.compile(r'(?:"([^"]*)"|<([^>]*)>)')
+
+
+@dataclass(frozen=True)
+class Override:
+    """The edited file.
+
+    Attributes:
+        path: where it is.
+        text: its contents.
+        headers: the files that it includes, and those that they include: path and digest.
+    """
+
+    path: Path
+    text: str
+    headers: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        """What tells its contents from others."""
+        parts = str(self.path), self.text, self.headers
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+_fitted: set[str] = set()
+"""The paths of files that have replaced an emitted one in this process."""
+
+
+def current() -> Override | None:
+    """The edited file; None without one.
+
+    Raises:
+        FlashgenError: it is no text in UTF-8, or an include names its file by a macro.
+    """
+    path = config.override()
+    if path is None:
+        return None
+    path = path.absolute()
+    text = _text(path)
+    found: dict[str, str] = {}
+    _add_headers(text, (path,), found)
+    return Override(path, text, tuple(sorted(found.items())))
+
+
+def state() -> str:
+    """What tells the edited file from others; "" without one. It is read anew at each call."""
+    found = current()
+    return "" if found is None else found.key
+
+
+def replacing(filename: str, others: Callable[[], Iterable[str]] | None) -> Override | None:
+    """The edited file, if it replaces the emitted file of this name.
+
+    A file that fits no kernel is a warning.
+
+    Args:
+        others: the names of other files that are emitted for the spec; None for a kernel that specs
+            share, which is not compared with the edited file's name.
+
+    Raises:
+        FlashgenError: as `current`.
+    """
+    found = current()
+    if found is None:
+        return None
+    if found.path.name == filename:
+        _fitted.add(str(found.path))
+        return found
+    if others is not None and str(found.path) not in _fitted:
+        names = list(dict.fromkeys((filename, *others())))
+        if found.path.name not in names:
+            warnings.warn(
+                f"FLASHGEN_OVERRIDE is {found.path.name}, which is the name of no kernel here; "
+                f"the kernels are {', '.join(names)}. They are compiled unchanged",
+                stacklevel=4,
+            )
+    return None
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`functools.lru_cache` for functions that compile: another edited file is another result."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.lru_cache(maxsize)
+        def kept(key: str, *args: P.args, **kwargs: P.kwargs) -> T:
+            return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def found(*args: P.args, **kwargs: P.kwargs) -> T:
+            return kept(state(), *args, **kwargs)  # type: ignore[arg-type]
+
+        found.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        return found
+
+    return decorate
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8")
+        if "\0" not in text:
+            return text
+        numbers = f"{path}: a zero byte at {text.index(chr(0)):,}"
+    except UnicodeDecodeError as error:
+        numbers = f"{path}: byte 0x{error.object[error.start]:02x} at {error.start:,}"
+    except OSError as error:
+        numbers = f"{path}: {error.strerror or error}"
+    raise FlashgenError(
+        "the edited kernel is no text in UTF-8",
+        where="environment, FLASHGEN_OVERRIDE",
+        numbers=numbers,
+        way_out="save the file as UTF-8, or unset FLASHGEN_OVERRIDE",
+    )
+
+
+def _add_headers(text: str, includers: tuple[Path, ...], found: dict[str, str]) -> None:
+    """Adds the files that a text includes; ``includers`` are its file and those that include it."""
+    whole = _SPLICE.sub("", text)
+    bare = _COMMENT.sub(" ", whole)
+    # With comments too: what looks like a long comment may begin inside of a short one.
+    for match in (*_INCLUDE.finditer(bare), *_INCLUDE.finditer(whole)):
+        named = _NAMED.match((match[1] or match[2] or "").strip())
+        if named is None:
+            if match[1] is None or match.string is not bare:
+                continue  # a macro of __has_include chooses among files that are included by name
+            raise FlashgenError(
+                "an include of the edited kernel names its file by a macro",
+                where=f"environment, FLASHGEN_OVERRIDE: {includers[0]}",
+                numbers=f"#include {match[1]:.80}: the cache cannot tell which file that is",
+                way_out='#include "file.h", with the name of the file',
+            )
+        name = named[1] if named[1] is not None else named[2]
+        for place in dict.fromkeys(each.parent / name for each in includers):
+            if str(place) not in found and place.is_file():
+                data = place.read_bytes()
+                found[str(place)] = hashlib.sha256(data).hexdigest()
+                _add_headers(data.decode("utf-8", "replace"), (place, *includers), found)

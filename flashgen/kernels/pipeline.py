@@ -1,0 +1,409 @@
+"""From a spec to binaries: analyse, plan, render, compile. Each stage is one call.
+
+``emit`` stops after the source and needs no compiler; ``build`` and ``build_backward`` continue to
+cubins, without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from flashgen.kernels import codegen
+from flashgen.kernels.built_kernel import Build, gradient_terms
+from flashgen.kernels.codegen import Source
+from flashgen.kernels.compile import compile, override
+from flashgen.kernels.planner import (
+    NO_TILES,
+    BackwardPlanRequest,
+    PlanRequest,
+    Tile,
+    plan_forward,
+    plan_merge,
+    plan_minmax_table,
+    plan_schemes,
+)
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.call import CallRanges
+from flashgen.shared.errors import CompileError, PlanError, SpecError
+from flashgen.spec.analysis import Analysis, WalkedAxis, analyse
+from flashgen.spec.language.spec import AttentionSpec
+
+__all__ = [
+    "Build",
+    "CallRanges",
+    "Kernels",
+    "analysed",
+    "build",
+    "build_backward",
+    "build_merge",
+    "build_minmax_tables",
+    "emit",
+    "gradient_terms",
+]
+
+MOST_SPARE_REGISTERS = 96
+"""A kernel that spills although its plan leaves this many registers free keeps its spills."""
+
+_CHANGED_WGMMA = "(C75"
+"""The codes of ptxas for wgmma instructions that it serialises, or orders by fences and waits that
+the kernel lacks: C7510 to C7519."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The emitted files of one spec; those of the backward pass are made at their first use.
+
+    Attributes:
+        minmax_tables: kernels that run once per call, before all others: they make the min/max
+            tables of the tensors by which a mask skips tiles.
+    """
+
+    analysis: Analysis
+    minmax_tables: tuple[Source, ...]
+    forward: Source
+    _backward: BackwardPlanRequest = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def backward(self) -> tuple[Source, ...]:
+        """The files of the backward kernels, in the order of their launches.
+
+        Raises:
+            PlanError: no tile fits the architecture.
+        """
+        return _emit_backward(self._backward)
+
+
+def emit(
+    spec: AttentionSpec,
+    arch: str = DEFAULT_ARCH,
+    *,
+    sram: int | None = None,
+    policy: str = "derived",
+    access_bytes: int | None = None,
+    spare_registers: int = 0,
+    deterministic: bool = False,
+    tile: Tile | None = None,
+    tiles: Mapping[str, Tile] = NO_TILES,
+    heads_per_tile: int = 1,
+) -> Kernels:
+    """Emits the CUDA sources of ``spec``: the same bytes each time, without compiler or GPU.
+
+    Args:
+        spec: the variant to emit.
+        arch: one of `flashgen.shared.arch.KNOWN`, such as "sm_90a".
+        sram: shared memory per block in bytes to plan for, instead of the architecture's.
+        policy: "derived", or "paper" for the block sizes of Algorithm 1 of FlashAttention (Dao et
+            al., 2022) in the forward kernel.
+        access_bytes: 16 for tensors whose addresses and strides are multiples of 16 bytes, the
+            operand size in bytes for all others. Backward kernels always use 16.
+        spare_registers: registers per thread that the forward plan leaves free beyond the number
+            that its model predicts.
+        deterministic: whether backward kernels add in a fixed order.
+        tile: tile of the forward kernel, instead of the policy's.
+        tiles: tiles of backward kernels by kernel name, instead of the cheapest ones.
+        heads_per_tile: query heads that share a tile of the forward kernel, as in `flashgen.plan`.
+
+    Returns:
+        The sources: ``.forward``, ``.backward`` (a tuple in launch order, made when it is first
+        read) and ``.minmax_tables``. Each has ``.text`` and ``.filename``.
+
+    Raises:
+        PlanError: no tile fits the architecture, or no tile has this number of heads.
+        RenderError: a template and the plan disagree.
+    """
+    request = PlanRequest(
+        spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
+    )
+    forward = _emit_forward(request)
+    return Kernels(
+        analysed(spec, codegen.walk_of_kernel("forward")),
+        _emit_minmax_tables(spec, arch),
+        forward,
+        BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles)),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _emit_forward(request: PlanRequest, wide: bool = False) -> Source:
+    analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
+    chosen = replace(plan_forward(request), integer_bits=64 if wide else 32)
+    config.log(1, str(chosen))
+    if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
+        config.log(3, str(analysis))
+    source = codegen.forward(request.spec, analysis, chosen)
+    config.log(4, source.text)
+    return source
+
+
+def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
+    """The kernels of the min/max tables that any kernel of ``spec`` reads."""
+    walks = {codegen.walk_of_kernel(role) for role in ("forward", "dkdv")}
+    read = {each for walk in walks for each in analysed(spec, walk).mask.minmax_tables}
+    return tuple(
+        codegen.minmax_table(spec, tensor, axis, plan_minmax_table(spec, arch))
+        for tensor in spec.tensors
+        for axis in range(len(tensor.dims))
+        if (tensor.symbol, axis) in read
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _emit_backward(request: BackwardPlanRequest, wide: bool = False) -> tuple[Source, ...]:
+    chosen, spec = plan_schemes(request), request.spec
+    config.log(1, str(chosen))
+    sources = tuple(
+        codegen.backward(
+            spec,
+            analysed(spec, codegen.walk_of_kernel(kernel.kernel)),
+            replace(kernel, integer_bits=64 if wide and not kernel.streams else 32),
+        )
+        for kernel in chosen.kernels
+    )
+    for source in sources:
+        config.log(4, source.text)
+    return sources
+
+
+def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
+    return tuple(sorted(tiles.items()))
+
+
+@functools.lru_cache(maxsize=512)
+def analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
+    """The analysis of a spec for the kernels that walk this axis, made once."""
+    return analyse(spec, walk)
+
+
+def build(
+    spec: AttentionSpec,
+    arch: str = DEFAULT_ARCH,
+    *,
+    sram: int | None = None,
+    policy: str = "derived",
+    access_bytes: int | None = None,
+    tile: Tile | None = None,
+    heads_per_tile: int = 1,
+    ranges: CallRanges | None = None,
+) -> Build:
+    """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
+
+    If the compiler spills registers, the plan is made again with more spare registers, which gives
+    a smaller tile; the derivation shows them. A given tile is kept, as is that of calls with split
+    keys or pages, which all have one; spills are in the warnings.
+
+    Args:
+        spec: the variant to build.
+        arch: as in `flashgen.emit`, like all other arguments.
+        sram: shared memory per block in bytes.
+        policy: "derived" or "paper".
+        access_bytes: 16, or the operand size in bytes.
+        tile: tile of the kernel, instead of the policy's.
+        heads_per_tile: number of query heads that share one tile.
+        ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
+            for a call whose values are within int32.
+
+    Returns:
+        ``.ptx`` (text), ``.cubin`` (bytes), ``.plan``, ``.source``, ``.binary.resources``
+        (registers per thread; shared memory, stack, spills and code in bytes) and ``.binary.log``.
+
+    Raises:
+        PlanError: no tile fits.
+        RenderError: a template and the plan disagree.
+        CompileError: NVRTC is missing or rejects the source.
+    """
+    request = PlanRequest(
+        spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
+    )
+    return _build_forward(request, _needs_wide(request, ranges))
+
+
+def _needs_wide(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges | None) -> bool:
+    """Whether a kernel with 32-bit integers cannot serve a call."""
+    if ranges is None or not _beyond_int32(request, ranges.rounded()):
+        return False
+    return bool(_beyond_int32(request, ranges))
+
+
+@functools.lru_cache(maxsize=1024)
+def _beyond_int32(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges) -> str:
+    """The first expression of these kernels that may exceed int32; "" where none may."""
+    backward = isinstance(request, BackwardPlanRequest)
+    sources = _emit_backward(request) if backward else (_emit_forward(request),)
+    found = (codegen.beyond_int32(source.assumptions, ranges) for source in sources)
+    return next((text for text in found if text), "")
+
+
+@override.cached(maxsize=512)
+def _build_forward(request: PlanRequest, wide: bool) -> Build:
+    # A given tile is kept, and so is that of all calls which serve.
+    kept = {"forward"} if request.tile is not None or request.spec.is_served else set()
+
+    def emitted(spare: Mapping[str, int]) -> tuple[Source]:
+        registers = spare.get("forward", 0)
+        return (_emit_forward(replace(request, spare_registers=registers), wide),)
+
+    return _without_spills(emitted, kept, request)[0]
+
+
+@override.cached(maxsize=512)
+def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
+    def emitted(spare: Mapping[str, int]) -> tuple[Source, ...]:
+        return _emit_backward(replace(request, spare_registers=tuple(spare.items())), wide)
+
+    return _without_spills(emitted, dict(request.tiles), request)
+
+
+def _without_spills(
+    emitted: Callable[[Mapping[str, int]], tuple[Source, ...]],
+    kept: Container[str],
+    request: PlanRequest | BackwardPlanRequest,
+) -> tuple[Build, ...]:
+    """The kernels with the fewest spills: those that spill are planned again with spare registers.
+
+    Args:
+        emitted: the sources with these numbers of registers left free, by the roles of kernels.
+        kept: the roles of the kernels whose tiles stay.
+    """
+    names, spare = _names(request.spec, request.arch), dict[str, int]()
+    best: tuple[Build, ...] | None = None
+    while all(each <= MOST_SPARE_REGISTERS for each in spare.values()):
+        try:
+            sources = emitted(spare)
+        except PlanError:
+            if best is None:
+                raise
+            break  # no tile leaves these registers free; the best kernels have warnings on spills
+        made = tuple(
+            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
+            for source in sources
+        )
+        spilling = [each for each in made if _spilled(each) and each.source.role not in kept]
+        if best is None or not spilling or sum(map(_spilled, made)) < sum(map(_spilled, best)):
+            best = made
+        if not spilling:
+            break
+        for each in spilling:
+            role = each.source.role
+            spare[role] = _after_spill(each, spare.get(role, 0))
+    assert best is not None, "the first round gives kernels or raises"
+    return tuple(map(_asynchronous, best))
+
+
+@override.cached(maxsize=512)
+def build_minmax_tables(spec: AttentionSpec, arch: str = DEFAULT_ARCH) -> tuple[Build, ...]:
+    """The compiled kernels that make min/max tables of captured tensors; empty for most specs.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    analysis = analysed(spec, codegen.walk_of_kernel("forward"))
+    names = _names(spec, arch)
+    return tuple(compiled(source, analysis, names) for source in _emit_minmax_tables(spec, arch))
+
+
+@override.cached(maxsize=64)
+def build_merge(
+    head_dim_v: int, dtype: str, arch: str = DEFAULT_ARCH, *, splits: bool = False
+) -> Build:
+    """The compiled kernel that merges partial results into an output of this dtype.
+
+    Args:
+        splits: as for `flashgen.kernels.planner.plan_merge`.
+
+    Raises:
+        SpecError: there is no kernel for the head dim or the dtype.
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name="merge")
+    source = codegen.merge(spec, plan_merge(spec, arch, splits=splits))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
+
+
+def build_backward(
+    spec: AttentionSpec,
+    arch: str = DEFAULT_ARCH,
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+    tiles: Mapping[str, Tile] = NO_TILES,
+    ranges: CallRanges | None = None,
+) -> tuple[Build, ...]:
+    """The backward kernels of ``spec``, compiled, in the order of their launches.
+
+    As in ``build``, the plan is made again with spare registers where the compiler spills.
+
+    Args: those of ``emit``; ``ranges`` as for ``build``.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
+    return _build_backward(request, _needs_wide(request, ranges))
+
+
+def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
+    """The names of the files that are emitted for a spec, when they are asked for."""
+
+    def names() -> tuple[str, ...]:
+        found = []
+        for deterministic in (False, True):
+            with suppress(PlanError, SpecError):
+                made = emit(spec, arch, deterministic=deterministic)
+                found += [made.forward, *made.minmax_tables]
+                found += made.backward
+        return tuple(dict.fromkeys(source.filename for source in found))
+
+    return names
+
+
+def compiled(
+    source: Source, analysis: Analysis, names: Callable[[], tuple[str, ...]] | None = None
+) -> Build:
+    """The kernel of an emitted file.
+
+    Args:
+        names: the names of all files of its spec; None for a kernel that specs share.
+    """
+    binary = compile(
+        source.text,
+        filename=source.filename,
+        kernel=source.name,
+        arch=source.plan.arch,
+        options=source.options,
+        others=names,
+    )
+    return Build(analysis, source, binary)
+
+
+def _asynchronous(build: Build) -> Build:
+    """The same build. Where registers spill, wgmma may be serialised: plans are made again first.
+
+    Raises:
+        CompileError: the assembler changed the order of wgmma instructions.
+    """
+    source = build.source
+    changed = [text for text in build.binary.warnings if _CHANGED_WGMMA in text]
+    if changed:
+        raise CompileError(
+            f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
+            where=source.filename,
+            numbers=changed[0].splitlines()[0],
+            way_out="report this with the release of NVRTC; arch='sm_80' has kernels without wgmma",
+        )
+    return build
+
+
+def _spilled(build: Build) -> int:
+    """Bytes of spills that a smaller tile can avoid: not those around calls of a large function."""
+    return 0 if build.source.outlined else build.binary.resources.spill_store_bytes
+
+
+def _after_spill(build: Build, spare: int) -> int:
+    """The next number of registers to leave free: its tile does not leave as many."""
+    name, plan = build.source.name, build.plan
+    config.log(1, f"flashgen: {name} spills {_spilled(build)} B with {spare} spare registers")
+    return spare + max(8, plan.registers - plan.registers_needed + 1)

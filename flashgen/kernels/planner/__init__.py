@@ -1,0 +1,39 @@
+"""Block sizes derived from the SRAM size M, registers and traffic, with the derivation.
+
+``plan(spec, arch)`` enumerates the tiles that fit the architecture, chooses the one of least
+predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
+"""
+
+from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_forward
+from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
+from flashgen.kernels.planner.schedule import choose_heads
+from flashgen.kernels.planner.split_keys import plan_splits
+from flashgen.kernels.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
+from flashgen.kernels.planner.tile_problem import Tile
+from flashgen.kernels.planner.traffic import (
+    backward_traffic,
+    forward_traffic,
+)
+
+__all__ = [
+    "NO_TILES",
+    "BackwardPlan",
+    "BackwardPlanRequest",
+    "Plan",
+    "PlanRequest",
+    "Tile",
+    "backward_traffic",
+    "choose_heads",
+    "feasible",
+    "forward_traffic",
+    "plan",
+    "plan_append_kv",
+    "plan_backward",
+    "plan_forward",
+    "plan_merge",
+    "plan_minmax_table",
+    "plan_schemes",
+    "plan_splits",
+]

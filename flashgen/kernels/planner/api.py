@@ -1,0 +1,213 @@
+"""The planner's functions: plans of the forward kernel, of a backward pass, of all tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flashgen.kernels.planner import paper_policy
+from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.models.spec_terms import served_registers
+from flashgen.kernels.planner.plan_errors import (
+    check_size,
+    given_tile,
+    heads_cannot_share,
+    no_tile_fits,
+)
+from flashgen.kernels.planner.plan_of_tile import plan_of_tile
+from flashgen.kernels.planner.requests import (
+    NO_SPARE_REGISTERS,
+    NO_TILES,
+    BackwardPlanRequest,
+    PlanRequest,
+)
+from flashgen.kernels.planner.schedule import why_walks_differ
+from flashgen.kernels.planner.search import (
+    cheapest,
+    obstacles_to_sharing,
+    occupancies,
+    shapes,
+)
+from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
+from flashgen.shared.arch import facts
+from flashgen.spec.language.spec import AttentionSpec
+
+
+def plan(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    policy: str = "derived",
+    access_bytes: int | None = None,
+    spare_registers: int = 0,
+    tile: Tile | None = None,
+    heads_per_tile: int = 1,
+) -> Plan:
+    """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
+
+    ``print(plan)`` shows the derivation: each quantity as a formula with its numbers and its limit.
+
+    Args:
+        spec: the variant to plan for.
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
+        sram: shared memory per block in bytes, M in the derivation, instead of the architecture's.
+            The SM then has this amount plus the 1 KiB that the system reserves.
+        policy: "derived" chooses the feasible tile of least predicted cost. "paper" chooses the
+            tile of Algorithm 1 of FlashAttention (Dao et al., 2022), Bc = ceil(M/4d) and
+            Br = min(Bc, d) with M in elements, rounded to a tile that the kernel can run.
+        access_bytes: 16 (default) for tensors whose addresses and strides are multiples of 16
+            bytes; the operand size in bytes for all other tensors.
+        spare_registers: registers per thread that are left free beyond the model's number.
+            `flashgen.build` raises it if the compiler spills.
+        tile: a tile to plan with, whatever its cost, instead of the tile that the policy chooses.
+        heads_per_tile: number of query heads that share K and V and one tile, of which each has an
+            equal share of the rows. A number that does not divide the rows has the share of the
+            next power of two. For a mask and block layout that are the same for all heads.
+
+    Returns:
+        A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is invalid, or no tile (or not the given
+            tile) fits.
+    """
+    return plan_forward(
+        PlanRequest(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_forward(request: PlanRequest) -> Plan:
+    """See `plan`."""
+    spec = request.spec
+    check_size(spec)
+    problem = problem_of(
+        spec,
+        facts(request.arch),
+        request.sram,
+        request.access_bytes or 16,
+        request.spare_registers,
+        heads_per_tile=request.heads_per_tile,
+    )
+    if request.heads_per_tile != 1:
+        _check_heads(problem)
+    if request.tile is not None:
+        return plan_of_tile(problem, given_tile(problem, request.tile), "given")
+    if spec.is_served and request.policy == "derived":
+        return _plan_of_split_keys(problem, request)
+    notes: tuple[str, ...] = ()
+    if request.policy == "paper":
+        chosen, notes = paper_policy.tile_of_paper(problem)
+    else:
+        chosen = cheapest(problem)
+    if chosen is None:
+        if cheapest(replace(problem, heads_per_tile=1)) is not None:
+            raise heads_cannot_share(
+                problem, f"no tile that fits has {_shares(problem)} rows for each of them"
+            )
+        raise no_tile_fits(problem, given_sram=request.sram is not None)
+    return plan_of_tile(problem, chosen, request.policy, notes)
+
+
+def plan_backward(
+    spec: AttentionSpec,
+    arch: str = "sm_80",
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+    spare_registers: Mapping[str, int] = NO_SPARE_REGISTERS,
+    tiles: Mapping[str, Tile] = NO_TILES,
+) -> BackwardPlan:
+    """The kernels of the backward pass of ``spec``, their tiles, and the reasons for the choice.
+
+    Args:
+        arch, sram: as for `plan`.
+        deterministic: only kernels whose gradients are bitwise reproducible.
+        spare_registers: registers per thread to keep free beyond the model's need, by kernel:
+            "dkdv", "dq", "fused", "captured", "captured_exact".
+        tiles: by kernel, the tiles to plan with, whatever their cost. Where they include all
+            kernels of a scheme, that scheme is chosen.
+
+    Raises:
+        PlanError: the architecture is unknown, an option is wrong, or no tile, or not a given
+            tile, fits.
+        SpecError: the spec is a partial result, which has no backward pass.
+    """
+    pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
+    return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
+
+
+def feasible(
+    spec: AttentionSpec, arch: str = "sm_80", *, kernel: str = "forward", sram: int | None = None
+) -> tuple[Plan, ...]:
+    """A plan for every feasible tile of a kernel, the cheapest first; () where no tile fits.
+
+    Args:
+        arch, sram: as for `plan`.
+        kernel: "forward", or a backward kernel: "dkdv", "dq", "fused", "captured" or
+            "captured_exact".
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    problem = problem_of(spec, facts(arch), sram, 16, 0, kernel)
+    fitting = (
+        each
+        for shape in shapes(problem)
+        for each in occupancies(problem, shape)
+        if not each.excesses
+    )
+    ranked = sorted(fitting, key=lambda each: each.rank)
+    return tuple(plan_of_tile(problem, each, "given") for each in ranked)
+
+
+def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
+    """The plan with the tile that all calls with split keys have, however many heads share it.
+
+    Raises:
+        PlanError: no tile fits, or this number of heads cannot share the one of all calls.
+    """
+    chosen = cheapest(replace(problem, heads_per_tile=2))
+    if chosen is None:
+        raise no_tile_fits(problem, given_sram=request.sram is not None)
+    found = given_tile(problem, chosen.tile)
+    # The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
+    extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
+    best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
+    assert best is not None, "the tile itself can have one head"
+    note = (
+        f"split keys: one tile for every call, which any heads can share: "
+        f"{found.cost:.4f} clk against {best.cost:.4f} of the best one"
+    )
+    # Two heads can share all tiles of more than 16 rows, where no box of TMA has rows of both.
+    policy = "given" if problem.path.copies_by_tma else request.policy
+    return plan_of_tile(problem, found, policy, (note,))
+
+
+def _check_heads(problem: TileProblem) -> None:
+    """Checks that some tile can be shared by the problem's number of heads.
+
+    Raises:
+        PlanError: no tile, whether it fits or not, can be shared by this number of heads.
+    """
+    heads = problem.heads_per_tile
+    why = why_walks_differ(problem.spec)
+    tiles = {tile.owned for tile in shapes(problem)}
+    dropout = problem.given["dropout_ops"] > 0
+    if not why and all(
+        any(obstacles_to_sharing(problem.path, rows, heads, dropout=dropout)) for rows in tiles
+    ):
+        why = f"no tile has {_shares(problem)} rows for each of them"
+    if why:
+        raise heads_cannot_share(problem, why)
+
+
+def _shares(problem: TileProblem) -> str:
+    """The numbers of rows that each head of a shared tile can have."""
+    few = "" if problem.given["dropout_ops"] else "1, 2, 4, 8, "
+    if problem.path.copies_by_tma:
+        return f"{few}16, 32 or a multiple of 64"
+    return f"{few}{'or ' if few else ''}a multiple of 16"

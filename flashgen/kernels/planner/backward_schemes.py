@@ -1,0 +1,124 @@
+"""The schemes of the backward pass: the plan of each kernel, and the choice of a scheme.
+
+There are two schemes (FlashAttention-2, Dao 2023, section 3; Algorithm 4 of FlashAttention). One
+kernel computes all gradients with five products per score and adds its share of dQ atomically to
+float32 sums, which a further kernel converts; or two kernels recompute the scores, with seven
+products, and every sum has a fixed order. Where the score function reads learned tensors, another
+kernel computes their gradients: with atomic additions of floats, or, where every run must have the
+same bits, with sums of integers, which do not depend on the order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
+from flashgen.kernels.planner.plan_of_tile import plan_of_tile
+from flashgen.kernels.planner.requests import BackwardPlanRequest
+from flashgen.kernels.planner.search import cheapest
+from flashgen.kernels.planner.streaming_kernels import plan_convert_dq, plan_delta
+from flashgen.kernels.planner.tile_problem import problem_of
+from flashgen.shared.arch import facts
+from flashgen.shared.errors import PlanError
+from flashgen.spec.language.signature import refuse_backward
+from flashgen.spec.language.spec import AttentionSpec
+
+SCHEMES = {"fused": ("fused",), "split": ("dkdv", "dq")}
+
+# A 64-bit sum holds 2^n contributions of up to 2^(62 - n) units each. The unit is rounded to a
+# power of 4, and only the exponent of the greatest contribution is stored; each of the two may cost
+# a factor of 2.
+EXACT_NOTE = (
+    "Launched twice: first to find the greatest contribution, then to add integer multiples of a "
+    "unit. Where up to 2^n contributions are added to one element, the unit is at most 2^(n - 60) "
+    "of the greatest: for n = 36 this is 2^-24 of it, the rounding error of float32."
+)
+
+
+def kernels_of(spec: AttentionSpec, *, deterministic: bool) -> dict[str, tuple[str, ...]]:
+    """The schemes that ``spec`` allows, each with its kernels that have tiles, in launch order."""
+    of_learned = kernel_for_learned(spec, deterministic=deterministic)
+    return {
+        name: (*parts, *of_learned)
+        for name, parts in SCHEMES.items()
+        if name == "split" or not deterministic
+    }
+
+
+def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str, ...]:
+    """The kernel for the gradients of the score's learned tensors; () without learned tensors."""
+    learned = (t for t in spec.tensors if t.grad and t.symbol in spec.score.free_symbols)
+    if next(learned, None) is None:
+        return ()
+    return ("captured_exact" if deterministic else "captured",)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
+    """See `flashgen.kernels.planner.plan_backward`."""
+    spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
+    check_size(spec)
+    refuse_backward(spec)
+    spare, tiles = dict(request.spare_registers), dict(request.tiles)
+    found: dict[str, Plan] = {}
+    missing: dict[str, PlanError] = {}
+    of_learned = kernel_for_learned(spec, deterministic=deterministic)
+    for kernel in ("dkdv", "dq", "fused", *of_learned):
+        problem = problem_of(spec, arch, request.sram, 16, spare.get(kernel, 0), kernel)
+        given = tiles.get(kernel)
+        chosen = cheapest(problem) if given is None else given_tile(problem, given)
+        if chosen is None:
+            missing[kernel] = no_tile_fits(problem, given_sram=request.sram is not None)
+            continue
+        notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()
+        policy = "derived" if given is None else "given"
+        found[kernel] = plan_of_tile(problem, chosen, policy, notes)
+    possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
+    able = kernels_of(spec, deterministic=deterministic)
+    allowed = [name for name in possible if name in able]
+    if not allowed:
+        raise next(iter(missing.values()))
+    costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
+    fixed = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
+    scheme = min(fixed or allowed, key=lambda name: (costs[name], name))
+    for kernel in of_learned:
+        if kernel not in found:
+            raise missing[kernel]
+    parts = [found[name] for name in SCHEMES[scheme]]
+    sums_tile = parts[0].sums_tile
+    if sums_tile is not None:
+        parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
+    kernels = (
+        plan_delta(spec, request.arch, sums_tile),
+        *parts,
+        *(found[name] for name in of_learned),
+    )
+    if deterministic:
+        why = "split, because every sum must have a fixed order: atomic additions have none"
+    elif fixed:
+        why = f"{scheme}, because its tiles are given"
+    elif len(costs) > 1:
+        why = f"{scheme}, because its predicted cost is lower"
+    else:
+        why = f"{scheme}, because nothing else fits"
+    return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
+
+
+def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:
+    """Printed lines: the cost of each scheme, and the cost that learned tensors add."""
+    notes = []
+    for name, parts in SCHEMES.items():
+        if name in costs:
+            each = " + ".join(f"{part} {found[part].cost:.4f}" for part in parts)
+            products = "5 products per score" if name == "fused" else "7 products per score"
+            total = f" = {costs[name]:.4f}" if len(parts) > 1 else ""
+            notes.append(f"{name}: {products}, {each}{total} clk")
+        else:
+            lacking = " and ".join(part for part in parts if part not in found)
+            notes.append(f"{name}: no tile of {lacking} fits")
+    for plan in found.values():
+        if plan.of_captured:
+            products = f"{2 * plan.launches} products per score more"
+            notes.append(f"{plan.kernel}: {products}, {plan.cost * plan.launches:.4f} clk")
+    return notes

@@ -1,0 +1,281 @@
+"""The predicted duration of a launch for given sizes.
+
+The plan's cost is in clocks of one busy SM per score element. A work tile takes longer than its
+steps: nothing overlaps the loads of the rows that its block owns, the products and the softmax of
+its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
+run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
+numbers of steps, a long one may start late. And no kernel ends before all of its bytes have passed
+through global memory once. Where its rounds are bound by global memory, whose rate all SMs share,
+the last round is not shorter than one of its work tiles.
+
+A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
+may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
+of global memory's rate. And it moves at most the bytes of the loads that it has in flight in the
+time that one load takes (Little's law). Loads of which each needs the one before wait in turn.
+
+`benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
+libraries with their published ones, and `benchmarks/report.py --model-errors` those of flashgen's
+kernels with the records of two GPUs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed_line
+from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.kernels.planner.models.fitted_time import STATED_TIME_ERROR
+from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
+from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.schedule import ROUNDS, SLOTS
+from flashgen.kernels.planner.traffic import (
+    LSE_BYTES,
+    SUM_BYTES,
+    LaunchSizes,
+    Visited,
+    walks_of_head,
+)
+from flashgen.shared.arch import WARP, facts
+
+# One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
+BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
+HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
+FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    BEGUN,
+    Formula("quantisation", "makespan*slots/(steps + begun*work_tiles)"),
+    Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk"),
+    HBM,
+    # The rounds in which all slots share the rate of global memory, and the last one, whose work
+    # tiles take at least the time of their own work, however few share it.
+    Formula("full_rounds", "hbm*(rounds - 1)*slots/work_tiles", "clk"),
+    Formula("time", "max(work*quantisation, hbm, full_rounds + work*quantisation/rounds)", "clk"),
+)
+
+# Kernels without score elements.
+STREAMING_FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    Formula("resident", "min(blocks, ceil(work_tiles/sms))"),
+    Formula("in_flight", f"{16 * WARP}*loads*warps", "B"),
+    Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B"),
+    Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk"),
+    Formula("quantisation", "rounds*slots/work_tiles"),
+    Formula("work", "block_time*work_tiles/slots", "clk"),
+    HBM,
+    Formula("time", "max(work*quantisation, hbm)", "clk"),
+)
+
+
+class HeadSteps(NamedTuple):
+    """Heads of a launch whose blocks have the same numbers of steps.
+
+    Attributes:
+        lengths: steps of each block of one head, in the order of its tiles.
+        times: the number of heads.
+        together: the number of interleaved heads, whose longest blocks are launched first.
+    """
+
+    lengths: Sequence[float]
+    times: int
+    together: int = 1
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The predicted duration of one launch.
+
+    Attributes:
+        plan: the plan of the kernel.
+        lines: the derivation of the time, with its numbers.
+        seconds: the duration, at the clock of the product that the architecture's facts name.
+        bound: "work" or "hbm".
+        quantisation: the factor by which idle SMs make the launch longer; 1 when all SMs end
+            together.
+        parts: the heads of the launch with the lengths of their blocks in steps, the start of a
+            block included.
+    """
+
+    plan: Plan
+    lines: tuple[DerivationLine, ...]
+    seconds: float
+    bound: str
+    quantisation: float
+    parts: tuple[HeadSteps, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        product = facts(self.plan.arch).product
+        head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
+        lines = [f"predicted {head}, bound by {self.bound}; {STATED_TIME_ERROR}"]
+        for line in self.lines:
+            lines += printed_line(line)
+        return "\n".join(lines)
+
+
+def duration_of(
+    plan: Plan,
+    walks: Sequence[tuple[LaunchSizes, Visited | None]],
+    *,
+    uneven: bool = False,
+    splits: int = 1,
+) -> Duration:
+    """The predicted duration of one launch of a kernel.
+
+    Args:
+        walks: the parts of the launch, each with its own sizes and visited tiles, which are as in
+            `forward_traffic` and `backward_traffic`. Interleaved heads are heads of one part.
+        uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
+            are interleaved.
+        splits: the parts of a row that a merge reads.
+
+    Raises:
+        ValueError: visited tiles are for another number of tiles.
+    """
+    arch, streams = facts(plan.arch), plan.streams
+    parts = parts_of(plan, walks, uneven=uneven)
+    steps = sum(sum(part.lengths) * part.times for part in parts)
+    work_tiles = sum(len(part.lengths) * part.times for part in parts)
+    scores = 0 if streams else steps * plan.block_q * plan.block_k
+    at: dict[str, Number] = {
+        "sms": arch.sms,
+        "blocks": plan.blocks_per_sm,
+        "steps": max(1, steps),
+        "work_tiles": max(1, work_tiles),
+        "block_q": plan.block_q,
+        "block_k": plan.block_k,
+        "edges": 0 if streams else _edges(plan, walks) / max(1, work_tiles),
+        "l2_rate": arch.l2_bytes_per_clock,
+        "cost": plan.cost,
+        "scores": scores,
+        "bytes": sum(_bytes(plan, sizes, splits) for sizes, _ in walks),
+        "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
+    }
+    formulas: tuple[Formula, ...] = STREAMING_FORMULAS if streams else FORMULAS
+    launched = parts
+    if streams:
+        at |= {"latency": arch.memory_latency, "warps": plan.warps}
+        at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
+    else:
+        begun = at["begun"] = BEGUN(at)
+        launched = tuple(
+            part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
+        )
+        at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
+    FormulaSequence(*formulas)(at)
+    lines = tuple(line_of(formula, at) for formula in formulas)
+    bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
+    seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
+    return Duration(plan, lines, seconds, bound, quantisation, launched)
+
+
+def parts_of(
+    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool
+) -> tuple[HeadSteps, ...]:
+    """The parts of a launch, with the steps of the main loops of their blocks."""
+    found = []
+    for sizes, visited in walks:
+        tiles, heads, entries = plan.grid(*sizes)
+        lengths = _lengths(plan, tiles, sizes, visited)
+        bits = plan.head_bits(*sizes[1:]) if uneven else 0
+        found.append(HeadSteps(lengths, heads * entries, 1 << bits))
+    return tuple(found)
+
+
+def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
+    """Steps until all blocks are done, when each free slot runs the next block.
+
+    Args:
+        parts: the parts of the launch, one after the other.
+        slots: blocks that run at the same time.
+    """
+    different = {length for part in parts for length in part.lengths}
+    if not different:
+        return 1
+    if len(different) == 1:
+        blocks = sum(len(part.lengths) * part.times for part in parts)
+        return max(1, different.pop() * -(-blocks // slots))
+    free = [0.0] * slots  # as `placed`, without the numbers of slots, tiles and heads
+    for lengths, times, together in parts:
+        ordered = sorted(lengths, reverse=True)
+        for first in range(0, times, together):
+            heads = range(min(together, times - first))
+            for length in ordered:
+                for _ in heads:
+                    heapq.heapreplace(free, free[0] + length)
+    return max(free)
+
+
+def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float, float, int, int]]:
+    """The blocks in the order of their starts: each free slot runs the next one.
+
+    Yields:
+        The slot, start and end in steps, the number of the tile that the block owns, and the number
+        of its head among all heads of the parts.
+    """
+    free = [(0.0, slot) for slot in range(slots)]
+    before = 0
+    for lengths, times, together in parts:
+        ordered = sorted(range(len(lengths)), key=lambda tile: -lengths[tile])
+        for first in range(0, times, together):
+            for tile in ordered:
+                for head in range(first, min(first + together, times)):
+                    start, slot = free[0]
+                    end = start + lengths[tile]
+                    heapq.heapreplace(free, (end, slot))
+                    yield slot, start, end, tile, before + head
+        before += times
+
+
+def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:
+    """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
+    if plan.streams:
+        return [1] * tiles
+    if not sizes.batch * sizes.heads_q * tiles:
+        return [0] * tiles
+    group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
+    walks = walks_of_head(plan, sizes, visited)
+    times = group * tiles // len(walks)  # more than 1 where the heads of a group walk alike
+    return [times * sum(map(len, walks[tile::tiles])) for tile in range(tiles)]
+
+
+def _edges(plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]]) -> int:
+    """Bytes of the rows that blocks own: operands before their steps, results after them.
+
+    Rows past the end are neither read nor written: decoding has few rows in a tile.
+    """
+    d_qk, d_v = plan.head_dim, plan.head_dim_v
+    if plan.owns_keys:
+        keys = sum(sizes.batch * sizes.heads_kv * sizes.seq_k for sizes, _ in walks)
+        return plan.itemsize * keys * 2 * (d_qk + d_v)
+    queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, _ in walks)
+    if plan.kernel == "forward":
+        return queries * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
+    gradient = d_qk if plan.kernel == "dq" else 0
+    return plan.itemsize * queries * (d_qk + d_v + gradient)
+
+
+def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
+    """Bytes of all operands and results, each counted once."""
+    queries = sizes.batch * sizes.heads_q * sizes.seq_q
+    if plan.kernel == "merge":
+        at = plan.quantities
+        return queries * int(splits * at["part_bytes"] + at["row_bytes"])
+    keys = sizes.batch * sizes.heads_kv * sizes.seq_k
+    qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    operands = queries * qk + keys * (qk + v)
+    if plan.kernel == "forward":
+        return operands + queries * (plan.head_dim_v * plan.out_itemsize + LSE_BYTES)
+    sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q)
+    if plan.kernel == "delta":
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
+    if plan.kernel == "convert_dq":
+        return sums + queries * qk
+    results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
+    both = results["dkdv"] + sums
+    return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

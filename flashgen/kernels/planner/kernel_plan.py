@@ -1,0 +1,441 @@
+"""The plan of a kernel, and of a backward pass: frozen values that print their derivation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from flashgen.kernels.planner.derivation import (
+    INDENT,
+    DerivationLine,
+    Refusal,
+    printed_line,
+    wrapped,
+)
+from flashgen.kernels.planner.models.fitted_common import (
+    L2_SHARE_OF_HEADS,
+    MASK_LOOP_HEAD_DIM,
+    PING_PONG_HEAD_DIM,
+)
+from flashgen.kernels.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
+from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS, KernelModel
+from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
+from flashgen.kernels.planner.quantities import QUANTITIES, Quantities
+from flashgen.kernels.planner.tile_problem import MODELS, Tile
+from flashgen.shared.arch import facts
+from flashgen.shared.launch_facts import Box, LaunchFacts, LaunchMachine, LaunchRules, ParamFacts
+from flashgen.shared.signature import GradientTerm
+from flashgen.spec.language.block_layout import BlockSparse
+
+_TITLES = {
+    "smem_q": "Q",
+    "smem_k": "K",
+    "smem_v": "V",
+    "smem_do": "dO",
+    "smem_rows": "LSE and delta",
+    "smem_p": "P",
+    "smem_ds": "dS",
+    "smem_windows": "sums of learned elements",
+}
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """A range of dynamic shared memory.
+
+    Attributes:
+        title: what it holds, as a person names it: "K", "dS", "mbarriers".
+        offset, size: bytes.
+    """
+
+    title: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(LaunchRules):
+    """Tiles, warps and shared-memory layout of one kernel, with their derivation.
+
+    Attributes:
+        kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
+            "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"), "captured"
+            (gradients of learned tensors) and "captured_exact" (the same with order-independent
+            sums); "minmax_table" (min/max tables of captured tensors, before all other kernels);
+            "merge" (partial results, after all other kernels); or "append_kv" (new keys and values,
+            written to a paged cache).
+        arch: the architecture that the kernel is compiled for.
+        path: the code path, which names the templates.
+        policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
+        dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
+        partial: whether O is float32 although the operands have 16 bits, in "forward".
+        head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
+        block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
+            "dkdv" and "fused" owns block_k keys and walks the queries in steps of block_q; any
+            other block owns block_q queries and walks the keys in steps of block_k. 0 where there
+            is no such tile.
+        warps: computing warps per thread block; each owns 16 * row_groups rows.
+        column_warps: warps that own the same rows, each with a share of the gradient's columns.
+        score_warps: equal to column_warps where those warps share their scores (each computes some
+            of them, and P and dS pass through shared memory); 1 where each of them computes all
+            scores and nothing is exchanged.
+        stages: buffers for each of K and V in "forward", and for each of the two operands of a step
+            in the backward kernels of path "sm_90a"; where warps of that path share scores, dO has
+            one. Backward kernels of path "sm_80" have a fixed number: two for the operand that a
+            step uses first and last (Q; in "dq" K), else one.
+        access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
+        smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
+        smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
+            of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
+        smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
+            without them.
+        smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
+            the offsets where they have one; () for kernels without tiles of scores.
+        smem_bytes: bytes of dynamic shared memory per thread block.
+        sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
+            where it computes the sink's gradient; else 0.
+        registers: registers per thread that the compiler may use, set by the launch bounds.
+        registers_needed: registers per thread by the model, at most `registers`.
+        blocks_per_sm: resident thread blocks per SM that the launch bounds request.
+        heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
+            share K and V. Where they cannot divide its rows, the last rows belong to no head.
+        sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
+            which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
+        integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
+            call needs them; 32 for a kernel of calls within int32.
+        cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq",
+            and per row of a part for "merge".
+        derivation: the constraints and the cost, with their numbers.
+        refused: why each next larger tile was not chosen.
+        notes: further lines: the machine's numbers, the code path, roundings.
+        quantities: every evaluated quantity of the model by name, such as "tensor" or "macs";
+            `flashgen.kernels.planner.quantities.QUANTITIES` has the meanings.
+    """
+
+    policy: str
+    stages: int = 1
+    smem_q: int = 0
+    smem_k: int = 0
+    smem_v: int = 0
+    registers: int
+    registers_needed: int
+    cost: float
+    derivation: tuple[DerivationLine, ...] = field(repr=False)
+    refused: tuple[Refusal, ...] = field(repr=False, default=())
+    notes: tuple[str, ...] = field(repr=False)
+    quantities: Quantities = field(repr=False, compare=False)
+    column_warps: int = 1
+    score_warps: int = 1
+    smem_do: int = 0
+    smem_rows: int = 0
+    smem_p: int = 0
+    smem_ds: int = 0
+    smem_windows: int = 0
+    smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
+    sink_bytes: int = 0
+    partial: bool = False
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes per element of O."""
+        return 4 if self.partial else self.itemsize
+
+    @property
+    def heads_per_lane(self) -> int:
+        """Query heads whose rows a lane computes: one of all its rows, one of its two rows in each
+        row group, or one of each row."""
+        if self.heads_per_tile == 1:
+            return 1
+        lanes = MMA_ROWS // 2  # rows of a lane are 8 apart
+        return max(1, MMA_ROWS * self.row_groups // max(lanes, self.queries_per_tile))
+
+    @property
+    def loops_over_masks(self) -> bool:
+        """Whether a costly mask is evaluated in a loop over all elements of a tile.
+
+        The loop includes keys past the end of the sequence.
+        """
+        return self.kernel == "forward" and self.head_dim_v <= MASK_LOOP_HEAD_DIM
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether consumer warpgroups of the forward kernel of path "sm_90a" run in ping-pong."""
+        return max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
+
+    def ranges_as_bits(self, ends: int) -> bool:
+        """Whether the columns outside a row's own range are a bit mask instead of comparisons.
+
+        Comparing columns with a range takes one instruction per column and end of the range. A bit
+        mask takes about eight instructions per row and eight per end, and the compiler then tests
+        seven bits at a time (counted by benchmarks/instructions.py). A range that all rows share is
+        compared once.
+
+        Args:
+            ends: the ends of the range that a row has, 1 or 2.
+        """
+        columns = self.block_k // 4  # the columns of a row that one lane has
+        return ends * columns > 8 * (1 + ends)
+
+    def blocks_as_bits(self, layout: BlockSparse) -> bool:
+        """Whether the blocks of a layout in a row of scores fit in 32 bits: a tile has at most 256
+        columns."""
+        return (layout.block_k if self.rows_are_queries else layout.block_q) >= 16
+
+    @property
+    def of_captured(self) -> bool:
+        """Whether the kernel computes the gradients of learned tensors."""
+        return self.kernel in LEARNED_KERNELS
+
+    @property
+    def tile(self) -> Tile:
+        """The chosen tile. Planning with it as the given tile results in the same block sizes."""
+        return Tile(
+            step=self.block_q if self.owns_keys else self.block_k,
+            warps=self.warps,
+            row_groups=self.row_groups,
+            blocks=self.blocks_per_sm,
+            column_warps=self.column_warps,
+            score_warps=self.score_warps,
+        )
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows that one warp owns: of keys where `owns_keys`, else of queries."""
+        owned = self.block_k if self.owns_keys else self.block_q
+        return owned * self.column_warps // (MMA_ROWS * self.warps)
+
+    @property
+    def rows_are_queries(self) -> bool:
+        """Whether rows of the accumulators of scores are queries; else they are keys."""
+        return not self.owns_keys or self.in_passes
+
+    @property
+    def model(self) -> KernelModel:
+        """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
+        model = MODELS[self.path][self.kernel, self.itemsize]
+        return model.other_form if self.in_passes and model.other_form else model
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the kernel has the form of `backward_columns_sm90`, whose warps share keys."""
+        return "passes" in self.quantities
+
+    @property
+    def passes(self) -> int:
+        """Passes in which a warpgroup computes its scores of a step; 1 in all other forms."""
+        return int(self.quantities.get("passes", 1))
+
+    @property
+    def pass_keys(self) -> int:
+        """Keys of such a pass."""
+        return int(self.quantities["pass_keys"])
+
+    @property
+    def masked_columns(self) -> int:
+        """Columns of the accumulators of scores for which a lane masks its rows at a time."""
+        if self.in_passes:
+            return self.pass_keys
+        return self.block_q // self.score_warps if self.owns_keys else self.block_k
+
+    @property
+    def dq_row_warps(self) -> int:
+        """Warps of "fused" that divide the rows of a dQ tile; the others divide its columns."""
+        return int(self.quantities["dq_row_warps"])
+
+    @property
+    def other_warps(self) -> int:
+        """Warps of a thread block that do not compute: the producer warpgroup."""
+        return 0 if self.streams else self.model.other_warps
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per thread of the producer warpgroup; 0 where all warps compute."""
+        return int(self.quantities.get("producer", 0))
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * (self.warps + self.other_warps)
+
+    @property
+    def lane_groups(self) -> int:
+        """Groups of lanes that share the parts of a row in "merge"; 1 where one group has all."""
+        return int(self.quantities.get("groups", 1))
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Names of the constraints that keep the tile from being larger."""
+        return tuple(line.name for line in self.derivation if line.binding)
+
+    @property
+    def machine(self) -> LaunchMachine:
+        """The facts of the architecture's product on which launches depend."""
+        gpu = facts(self.arch)
+        return LaunchMachine(
+            gpu.sms,
+            L2_SHARE_OF_HEADS * gpu.l2_bytes,
+            BLOCK_START_CLOCKS,
+            CLEAR_COUNTER_US * (gpu.clock_hz / 1e6),
+        )
+
+    @property
+    def boxes(self) -> tuple[tuple[str, Box], ...]:
+        """The boxes that TMA copies of each operand: columns, rows and heads; none without TMA."""
+        if not self.code_path.copies_by_tma or self.streams:
+            return ()
+        sizes = (self.head_dim, self.head_dim_v, self.column_warps)
+        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
+        rows = self.code_path.group_rows
+        # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
+        queries = min(rows, self.queries_per_tile) if self.kernel == "forward" else self.block_q
+        heads = rows // queries if self.heads_per_tile > 1 else 1
+        found = (
+            ("q", (panel, queries, heads)),
+            ("k", (panel, self.block_k, 1)),
+            ("v", (panel_v, self.block_k, 1)),
+        )
+        return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
+
+    @property
+    def smem_map(self) -> tuple[SmemRegion, ...]:
+        """The regions of a block's dynamic shared memory, in the order of their offsets.
+
+        They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
+        the forward kernel of the path sm_80 stages O over Q, K and V.
+        """
+        found, end = [], 0
+        only = "a tile of dQ" if self.kernel == "convert_dq" else "other"
+        for name, size in self.smem_parts or ((only, self.smem_bytes),):
+            title = _TITLES.get(name, name)
+            if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
+                title += f" ({self.stages} buffers)"
+            if size:
+                found.append(SmemRegion(title, end, size))
+            end += size
+        return tuple(found)
+
+    def launch_facts(
+        self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()
+    ) -> LaunchFacts:
+        """What the launches of the compiled kernel need.
+
+        Args:
+            name: the name of the kernel.
+            params: the fields of its parameter struct.
+            terms: for exact sums of learned tensors, the elements to whose gradients it adds.
+        """
+        return LaunchFacts(
+            name=name,
+            params=tuple(params),
+            threads=self.threads,
+            of_gpu=self.machine,
+            boxes=self.boxes,
+            terms=terms,
+            **{field.name: getattr(self, field.name) for field in fields(LaunchRules)},
+        )
+
+    def __str__(self) -> str:
+        """The derivation without intermediate steps: lines of at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The derivation in words and numbers; with ``details``, every intermediate step too."""
+        lines = [f"plan{' ' * (INDENT - 4)}{self.choice}"]
+        for note in self.notes:
+            lines += wrapped(note)
+        for line in self.derivation:
+            if details or not line.detail:
+                lines += printed_line(line)
+        for refusal in self.refused:
+            lines += wrapped(f"refused {refusal}")
+        return "\n".join(lines)
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The tile, what it needs and what limits it, in three lines; () for kernels without tiles
+        of scores, and for plans of the paper's policy."""
+        cost = next((line.value for line in self.derivation if line.name == "cost"), None)
+        if cost is None or self.streams:
+            return ()
+        blocks = "1 block runs" if self.blocks_per_sm == 1 else f"{self.blocks_per_sm} blocks run"
+        needs = {line.name: line for line in self.derivation if line.limit is not None}
+        used = []
+        for name, what in (("smem", "B of shared memory"), ("registers", "registers a thread")):
+            if name in needs:
+                used.append(f"{needs[name].value:,} of {needs[name].limit:,} {what}")
+        binding = dict.fromkeys(line.name for line in self.derivation if line.binding)
+        limits = [QUANTITIES[name].partition(",")[0] for name in binding if name != "cost"]
+        limits += ["the cost of other tiles"] if "cost" in binding or not limits else []
+        return (
+            f"{self.kernel}: a block has {self.block_q} queries and {self.block_k} keys at once, "
+            f"in {self.warps} warps; {blocks} on an SM",
+            f"it needs {' and '.join(used)}",
+            f"{float(cost):.3f} clocks per score by the model; limits: {', '.join(limits)}",
+        )
+
+    @property
+    def choice(self) -> str:
+        """The chosen tile in one line."""
+        parts = [f"block_q {self.block_q}", f"block_k {self.block_k}", f"warps {self.warps}"]
+        if self.heads_per_tile > 1:
+            parts.insert(1, f"heads_per_tile {self.heads_per_tile}")
+        if self.kernel == "forward":
+            parts.append(f"stages {self.stages}")
+        else:
+            parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
+        if self.column_warps > 1:
+            parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
+        return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The kernels of a backward pass, and the reasons for the choice.
+
+    Attributes:
+        scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
+            float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
+            have a fixed order.
+        deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
+            kernels for learned tensors only "captured_exact".
+        kernels: in launch order: ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
+            followed by "captured" or "captured_exact" where the score reads learned tensors.
+        notes: the predicted costs of both schemes, and the reason for the choice.
+    """
+
+    scheme: str
+    deterministic: bool
+    kernels: tuple[Plan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cost(self) -> float:
+        """Predicted clocks of one SM per score element, without kernels whose cost is per row."""
+        return sum(each.cost * each.launches for each in self.kernels if not each.streams)
+
+    @property
+    def of_keys(self) -> Plan:
+        """The plan of the kernel that computes dK and dV: "fused" or "dkdv"."""
+        return next(each for each in self.kernels if each.owns_keys)
+
+    def kernel(self, name: str) -> Plan:
+        """The plan of one kernel.
+
+        Raises:
+            KeyError: this scheme has no kernel of that name.
+        """
+        for each in self.kernels:
+            if each.kernel == name:
+                return each
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        """The choice of the scheme, then each kernel's derivation; at most 97 columns."""
+        return self.explain(details=False)
+
+    def explain(self, *, details: bool = True) -> str:
+        """The choice of the scheme and the derivations; ``details`` adds intermediate steps."""
+        lines = [f"backward  scheme {self.scheme}"]
+        for note in self.notes:
+            lines += wrapped(note)
+        return "\n".join([*lines, *(each.explain(details=details) for each in self.kernels)])

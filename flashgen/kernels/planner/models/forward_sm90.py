@@ -1,0 +1,109 @@
+"""The cost model of the forward kernel on the sm_90a path: TMA and wgmma.
+
+One producer warpgroup copies; ``warps`` consumer warps in warpgroups of four compute, each
+warpgroup for 64 query rows. K and V have ``stages`` buffers each, which the producer fills ahead.
+S, P and O are held in registers; the softmax of one tile overlaps the products of the next.
+
+Tiles are stored as panels (`panels_sm90`). The depth of the products is padded to multiples of 16.
+
+Source of the overlap: FlashAttention-3 (Shah et al., 2024), section 3.2.
+"""
+
+from __future__ import annotations
+
+from flashgen.kernels.planner.formulas import Formula
+from flashgen.kernels.planner.models import fitted_sm90 as fitted
+from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.kernels.planner.models.spec_terms import registers_sm90
+from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, WARP
+
+PRODUCER_WARPS = 4
+BARRIER_BYTES = 8
+
+# ---- what a tile needs ---------------------------------------------------------------------------
+
+DEPTH = Formula("depth", f"{DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP})")
+DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
+# For each buffer a "full" and an "empty" barrier, the same for the next work tile's number, and
+# that number; and for each warpgroup a barrier for its Q.
+_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
+SMEM, PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages*block_k*depth_v",
+        "mbarriers and work tiles": _BARRIERS,
+    }
+)
+BLOCK_K_BY_SMEM = Formula(
+    "block_k",
+    f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
+    "/(stages*(depth + depth_v))",
+)
+
+
+# At launch all threads of a block have equal shares of the registers. Then the producer warpgroup
+# releases all but `producer` of its registers (setmaxnreg), which the consumers share.
+LAUNCHED = Formula("launched", f"8*floor(R/{8 * WARP}/(blocks*(warps + {PRODUCER_WARPS})))")
+PRODUCER = Formula("producer", "max(2*warps + 8, searching)")
+CONSUMER = Formula(
+    "register_limit",
+    f"8*floor((launched*(warps + {PRODUCER_WARPS}) - {PRODUCER_WARPS}*producer)/(8*warps))",
+)
+_OWN, _PER_KEY = fitted.FORWARD_REGISTERS, fitted.FORWARD_REGISTERS_PER_KEY
+REGISTERS = Formula("registers", f"block_k*{_PER_KEY} + d_v/2 + {_OWN} + extra")
+BLOCK_K_BY_REGISTERS = Formula("block_k", f"(register_limit - {_OWN} - extra - d_v/2)/({_PER_KEY})")
+
+# ---- what a tile costs: clocks per score element of one SM --------------------------------------
+
+ALONE = time_alone()
+# Warpgroups take turns with the tensor cores. Where the softmax takes longer than the products, two
+# of them cannot keep the tensor cores busy.
+PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
+COST = Formula("cost", "pace + exposed*(alone - pace) + queued*l2 + barriers", "clk")
+# The predicted share of the time in which the tensor cores multiply.
+BUSY = Formula("busy", "tensor/cost")
+
+FORWARD = KernelModel(
+    name="forward",
+    sizes=(DEPTH, DEPTH_V, LAUNCHED, PRODUCER),
+    smem=SMEM,
+    parts=PARTS,
+    smem_bound=BLOCK_K_BY_SMEM,
+    registers=REGISTERS,
+    register_bound=BLOCK_K_BY_REGISTERS,
+    registers_of=registers_sm90,
+    cost_steps=(
+        # Each score element is one of block_k/2 elements of a thread.
+        Formula(
+            "products",
+            f"({fitted.FORWARD_STEP_INSTRUCTIONS} + {fitted.FORWARD_WGMMA_INSTRUCTIONS}"
+            f"*(depth + block_k)/{DEPTH_STEP})/(block_k/2)",
+        ),
+        Formula("rest", f"{fitted.FORWARD_INSTRUCTIONS} + score_ops + dropout_ops"),
+        Formula("tensor", "(depth + d_v)/tensor_rate", "clk"),
+        # A warpgroup reads Q, K and V from shared memory for its 64 rows; TMA writes K and V.
+        Formula(
+            "shared",
+            f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + (depth + depth_v)/block_q)"
+            f"/{SMEM_BYTES_PER_CLOCK}",
+            "clk",
+        ),
+        *rates("forward"),
+        ALONE,
+        PACE,
+        # Two hand-overs per step: of a K buffer and of a V buffer.
+        Formula("barriers", f"2*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk"),
+        COST,
+        BUSY,
+    ),
+    register_limit=CONSUMER,
+    stages=2,
+    warp_counts=(8, 12),
+    row_groups=(1,),
+    max_step=256,
+    other_warps=PRODUCER_WARPS,
+)
+
+MODELS = {("forward", 2): FORWARD}

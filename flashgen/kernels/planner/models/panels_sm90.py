@@ -1,0 +1,56 @@
+"""Panels: how tiles lie in shared memory on the sm_90a path, for TMA and wgmma.
+
+A tile is stored as panels of columns. A panel is as wide as the swizzle pattern that TMA writes and
+wgmma reads: 128, 64 or 32 bytes. Columns beyond the head dim are filled with zeros by TMA.
+"""
+
+from __future__ import annotations
+
+from flashgen.shared.launch_facts import KEY_KERNELS
+
+GROUP_ROWS = 64  # rows that a warpgroup multiplies at a time
+DEPTH_STEP = 16  # columns of 16-bit operands that one wgmma multiplies
+PANEL_COLUMNS = (64, 32, 16)  # of 16-bit operands: swizzle patterns of 128, 64 and 32 bytes
+
+
+def panels_of(dim: int) -> tuple[int, int]:
+    """Columns of a panel and the number of panels for rows of ``dim`` elements of 16 bits."""
+    return _panels(_padded(dim, DEPTH_STEP))
+
+
+def panels_of_kernel(
+    kernel: str, d_qk: int, d_v: int, column_warps: int
+) -> tuple[tuple[int, int], ...]:
+    """Columns of a panel and the number of panels in a backward kernel: (Q and K, V and dO).
+
+    Where a block owns keys, dQ^T takes K in blocks of 64 columns. Where warps share the columns of
+    dK and dV, so do the products for both.
+    """
+    if kernel not in KEY_KERNELS:
+        return panels_of(d_qk), panels_of(d_v)
+    of_v = GROUP_ROWS if column_warps > 1 else DEPTH_STEP
+    return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, of_v))
+
+
+def panel_of_scores(block_k: int) -> int:
+    """Keys of a panel of P and dS: rows of whole panels."""
+    return next(width for width in PANEL_COLUMNS if block_k % width == 0)
+
+
+def queries_of_sums(block_q: int, head_dim: int) -> int:
+    """Queries of a dQ tile whose sums "fused" adds side by side.
+
+    Where each warpgroup owns its own keys, two divide the blocks of 64 columns of dQ where their
+    number is even, and the queries where it is odd.
+    """
+    blocks = -(-head_dim // GROUP_ROWS)
+    return block_q // 2 if blocks % 2 else block_q
+
+
+def _padded(dim: int, unit: int) -> int:
+    return unit * -(-dim // unit)
+
+
+def _panels(dim: int) -> tuple[int, int]:
+    width = next(width for width in PANEL_COLUMNS if dim % width == 0)
+    return width, dim // width

@@ -1,0 +1,262 @@
+"""What a spec and an architecture add to a model: registers, and instructions per score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import sympy
+
+from flashgen.kernels.planner.models import fitted_common, fitted_sm80, fitted_sm90
+from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
+from flashgen.kernels.planner.quantities import Number
+from flashgen.shared.arch import Arch
+from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
+from flashgen.shared.launch_facts import KEY_KERNELS
+from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis import (
+    Level,
+    Window,
+    analyse_score,
+    kind_of_sum,
+    row_interval,
+    window_of,
+)
+from flashgen.spec.language import SCORE, Element, FloorDiv, FloorMod, elements_of
+from flashgen.spec.language.float_functions import FloatFunction
+from flashgen.spec.language.float_operations import in_reals
+from flashgen.spec.language.lets import contains, parts_of
+from flashgen.spec.language.spec import AttentionSpec
+
+# ---- instructions per score element --------------------------------------------------------------
+
+
+def score_instructions(spec: AttentionSpec, kernel: str) -> int:
+    """Instructions of score_mod per score; in backward kernels with its derivative.
+
+    What the scores of a row or of a column share is counted with their shares of it, and what all
+    scores of a head share not at all.
+    """
+    if spec.score == SCORE:
+        return 0
+    found = analyse_score(spec.score)
+    code = found.value if kernel == "forward" else found.value_and_derivative
+    values = dict(code.block.lets)
+    parts = {level: [values[let] for let in code.needed(level)] for level in Level}
+    rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
+    fast = ITEMSIZE[spec.dtype] < 4
+
+    def count(level: Level) -> int:
+        return sum(_operations(expr, fast) for expr in parts[level])
+
+    results = sum(_operations(expr, fast) + 1 for expr in code.block.results)
+    shared = (
+        count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
+    )
+    return math.ceil(count(Level.SCORE) + results + shared)
+
+
+def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
+    """Instructions of dropout: random bits, comparison and selection."""
+    if not spec.dropout:
+        return 0
+    if kernel in KEY_KERNELS:  # their scores are transposed
+        return fitted_common.TRANSPOSED_DROPOUT_INSTRUCTIONS
+    return fitted_common.DROPOUT_INSTRUCTIONS
+
+
+@lru_cache(maxsize=1 << 14)
+def _operations(expr: sympy.Basic, fast: bool) -> int:
+    """Instructions of an expression, with those that address elements of captured tensors.
+
+    Args:
+        fast: whether the operands' dtype allows fast approximations.
+    """
+    parts = [in_reals(part) for part in parts_of(expr)]
+    indices = sum(len(element.indices) for element in elements_of(expr))
+    total = sum(int(sympy.count_ops(part)) for part in parts)
+    total += fitted_common.READ_INSTRUCTIONS * indices
+    for node in (node for part in parts for node in sympy.preorder_traversal(part)):
+        if isinstance(node, FloatFunction):
+            total += node.instructions[0 if fast else 1] - 1
+        elif isinstance(node, FloorDiv | FloorMod):
+            total += fitted_common.DIVISION_INSTRUCTIONS - 1
+        if isinstance(node, sympy.Pow) and node.exp.free_symbols:
+            total += fitted_common.POWER_INSTRUCTIONS - 1
+        if isinstance(node, sympy.Add):  # a product and a sum are one instruction
+            total -= min(sum(arg.is_Mul for arg in node.args), len(node.args) - 1)
+    return total
+
+
+# ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
+
+
+def registers_sm80(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec and an architecture add to a kernel's registers."""
+    extra = _extra_sm80(spec, arch, kernel) + served_registers(spec, "sm_80") + spare
+    if kernel == "forward":  # its formulas have a constant of their own for what is pending
+        return {"extra": extra}
+    pending = fitted_sm80.BACKWARD_PENDING[ITEMSIZE[spec.dtype]]
+    pending += fitted_sm80.BACKWARD_DROPOUT_PENDING if spec.dropout else 0
+    return {"extra": extra, "pending": pending}
+
+
+def served_registers(spec: AttentionSpec, path: str) -> int:
+    """The registers that calls with split keys or pages take beyond those of other calls."""
+    if not spec.is_served:
+        return 0
+    if not PATHS[path].copies_by_tma:
+        return fitted_sm80.FORWARD_SERVED_REGISTERS
+    wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
+    needed = wide or _reads_for_each_score(spec)
+    return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+
+
+def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
+    """Registers that do not depend on the tile."""
+    fitted = fitted_sm80
+    d_v = spec.head_dim_v or spec.head_dim
+    has_score, has_interval = spec.score != SCORE, row_interval(spec.mask) is not None
+    if kernel == "forward":
+        newer = fitted.FORWARD_NEWER_ARCH_REGISTERS if arch.major >= 9 else 0
+        score = fitted.FORWARD_SCORE_MOD_REGISTERS if has_score else 0
+        mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
+        dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
+        longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
+        return newer + score + mask + longer + dropout
+    if arch.major >= 9:
+        newer = fitted.BACKWARD_NEWER_ARCH_REGISTERS[ITEMSIZE[spec.dtype]]
+    else:
+        newer = 0 if arch.name == "sm_80" else fitted.BACKWARD_CONSUMER_ARCH_REGISTERS
+    score = fitted.BACKWARD_SCORE_MOD_REGISTERS if has_score else 0
+    mask = 0 if has_interval else fitted.BACKWARD_MASK_REGISTERS
+    dropout = fitted.BACKWARD_DROPOUT_REGISTERS if spec.dropout else 0
+    unequal = fitted.UNEQUAL_HEAD_DIM_REGISTERS if spec.head_dim != d_v else 0
+    indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+    return newer + score + mask + unequal + dropout + indices
+
+
+def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
+    """The largest number of indices but one of a learned element that each score adds to."""
+    if kernel not in LEARNED_KERNELS:
+        return 0
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    read = (each for each in elements_of(spec.score) if each.tensor in learned)
+    return max(
+        (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
+    )
+
+
+# ---- registers of path sm_90a --------------------------------------------------------------------
+
+
+def registers_sm90(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> dict[str, Number]:
+    """The quantities by which a spec adds to the registers of producers and consumers."""
+    forward = kernel == "forward"  # a spec adds the same to the forward kernels of both paths
+    extra = _extra_sm80(spec, arch, kernel) if forward else _extra_sm90(spec, kernel)
+    return {
+        "extra": extra + served_registers(spec, "sm_90a") + spare,
+        "searching": _searching_sm90(spec, kernel, spare),
+        **({} if forward else {"pending": _pending_sm90(spec, kernel)}),
+    }
+
+
+def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
+    """Registers of a consumer thread of a backward kernel that do not depend on the tile."""
+    fitted = fitted_sm90
+    has_score = _score_pending(spec) > 0 or (spec.score != SCORE and not spec.dropout)
+    score = fitted.SCORE_MOD_REGISTERS if has_score else 0
+    mask = fitted.MASK_OF_TENSORS_REGISTERS if _mask_reads_elements(spec) else 0
+    dropout = fitted.DROPOUT_REGISTERS if spec.dropout else 0
+    indices = fitted.INDEX_REGISTERS * _learned_indices(spec, kernel)
+    return score + mask + dropout + indices
+
+
+def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
+    """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
+    dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
+    # Where rows are queries, the compiler reads the layout of all keys of a step at once.
+    reads_layout = kernel == "dq" and spec.block_sparse is not None
+    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) or reads_layout else 0
+    return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
+
+
+def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
+    """Registers of a producer thread, where it needs more than to evaluate one bound; else 0.
+
+    Args:
+        spare: registers to keep free. The compiler does not report which threads spill.
+    """
+    fitted = fitted_sm90
+    row, reads = row_interval(spec.mask), _reads_elements(spec)
+    two_ends = row is not None and None not in (row.lo, row.hi)
+    if kernel == "forward":
+        if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
+            return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
+        # A range with two ends that are made from quotients or from elements of tensors.
+        two_costly = two_ends and (contains(spec.mask, FloorDiv, FloorMod) or reads)
+        return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
+    searches = spec.block_sparse is not None or row is None
+    by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
+    if (searches and reads) or spare > by_tensors or (spare and reads):
+        return fitted.SEARCH_REGISTERS + by_tensors
+    return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
+
+
+def _reads_for_each_score(spec: AttentionSpec) -> bool:
+    """Whether the score function reads an element of a tensor for each score of a tile.
+
+    Where heads share a tile, that includes elements which depend on the head and the key.
+    """
+    return any(kind_of_sum(each) in ("element", "column") for each in elements_of(spec.score))
+
+
+def _score_pending(spec: AttentionSpec) -> float:
+    """Registers per accumulator element for the elements of tensors that the score reads."""
+    read = elements_of(spec.score)
+    return max((fitted_sm90.READ_PENDING[kind_of_sum(each)] for each in read), default=0.0)
+
+
+def _mask_reads_elements(spec: AttentionSpec) -> bool:
+    """Whether the mask is evaluated for each score and reads captured tensors then."""
+    return row_interval(spec.mask) is None and _reads_elements(spec)
+
+
+def _reads_elements(spec: AttentionSpec) -> bool:
+    return next(iter(elements_of(spec.mask)), None) is not None
+
+
+# ---- windows: sums of learned elements in shared memory, one set per warp ------------------------
+
+MOST_WINDOWS = 16
+"""The windows of a kernel: a lane keeps two registers for each. Elements beyond have none."""
+
+Learned = tuple[tuple[Element, tuple[int | str, ...]], ...]
+"""Elements of learned tensors, each with the dims of its tensor."""
+
+
+def added_by_scores(spec: AttentionSpec, kernel: str) -> Learned:
+    """The elements to whose gradients each score of a kernel adds for itself."""
+    if kernel not in LEARNED_KERNELS:
+        return ()
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors if tensor.grad}
+    return tuple(
+        (element, dims[element.tensor])
+        for element in elements_of(spec.score)
+        if element.tensor in dims and kind_of_sum(element) == "element"
+    )
+
+
+def windows_of(learned: Learned, rows: int, keys: int) -> Iterator[Window]:
+    """The windows of a warp with this part of a tile, in the order of ``learned``."""
+    for element, dims in learned[:MOST_WINDOWS]:
+        window = window_of(element, dims, rows, keys)
+        if window is not None:
+            yield window
+
+
+def window_bytes(kernel: str, dtype: str, learned: Learned, rows: int, keys: int) -> int:
+    """Bytes of shared memory for the windows of one warp."""
+    entries = sum(window.entries for window in windows_of(learned, rows, keys))
+    return (8 if kernel == "captured_exact" else OPERANDS[dtype].sums.itemsize) * entries

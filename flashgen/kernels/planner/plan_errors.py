@@ -1,0 +1,133 @@
+"""The errors when no tile fits or options contradict: what is needed, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashgen.kernels.planner.formulas import counted
+from flashgen.kernels.planner.search import Evaluated, evaluated, shapes, smallest
+from flashgen.kernels.planner.tile_problem import Tile, TileProblem
+from flashgen.shared.arch import facts, known
+from flashgen.shared.errors import PlanError
+from flashgen.spec.language.lets import elements_of
+from flashgen.spec.language.operations import MOST_INSTRUCTIONS, operations
+from flashgen.spec.language.spec import AttentionSpec
+
+
+def no_tile_fits(problem: TileProblem, *, given_sram: bool) -> PlanError:
+    """The error for a problem without a feasible tile.
+
+    Args:
+        given_sram: whether the caller gave M instead of using the architecture's.
+    """
+    at = smallest(problem).quantities
+    needed = int(at["smem"])
+    if at["registers"] > at["register_limit"]:
+        what = "no tile fits in the registers of a thread"
+        needs, limit = f"{at['registers']:,g}", f"{at['register_limit']} per thread"
+    else:
+        what = "no tile fits in shared memory"
+        whose = "as given by sram" if given_sram else f"on {problem.arch.name}"
+        needs, limit = f"{needed:,} B", f"{at['M']:,} B per block {whose}"
+    where = _place(problem.spec)
+    return PlanError(
+        what,
+        where=where if problem.kernel == "forward" else f"{where}, kernel {problem.kernel}",
+        numbers=f"needs {needs} at the smallest tile (block_q {at['block_q']}, "
+        f"block_k {at['block_k']}); limit {limit}",
+        way_out="\n".join(_ways_out(problem, needed, given_sram)),
+    )
+
+
+def given_tile(problem: TileProblem, tile: Tile) -> Evaluated:
+    """The tile that a caller gives for a kernel.
+
+    Raises:
+        PlanError: the kernel cannot have it.
+    """
+    if replace(tile, blocks=1) not in shapes(problem) or tile.blocks < 1:
+        numbers = "the template does not support this combination of step, warps and sharing"
+    else:
+        found = evaluated(problem, tile)
+        if not found.excesses:
+            return found
+        broken = found.excesses[0]
+        needs, limit = counted(broken.needs), counted(broken.limit)
+        numbers = f"{broken.quantity}: {needs} against {limit} {broken.unit}".rstrip()
+    raise PlanError(
+        "the kernel cannot have the given tile",
+        where=f"{_place(problem.spec)}, kernel {problem.kernel}, {tile}",
+        numbers=numbers,
+        way_out="one of flashgen.kernels.planner.feasible(spec, arch, kernel=...), or leave it out",
+    )
+
+
+def heads_cannot_share(problem: TileProblem, why: str) -> PlanError:
+    """The error for a number of heads per tile that no tile can have."""
+    return PlanError(
+        "these heads cannot share a tile",
+        where=f"{_place(problem.spec)}, plan(heads_per_tile=...)",
+        numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
+        way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
+    )
+
+
+MOST_LEARNED = 64
+"""Elements of learned tensors that a score reads: a kernel has code for the gradient of each, and
+these take the compiler about 4 s."""
+
+
+def check_size(spec: AttentionSpec) -> None:
+    """Raises PlanError if the mods of a spec are larger than a kernel can hold."""
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    read = sum(element.tensor in learned for element in elements_of(spec.score))
+    if read > MOST_LEARNED:
+        raise PlanError(
+            "score_mod reads too many elements of learned tensors for a kernel",
+            where=_place(spec),
+            numbers=f"{read:,} elements with a gradient each; limit {MOST_LEARNED}",
+            way_out="grad=False for tensors that need no gradient, or sums of these elements that "
+            "are computed before the call",
+        )
+    needs = operations((spec.mask, spec.score))
+    if needs > MOST_INSTRUCTIONS:
+        raise PlanError(
+            "the mods of this spec are too large for a kernel",
+            where=_place(spec),
+            numbers=f"about {needs:,} instructions per score; limit {MOST_INSTRUCTIONS:,}: "
+            f"{needs / MOST_INSTRUCTIONS:.3g} times too many",
+            way_out="a captured tensor (fg.Tensor) with values that are computed before the call",
+        )
+
+
+def _place(spec: AttentionSpec) -> str:
+    """The spec as an error names it: ``specs/softcap.py:9  softcap(head_dim=256, ...)``."""
+    place = spec.mask_line or spec.score_line
+    dims = f"head_dim={spec.head_dim}"
+    if spec.head_dim_v not in (None, spec.head_dim):
+        dims += f", head_dim_v={spec.head_dim_v}"
+    return (f"{place}  " if place else "") + f"{spec.name}({dims}, dtype={spec.dtype})"
+
+
+def _ways_out(problem: TileProblem, needed: int, given_sram: bool) -> Iterator[str]:
+    """Changes with which the smallest tile fits; each is checked with the model."""
+    d_qk, d_v, limit = (problem.given[name] for name in ("d_qk", "d_v", "M"))
+    if problem.given["e"] > 2:
+        half = smallest(problem.given_as(e=2))
+        if not half.excesses:
+            yield f'dtype="float16" ({half.quantities["smem"]:,} B)'
+    for dim in range(int(max(d_qk, d_v)) - 8, 0, -8):
+        lower = smallest(problem.given_as(d_qk=min(d_qk, dim), d_v=min(d_v, dim)))
+        if not lower.excesses:
+            yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
+            break
+    if needed <= limit:
+        return  # registers are the limit, not shared memory
+    if given_sram:
+        own = problem.arch.smem_per_block
+        yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")
+    else:
+        able = [name for name in known() if facts(name).smem_per_block >= needed]
+        if able:
+            yield f"arch={' or '.join(able)}"

@@ -1,0 +1,156 @@
+"""From a chosen tile to a plan: its constraints, why no larger tile, and its shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
+from flashgen.kernels.planner.quantities import Number, Quantities
+from flashgen.kernels.planner.search import Evaluated, best_occupancy, larger
+from flashgen.kernels.planner.tile_problem import TileProblem
+from flashgen.shared.dtypes import ITEMSIZE
+from flashgen.shared.launch_facts import head_places
+from flashgen.spec.analysis import window_of
+
+# The derivation line of each constraint, by the name that `Excess` has for it.
+_LINE_OF = {
+    "shared memory": "smem",
+    "shared memory per SM": "smem_sm",
+    "registers per thread": "registers",
+    "cost": "cost",
+}
+
+
+def plan_of_tile(
+    problem: TileProblem, found: Evaluated, policy: str, notes: tuple[str, ...] = ()
+) -> Plan:
+    """The plan of a tile of a problem.
+
+    Args:
+        policy: as in `Plan.policy`.
+        notes: lines to print after the plan's own.
+    """
+    spec, tile, at = problem.spec, found.tile, found.quantities
+    refused = _refusals(problem, found) if policy == "derived" else ()
+    binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
+    # The sink of split keys counts once, in the merge.
+    sink = spec.sink if problem.kernel == "forward" and not spec.split else None
+    parts = {part.name: int(part(at)) for part in found.model.parts}
+    offsets, end = {}, 0
+    for name, size in parts.items():
+        if size and name.startswith("smem"):
+            offsets[name] = end
+        end += size
+    assert end == at["smem"], "the parts are those that the model counts"
+    return Plan(
+        kernel=problem.kernel,
+        arch=problem.arch.name,
+        path=problem.path.name,
+        policy=policy,
+        dtype=spec.dtype,
+        itemsize=int(at["e"]),
+        head_dim=int(at["d_qk"]),
+        head_dim_v=int(at["d_v"]),
+        block_q=int(at["block_q"]),
+        block_k=int(at["block_k"]),
+        warps=tile.warps,
+        column_warps=tile.column_warps,
+        score_warps=tile.score_warps,
+        stages=int(at["stages"]),
+        access_bytes=int(at["access"]),
+        **offsets,
+        smem_parts=tuple(parts.items()),
+        smem_bytes=end,
+        sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
+        heads_per_tile=problem.heads_per_tile,
+        partial=spec.partial or (spec.split and at["e"] == 2),
+        sums_tile=_tile_of_sums(problem, at),
+        registers=int(at["register_limit"]),
+        registers_needed=math.ceil(at["registers"]),
+        blocks_per_sm=tile.blocks,
+        cost=found.cost,
+        quantities=Quantities(at),
+        derivation=tuple(replace(line, binding=line.name in binding) for line in _lines(found)),
+        refused=refused,
+        notes=(*_notes(problem, found), *notes),
+    )
+
+
+def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, int] | None:
+    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows."""
+    if problem.kernel != "fused":
+        return None
+    head_dim = int(at["d_qk"])
+    strips = MMA_ROWS * -(-head_dim // MMA_ROWS)
+    return int(at["block_q"]), strips if problem.path.dq_strips else head_dim
+
+
+def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
+    """Printed notes: the quantities that the derivation takes as given, and the code path."""
+    arch, at = problem.arch, found.quantities
+    yield (
+        f"{arch.name}: M {at['M']:,} B, M_sm {at['M_sm']:,} B, R {at['R']:,}; "
+        f"rates of {arch.product}; clk: clocks of an SM per score element, {STATED_ERROR}"
+    )
+    if problem.path != arch.code_path:
+        why = "TMA takes addresses and strides in multiples of 16 bytes"
+        if at["e"] not in arch.code_path.itemsizes:
+            why = "float32 is split into parts of bfloat16, which mma.sync multiplies"
+        yield f"{problem.path} path: {why}"
+    if problem.spec.block_sparse:
+        yield (
+            f"visits the tiles of a block-sparse layout: {problem.spec.block_sparse.described}; "
+            "clk are per score element of these tiles"
+        )
+    rows, step = MMA_ROWS * found.tile.row_groups, found.tile.step
+    for element, dims in problem.learned:
+        window = window_of(element, dims, rows, step)
+        if window is None:
+            yield f"d{element.tensor}: each score is added in global memory"
+        else:
+            yield (
+                f"d{element.tensor}: a warp adds {rows} x {step} scores to {window.entries} sums "
+                "in shared memory, and these to global memory once per step"
+            )
+    heads, owned = problem.heads_per_tile, int(at["block_q"])
+    if heads > 1:
+        queries = owned // head_places(owned, heads)
+        yield (
+            f"heads_per_tile {heads}: query heads that share K and V, "
+            f"{queries} queries of each = {heads * queries} "
+            f"{'' if heads * queries == owned else f'of {owned} '}rows"
+        )
+
+
+def _lines(found: Evaluated) -> Iterator[DerivationLine]:
+    """The constraints, the bounds that are solved from them, and the cost."""
+    model, at = found.model, found.quantities
+    for formula in model.sizes:
+        yield line_of(formula, at)
+    yield line_of(model.smem, at, "M")
+    yield line_of(SMEM_OF_SM, at, "M_sm")
+    for formula in (model.register_limit, *model.of_limit):
+        yield line_of(formula, at)
+    yield line_of(model.registers, at, "register_limit")
+    yield line_of(model.smem_bound, at, upper_bound=True)
+    yield line_of(model.register_bound, at, upper_bound=True)
+    for formula in model.cost_steps:
+        yield line_of(formula, at)
+
+
+def _refusals(problem: TileProblem, found: Evaluated) -> tuple[Refusal, ...]:
+    """Why each next larger tile was not chosen."""
+    refused = []
+    for change, bigger in larger(found):
+        best = best_occupancy(problem, bigger)
+        if best.excesses:
+            refused.append(Refusal(**vars(best.excesses[0]), change=change))
+        else:
+            change += f", blocks per SM {best.tile.blocks}"
+            refused.append(Refusal("cost", best.cost, found.cost, "clk", change))
+    return tuple(refused)

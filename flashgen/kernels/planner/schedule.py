@@ -1,0 +1,174 @@
+"""The schedule of a launch: the heads of a tile, the order of thread blocks, and their number.
+
+Heads per tile. The query heads of a group read the same K and V (grouped-query attention). A tile
+with rows of several of them loads K and V once for all of these heads, and short query sequences
+(decoding, speculative decoding) fill its rows, which would be mostly empty with the queries of one
+head.
+
+The order of thread blocks. Where a mask's bounds move with the tile, as for a causal mask, the
+blocks of one head have different numbers of steps. The longest are launched first, so that none of
+them starts when the other SMs have no work left. If the heads are launched one after another, this
+order holds only within each head: for 16 heads of 4,096 queries in tiles of 128, 132 SMs need 1.26
+times the time of an even distribution, by the model; with all heads interleaved, 1.03. But
+interleaved heads need their K and V in L2 at the same time. Source: the scheduler of
+FlashAttention-3 for causal masks, which launches the longest tiles first in groups of heads, a
+power of two of them, whose K and V fit in L2.
+
+Persistent blocks, which compute several work tiles. With one block per work tile, the hardware
+starts the next block when one ends. A persistent block fetches its next work tile itself: this
+saves the start of a block, and the producer loads the next keys while the consumers still compute.
+All blocks fetch work tiles from one counter in global memory, in the order in which the hardware
+would have started blocks, so that the load is balanced in the same way, whatever the lengths of the
+work tiles. The counter must be 0 at each launch, which takes a launch of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed_line
+from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.fitted_common import HEADS_PER_TILE_GAIN
+from flashgen.kernels.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
+from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.search import obstacles_to_sharing
+from flashgen.shared.arch import facts
+from flashgen.shared.launch_facts import HeadsPerTile, LaunchBlocks, heads_of_fewest_rows
+from flashgen.spec.language import H
+from flashgen.spec.language.spec import AttentionSpec
+
+SLOTS = Formula("slots", "sms*blocks")
+ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")
+FORMULAS = (
+    SLOTS,
+    ROUNDS,
+    Formula("saved", f"{BLOCK_START_CLOCKS}*(rounds - 1)", "clk"),
+    Formula("cleared", f"{CLEAR_COUNTER_US}*clock_mhz", "clk"),
+)
+
+
+def choose_heads(
+    spec: AttentionSpec,
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    *,
+    layout_heads: int = 1,
+) -> HeadsPerTile:
+    """The number of heads per tile with which the tiles of a forward launch have the fewest rows.
+
+    Candidates are the powers of two that divide the group and the group itself, so that few kernels
+    are compiled, or its largest divisor that can share a tile; the smallest one within a factor of
+    `HEADS_PER_TILE_GAIN` of the fewest rows is chosen. Heads that cannot share the plan's tile may
+    share one of fewer warps, unless the tile was given.
+
+    The lengths of packed sequences are known at the launch only: they count as equally long.
+
+    Args:
+        plan: the plan of the forward kernel with one head per tile.
+        layout_heads: heads of a run-time block layout: 1 where it is the same for all heads.
+    """
+    group = heads_q // max(heads_kv, 1)
+    if group <= 1:  # 0: a call without heads
+        return HeadsPerTile(1, "")
+    of = f"of {group} that share K and V"
+    if spec.packed:
+        seq_q = -(-seq_q // max(batch, 1))
+    obstacle = why_walks_differ(spec, layout_heads)
+    if obstacle:
+        return HeadsPerTile(1, f"{of}: {obstacle}")
+    rows = {
+        heads: found
+        for heads in range(1, group + 1)
+        if group % heads == 0 and (found := _rows_to_share(plan, heads, dropout=spec.dropout))
+    }
+    most = max(rows)
+    rows = {
+        heads: found for heads, found in rows.items() if heads & -heads == heads or heads == most
+    }
+    tiles = {
+        heads: math.prod(
+            replace(plan, heads_per_tile=heads, block_q=found).grid(
+                batch, heads_q, heads_kv, seq_q, 1
+            )
+        )
+        for heads, found in rows.items()
+    }
+    if len(tiles) == 1:
+        why = f"no number of heads that divides {group} can share a tile of {plan.block_q} rows"
+        return HeadsPerTile(1, f"{of}: {why}")
+    chosen = heads_of_fewest_rows(rows, tiles, HEADS_PER_TILE_GAIN)
+    if chosen == 1:
+        return HeadsPerTile(1, "")
+    made = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
+    if spec.packed:
+        of += f", for {batch} sequences of about {seq_q} queries"
+    saved = f"{made} instead of {tiles[1]:,}"
+    if rows[chosen] != plan.block_q:
+        saved = f"{made} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
+    return HeadsPerTile(chosen, f"{of}: {saved}")
+
+
+def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:
+    """Rows of the largest tile up to the plan's that this number of heads can share; 0: none."""
+    counts = (plan.warps,) if plan.policy == "given" else plan.model.warp_counts
+    return max(
+        (
+            rows
+            for rows in (plan.block_q * warps // plan.warps for warps in counts)
+            if rows <= plan.block_q
+            and not any(obstacles_to_sharing(plan.code_path, rows, heads, dropout=dropout))
+        ),
+        default=0,
+    )
+
+
+def why_walks_differ(spec: AttentionSpec, layout_heads: int = 1) -> str:
+    """Why the heads of a group visit different key tiles; "" where they visit the same ones."""
+    if H in spec.mask.free_symbols:
+        return "the mask depends on the head"
+    by_head = spec.block_sparse is not None and spec.block_sparse.by_head
+    return "the block layout depends on the head" if by_head or layout_heads > 1 else ""
+
+
+@dataclass(frozen=True)
+class DerivedBlocks(LaunchBlocks):
+    """The number of blocks of a launch, with the derivation of the choice.
+
+    Attributes:
+        lines: the derivation; () where the caller gave the number.
+    """
+
+    lines: tuple[DerivationLine, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        for line in self.lines:
+            lines += printed_line(line)
+        return "\n".join(lines)
+
+
+def blocks_of(
+    plan: Plan, work_tiles: int, sms: int | None = None, given: int | None = None
+) -> DerivedBlocks:
+    """The number of blocks of a launch of a persistent kernel, with its derivation.
+
+    The arguments and errors are those of `flashgen.shared.launch_facts.LaunchRules.blocks_of`.
+    """
+    found = plan.blocks_of(work_tiles, sms, given)
+    if given is not None:
+        return DerivedBlocks(found.count, work_tiles, found.reason)
+    arch = facts(plan.arch)
+    at: dict[str, Number] = {
+        "sms": sms or arch.sms,
+        "blocks": plan.blocks_per_sm,
+        "work_tiles": work_tiles,
+        "clock_mhz": arch.clock_hz / 1e6,
+    }
+    FormulaSequence(*FORMULAS)(at)
+    lines = tuple(line_of(each, at) for each in FORMULAS)
+    return DerivedBlocks(found.count, work_tiles, found.reason, lines)

@@ -1,0 +1,212 @@
+"""The search: the tiles of a kernel, each evaluated once, and the one of least predicted cost.
+
+A tile is chosen for all calls of a spec by what a score element costs in a tile that is computed.
+The formulas count the instructions of the score function and of dropout. They see nothing of the
+mask: neither the scores of partial tiles that it discards, nor the instructions that evaluate it,
+nor how many tiles it leaves. A mask has an effect on the registers alone, where it is evaluated for
+each tile, so that a causal kernel has the tile of a kernel without a mask: half of each tile on the
+diagonal is computed for nothing. `kernels.planner.duration` counts the tiles that a mask leaves,
+for one shape, and `flashgen tune` chooses by that. A tile for masks of one kind would have its
+address in `cheapest`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from flashgen.kernels.planner.derivation import Excess
+from flashgen.kernels.planner.formulas import tidy
+from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.kernels.planner.models.spec_terms import window_bytes
+from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.tile_problem import Tile, TileProblem
+from flashgen.shared.arch import WARP
+from flashgen.shared.launch_facts import head_places
+from flashgen.shared.paths import CodePath
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A tile of a problem, with all that the model says of it.
+
+    Attributes:
+        tile: the tile.
+        model: the cost model of the form of the kernel that the tile is for.
+        quantities: what the tile needs and what it costs.
+        cost: predicted clocks of one SM per score element.
+        excesses: the limits that it exceeds, the most informative first; () where it fits.
+    """
+
+    tile: Tile
+    model: KernelModel
+    quantities: Mapping[str, Number]
+    cost: float
+    excesses: tuple[Excess, ...]
+
+    @property
+    def rank(self) -> tuple[float, Tile]:
+        """The order of the search: by cost, and by size among equals."""
+        return self.cost, self.tile
+
+
+def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
+    """The tile, whether or not it fits."""
+    model, at = problem.model_of(tile), problem.given.copy()
+    at |= {
+        model.owns: tile.owned,
+        model.walks: tile.step,
+        "warps": tile.warps,
+        "row_groups": tile.row_groups,
+        "blocks": tile.blocks,
+    }
+    if problem.kernel != "forward":
+        at |= {
+            "column_warps": tile.column_warps,
+            "score_warps": tile.score_warps,
+            "repeats": tile.column_warps // tile.score_warps,
+            "exchanged": tile.exchanged,
+            "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
+            "syncs": SYNCS + (1 if tile.exchanged else 0),
+        }
+    if problem.learned:
+        rows = MMA_ROWS * tile.row_groups
+        at["windows"] = window_bytes(
+            problem.kernel, problem.spec.dtype, problem.learned, rows, tile.step
+        )
+    at = model.costs(model.needs(at))
+    excesses = tuple(_excesses(problem, model, tile, at))
+    return Evaluated(tile, model, at, float(at["cost"]), excesses)
+
+
+def _excesses(
+    problem: TileProblem, model: KernelModel, tile: Tile, at: dict[str, Number]
+) -> Iterator[Excess]:
+    """The limits that a tile exceeds."""
+    arch = problem.arch
+    if tile.step > model.max_step:
+        rows = "keys" if model.walks == "block_k" else "queries"
+        yield Excess(f"{rows} per step", tile.step, model.max_step, "")
+    if tile.warps > max(model.warp_counts):
+        yield Excess("warps", tile.warps, max(model.warp_counts), "")
+    if at["smem"] > at["M"]:
+        yield Excess("shared memory", at["smem"], at["M"], "B")
+    elif at["smem_sm"] > at["M_sm"]:
+        yield Excess("shared memory per SM", at["smem_sm"], at["M_sm"], "B")
+    if at["registers"] > at["register_limit"]:
+        yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
+    resident = tile.blocks * (tile.warps + model.other_warps)
+    if resident > arch.warps_per_sm:
+        yield Excess("resident warps", resident, arch.warps_per_sm, "")
+    if tile.blocks > arch.blocks_per_sm:
+        yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
+    if tile.warps < (least := _copy_warps(problem)):
+        yield Excess("warps to copy a row", least, tile.warps, "")
+    yield from obstacles_to_sharing(
+        problem.path, tile.owned, problem.heads_per_tile, dropout=at["dropout_ops"] > 0
+    )
+
+
+def _copy_warps(problem: TileProblem) -> int:
+    """Warps that are needed to copy a row in one pass, a vector by each thread."""
+    if problem.path.copies_by_tma:
+        return 1
+    row = problem.given["e"] * max(problem.given["d_qk"], problem.given["d_v"])
+    return math.ceil(row / VECTOR / WARP)
+
+
+def obstacles_to_sharing(
+    path: CodePath, block_q: int, heads: int, *, dropout: bool
+) -> Iterator[Excess]:
+    """Why a tile of ``block_q`` rows cannot be shared by this number of heads.
+
+    The 16 rows of an mma, a row group, are those of one head or of several heads with 8, 4, 2 or 1
+    queries each. With dropout they are those of one head, because a call of Philox serves 16 x 16
+    elements of a head. One TMA box of Q has the rows of a warpgroup: all rows of several heads, or
+    some rows of one.
+    """
+    if heads == 1:
+        return
+    places = head_places(block_q, heads)
+    queries = Fraction(block_q, places)
+    if queries < 1:
+        yield Excess("heads per tile", places, block_q, "")
+    elif queries % MMA_ROWS and (dropout or MMA_ROWS % queries):
+        yield Excess("heads per row group", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
+    elif path.copies_by_tma and queries % path.group_rows and path.group_rows % queries:
+        boxes = path.group_rows // math.gcd(path.group_rows, int(queries))
+        yield Excess("boxes of Q per warpgroup", boxes, 1, "")
+
+
+def shapes(problem: TileProblem) -> Iterator[Tile]:
+    """Every tile that the template supports, whether it fits or not, with one block per SM."""
+    for model in filter(None, (problem.model, problem.model.other_form)):
+        for column_warps, score_warps in model.sharing:
+            for warps in model.warp_counts:
+                if warps % column_warps:
+                    continue
+                for row_groups in model.row_groups:
+                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
+                    for step in range(unit, model.max_step + 1, unit):
+                        yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+
+
+def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:
+    """The tile with every number of resident blocks with which it fits.
+
+    Where it does not fit at all, with one block: the only case of a tile that exceeds a limit.
+    """
+    found: list[Evaluated] = []
+    for blocks in range(1, problem.arch.blocks_per_sm + 1):
+        each = evaluated(problem, replace(shape, blocks=blocks))
+        if each.excesses:  # more blocks leave fewer resources to each
+            return found or [each]
+        found.append(each)
+    return found
+
+
+def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
+    """The cheapest of `occupancies`."""
+    return min(occupancies(problem, shape), key=lambda each: each.rank)
+
+
+@functools.lru_cache(maxsize=1024)
+def cheapest(problem: TileProblem) -> Evaluated | None:
+    """The feasible tile of least predicted cost; None when there is none."""
+    found = (best_occupancy(problem, shape) for shape in shapes(problem))
+    return min(
+        (each for each in found if not each.excesses), key=lambda each: each.rank, default=None
+    )
+
+
+def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
+    """The next larger tiles, each with a description of the change."""
+    model, tile = found.model, found.tile
+    owns, walks = model.owns, model.walks
+    rows = "rows" if owns == "block_q" else "keys"
+    longer = replace(tile, step=tile.step + tile.unit, blocks=1)
+    yield f"{walks} {longer.step}", longer
+    if tile.row_groups < max(model.row_groups):
+        taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
+        yield f"{owns} {taller.owned} by {MMA_ROWS * taller.row_groups} {rows} per warp", taller
+    more = [warps for warps in model.warp_counts if warps > tile.warps]
+    wider = replace(tile, warps=more[0] if more else 2 * tile.warps, blocks=1)
+    yield f"{owns} {wider.owned} by {wider.warps} warps", wider
+
+
+def smallest(problem: TileProblem) -> Evaluated:
+    """The tile that needs the least shared memory, among tiles with enough warps to copy a row.
+
+    Tiles whose registers do not fit count only where no tile's registers fit.
+    """
+
+    def size(each: Evaluated) -> tuple[bool, Number, Tile]:
+        at = each.quantities
+        return at["registers"] > at["register_limit"], at["smem"], each.tile
+
+    least = _copy_warps(problem)
+    return min((evaluated(problem, s) for s in shapes(problem) if s.warps >= least), key=size)

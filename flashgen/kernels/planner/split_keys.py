@@ -1,0 +1,42 @@
+"""Chooses split_size for paged caches.
+
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
+
+Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
+splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
+the architecture, its SMs and the number of key heads alone. It cannot depend on the batch or on
+lengths, because the bits of a row, and a CUDA graph, depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.kernels.planner.api import plan_forward
+from flashgen.kernels.planner.requests import PlanRequest
+from flashgen.shared.arch import facts
+from flashgen.shared.split_choice import SplitPlan, choose_split
+from flashgen.spec.language.signature import split
+from flashgen.spec.language.spec import AttentionSpec
+
+
+def plan_splits(
+    spec: AttentionSpec, arch: str, heads_kv: int, *, sms: int | None = None
+) -> SplitPlan:
+    """The split_size of calls of a spec with a paged cache that give none.
+
+    Args:
+        spec: a spec with ``paged=True``.
+        arch: the architecture, as in `flashgen.plan`.
+        heads_kv: the key heads of the caches, 1 or more.
+        sms: SMs of the GPU; None for those of the product that the architecture's facts name.
+
+    Raises:
+        PlanError: the architecture is unknown, or no tile fits.
+    """
+    return _plan_splits(spec, arch, max(heads_kv, 1), sms or facts(arch).sms)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
+    return choose_split(plan_forward(PlanRequest(split(spec), arch)), heads_kv, sms)

@@ -1,0 +1,201 @@
+"""Bytes of a call with split keys or a paged cache: those of the forward kernel and of the merge.
+
+They are those that the lanes' loads and stores request, by formulas of the rows that work tiles
+read and write. The HBM bound is K, V, q and out, each moved once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from flashgen.kernels.planner.derivation import line_of, printed_line
+from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.traffic import (
+    LaunchSizes,
+    Visited,
+    neighbours_of_heads,
+    rows_in,
+    walks_of_head,
+)
+
+# The forward kernel. It reads K and V once for the heads that share a tile.
+Q_READ = Formula("q_read", "e*d_qk*query_rows", "B")
+K_READ = Formula("k_read", "e*d_qk*key_rows", "B")
+V_READ = Formula("v_read", "e*d_v*value_rows", "B")
+PAGES_READ = Formula("pages_read", "4*table_reads + 4*length_reads", "B")
+O_WRITTEN = Formula("o_written", "e_out*d_v*part_rows", "B")
+LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
+FORWARD_BYTES = Formula(
+    "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
+)
+# The merge. The lanes of a row read the LSE of a part each.
+PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
+PARTS_LSE_READ = Formula("parts_lse_read", "4*lse_rows", "B")
+MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
+MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
+
+BOUND_BYTES = Formula("bound_bytes", "e*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows", "B")
+OVER_BOUND = Formula("over_bound", "(forward_bytes + merge_bytes)/bound_bytes")
+
+OF_FORWARD = (Q_READ, K_READ, V_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN, FORWARD_BYTES)
+COUNTED = (
+    *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows"),
+    *("table_reads", "length_reads"),
+)
+OF_MERGE = (PARTS_READ, PARTS_LSE_READ, MERGED_WRITTEN, MERGE_BYTES)
+
+
+class SplitWalk(NamedTuple):
+    """The work of one split, or of all keys where they are not split.
+
+    Attributes:
+        sizes: those of the split: seq_k is the number of its keys.
+        visited: the key tiles that each query tile visits; None for all of them.
+        keys_behind: keys of the tensor behind the split.
+    """
+
+    sizes: LaunchSizes
+    visited: Visited | None = None
+    keys_behind: int = 0
+
+
+@dataclass(frozen=True)
+class SplitTraffic:
+    """Bytes of the launches of a call, exact where a work tile has one query of each head.
+
+    Elsewhere a row without keys in a split counts as one with keys if its tile reaches any.
+
+    Attributes:
+        merges: whether the keys are split, so that a second launch merges the results.
+        paged: whether K and V are read from the pages of a cache.
+        at: the quantities of the formulas, the results included.
+    """
+
+    merges: bool
+    paged: bool
+    at: Mapping[str, Number]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all launches."""
+        return int(self.at["forward_bytes"] + self.at["merge_bytes"])
+
+    @property
+    def over_bound(self) -> float:
+        """Bytes of all launches over those of the HBM bound: K, V, q and out, each once."""
+        return float(self.at["over_bound"])
+
+    def of_forward(self) -> dict[str, int]:
+        """Bytes by the names of the forward kernel's pointers."""
+        names = {"q": "q_read", "o": "o_written", "lse": "lse_written"}
+        found = {name: int(self.at[quantity]) for name, quantity in names.items()}
+        k, v = int(self.at["k_read"]), int(self.at["v_read"])
+        if not self.paged:
+            return found | {"k": k, "v": v}
+        # TMA and lanes read the same cache.
+        return found | {
+            **{"k": 0, "v": 0, "k_cache": k, "v_cache": v},
+            "c_page_table": 4 * int(self.at["table_reads"]),
+            "c_cache_seqlens": 4 * int(self.at["length_reads"]),
+        }
+
+    def of_merge(self) -> dict[str, int]:
+        """Bytes by the names of the merge kernel's pointers."""
+        lse = 4 * int(self.at["rows"])
+        return {
+            "parts_o": int(self.at["parts_read"]),
+            "parts_lse": int(self.at["parts_lse_read"]),
+            "o": int(self.at["merged_written"]) - lse,
+            "lse": lse,
+        }
+
+    def __str__(self) -> str:
+        formulas = _formulas(self.merges)
+        return "\n".join(
+            ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
+        )
+
+
+def split_traffic(
+    plan: Plan,
+    merge: Plan | None,
+    walks: Sequence[SplitWalk],
+    rows: int,
+    keys: int,
+    *,
+    box_rows: int = 0,
+    paged: bool = False,
+) -> SplitTraffic:
+    """The bytes of the launches of a call.
+
+    Args:
+        plan: the plan of the forward kernel.
+        merge: the plan of the merge; None where the keys are not split.
+        walks: the work of each split.
+        rows: query rows of all heads and sequences.
+        keys: keys of all key heads and sequences.
+        box_rows: the keys that TMA copies at once; 0 where lanes copy every row.
+        paged: whether K and V are read from the pages of a cache.
+    """
+    counts: Counter[str] = Counter()
+    for walk in walks:
+        _count(counts, plan, walk, box_rows, paged=paged, split=merge is not None)
+    at: dict[str, Number] = {
+        "e": plan.itemsize,
+        "e_out": plan.out_itemsize,
+        "d_qk": plan.head_dim,
+        "d_v": plan.head_dim_v,
+        **{name: counts[name] for name in COUNTED},
+        "rows": rows,
+        "keys": min(keys, counts["keys"]),  # heads that visit different keys may share some
+        "merge_bytes": 0,
+    }
+    FormulaSequence(*_formulas(merge is not None))(at)
+    return SplitTraffic(merge is not None, paged, at)
+
+
+def _formulas(merges: bool) -> tuple[Formula, ...]:
+    return (*OF_FORWARD, *(OF_MERGE if merges else ()), BOUND_BYTES, OVER_BOUND)
+
+
+def _count(
+    counts: Counter[str], plan: Plan, walk: SplitWalk, box_rows: int, *, paged: bool, split: bool
+) -> None:
+    """Adds the rows of one split to those of the launch, by the names of the quantities."""
+    sizes = walk.sizes
+    walks = walks_of_head(plan, sizes, walk.visited)
+    reaching = [place for place, tiles in enumerate(walks) if tiles]
+    queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
+    pairs = sizes.batch * sizes.heads_q
+    shared = pairs // plan.heads_per_tile  # walks over the keys
+    visited = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
+    counts["query_rows"] += queries * (
+        pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
+    )
+    counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
+    counts["lse_rows"] += pairs * sizes.seq_q
+    counts["keys"] += sizes.batch * sizes.heads_kv * visited
+    if paged:  # a lane of each warp reads the length
+        warps = plan.warps + (1 if plan.other_warps else 0)
+        counts["length_reads"] += shared * len(walks) * warps
+    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
+    for tile in chain(*walks):
+        keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
+        boxes, reads = (-(-valid // box_rows) if box_rows else 0), 0
+        if not paged:
+            # A box reads on where a split begins or ends with the tensor inside of it.
+            if boxes:
+                keys = values = min(boxes * box_rows, valid + walk.keys_behind)
+        elif not boxes:
+            reads = valid * (vectors + vectors_v)
+        else:
+            # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
+            keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
+        for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
+            counts[name] += shared * count

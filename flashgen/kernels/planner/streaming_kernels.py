@@ -1,0 +1,244 @@
+"""Plans of the kernels without a tile to search for: they read each byte once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashgen.kernels.planner.derivation import line_of
+from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.kernel_model import REGISTER_LIMIT, SMEM_OF_SM
+from flashgen.kernels.planner.quantities import Number, Quantities
+from flashgen.shared.arch import SMEM_RESERVED, WARP, facts
+from flashgen.shared.dtypes import ITEMSIZE
+from flashgen.spec.language.spec import AttentionSpec
+
+# By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
+# and loads several rows at once; a lane of "convert_dq" and of "append_kv" has a few vectors in
+# flight; a block of "minmax_table" makes the table of one line of the tensor; the registers of
+# "merge" are enough for its loads.
+SHAPES = {
+    "delta": (4, 8, 64),
+    "convert_dq": (4, 8, 64),
+    "merge": (4, 6, 80),
+    "append_kv": (4, 8, 40),
+    "minmax_table": (8, 4, 48),
+}
+DELTA_ROWS = 64
+
+# Read: O and dO, LSE and dLSE. Written: LSE and delta.
+ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
+# With the gradient of a sink: its logit is read, and the sum of each warp's rows is written.
+ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
+DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
+
+# The kernel that converts the sums of dQ. Read: the sums, whole tiles of them. Written: dQ.
+CONVERT_LOADS = 4
+CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
+CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
+
+# The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
+MERGE_WARPS_OF_SM = 24
+MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
+MERGE_LOADS = 8  # vectors that a lane loads together, of several parts, where there are many
+# Of the results of split keys there are many parts and few rows, which then have a block each, and
+# its groups of lanes share the parts. 256 lanes with 8 loads each have 32 KiB in flight, more than
+# an SM can read from L2 in the time of one load: 35 B in each of 650 clocks are 22 KiB. With few
+# lanes to a row, more groups would only lengthen the sum over the groups.
+LANE_GROUPS = Formula("groups", "min(16, 8*32/lanes)")
+GROUP_SMEM = Formula("smem", "groups*(4*d_v + 2*4)", "B")  # O, the largest LSE, the normaliser
+PART_BYTES = 4  # an element of a part is a float32
+PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
+MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
+MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
+
+MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes, in "append_kv"
+
+
+def plan_delta(spec: AttentionSpec, arch: str, sums_tile: tuple[int, int] | None = None) -> Plan:
+    """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
+
+    Args:
+        sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
+            None where there are no sums. The kernel's text does not depend on it.
+    """
+    vectors = ITEMSIZE[spec.dtype] * (spec.head_dim_v or spec.head_dim) // 16
+    at: dict[str, Number] = {
+        "loads": 2 * 2 * -(-vectors // lanes_of_row(vectors)),  # of 2 rows of O and of dO
+        "chained_loads": 1,
+    }
+    row_traffic = ROW_TRAFFIC
+    if spec.sink is not None and spec.sink.grad:
+        at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
+        row_traffic = ROW_TRAFFIC_OF_SINK
+    note = (
+        "clk: clocks of an SM per row. Bound by memory: each byte is moved once. The sums of dQ, "
+        "where there are any, are filled with zeros besides."
+    )
+    formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
+    sizes = {"block_q": DELTA_ROWS, "sums_tile": sums_tile}
+    return _plan("delta", spec, arch, at, formulas, note, **sizes)
+
+
+def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[int, int]) -> Plan:
+    """The plan of the kernel that makes dQ from its float32 sums, which is bound by memory.
+
+    Args:
+        path: the code path of the kernel that adds to the sums, which decides on their order.
+        sums_tile: rows and columns of a tile of the sums.
+    """
+    block_q, columns = sums_tile
+    at: dict[str, Number] = {
+        "d_qk": spec.head_dim,
+        "block_q": block_q,
+        "sum_columns": columns,
+        "M_sm": facts(arch).smem_per_sm,
+        "reserved": SMEM_RESERVED,
+        "loads": CONVERT_LOADS,
+        "chained_loads": 1,
+    }
+    smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **at}))
+    _, most, _ = SHAPES["convert_dq"]
+    at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
+    formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
+    note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
+    sizes = {"path": path, "block_q": block_q, "sums_tile": sums_tile}
+    return _plan("convert_dq", spec, arch, at, formulas, note, **sizes)
+
+
+def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
+    """The plan of the kernel that merges partial results.
+
+    Args:
+        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
+            block then share the parts of one row.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    vectors = PART_BYTES * (spec.head_dim_v or spec.head_dim) // 16
+    lanes = lanes_of_row(vectors)
+    of_lane = -(-vectors // lanes)
+    at: dict[str, Number] = {
+        "lanes": lanes,
+        "groups": 1,
+        "loads": MERGED_AT_ONCE * of_lane,
+        "chained_loads": 2,  # of LSE, then of O
+    }
+    formulas: tuple[Formula, ...] = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
+    note = (
+        "clk: clocks of an SM per row of a part. Bound by memory: each byte of a part with keys is "
+        "read once."
+    )
+    if not splits:
+        rows = WARP * SHAPES["merge"][0] // lanes
+        return _plan("merge", spec, arch, at, formulas, note, block_q=rows)
+    # A power of two, as the number of lanes is.
+    at["loads"] = min(lanes, 1 << (MERGE_LOADS // of_lane).bit_length() - 1) * of_lane
+    warps = int(LANE_GROUPS(at)) * lanes // WARP
+    at |= {"warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
+    note += " Groups of lanes share the parts of a row."
+    formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
+    return _plan("merge", spec, arch, at, formulas, note, block_q=1)
+
+
+def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that copies new keys and values to the pages of a cache.
+
+    Args:
+        spec: nothing of it is read: the kernel copies bytes.
+        access_bytes: the bytes that a lane copies at once.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    note = (
+        "Bound by memory: each byte of a new row is read once and written once. The call decides "
+        "how many lanes share a row."
+    )
+    formulas = (REGISTER_LIMIT,)
+    return _plan("append_kv", spec, arch, {}, formulas, note, access_bytes=access_bytes)
+
+
+def lane_bits_of_append(vectors: int) -> int:
+    """Logarithm to base 2 of the lanes that copy a row, given its length in vectors."""
+    return lanes_of_row(min(vectors, MOST_VECTORS_AT_ONCE)).bit_length() - 1
+
+
+def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that makes a captured tensor's min/max table.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    note = (
+        "One block per line of the tensor. Bound by memory: each element is read once, and each "
+        "level of the table is made from the level below."
+    )
+    return _plan("minmax_table", spec, arch, {}, (REGISTER_LIMIT,), note)
+
+
+def _plan(
+    kernel: str,
+    spec: AttentionSpec,
+    arch: str,
+    own: Mapping[str, Number],
+    formulas: tuple[Formula, ...],
+    note: str,
+    **fields: Any,
+) -> Plan:
+    """The plan of a kernel.
+
+    Args:
+        own: the quantities that only this kernel has.
+        fields: the fields that not every kernel has.
+    """
+    gpu, (warps, blocks, registers) = facts(arch), SHAPES[kernel]
+    at: dict[str, Number] = {
+        "e": ITEMSIZE[spec.dtype],
+        "d_v": spec.head_dim_v or spec.head_dim,
+        "R": gpu.registers_per_sm,
+        "warps": warps,
+        "blocks": blocks,
+        "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
+        **own,
+    }
+    FormulaSequence(*formulas)(at)
+    machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
+    rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
+    given: dict[str, Any] = {"path": "sm_80", "block_q": 0} | fields
+    return Plan(
+        kernel=kernel,
+        arch=arch,
+        policy="derived",
+        dtype=spec.dtype,
+        itemsize=int(at["e"]),
+        head_dim=spec.head_dim,
+        head_dim_v=int(at["d_v"]),
+        block_k=0,
+        smem_bytes=int(at.get("smem", 0)),
+        warps=int(at["warps"]),
+        registers=int(at["register_limit"]),
+        registers_needed=registers,
+        blocks_per_sm=int(at["blocks"]),
+        cost=float(at.get("cost", 0.0)),
+        sink_bytes=int(at.get("logit", 0)),
+        derivation=tuple(line_of(formula, at) for formula in formulas),
+        notes=(f"{arch}: {machine}{rates}{note}",),
+        quantities=Quantities(at),
+        **given,
+    )
+
+
+def lanes_of_row(vectors: int) -> int:
+    """The number of lanes that read one row together, given its length in 16-byte vectors.
+
+    With four lanes or more every access is a run of 64 bytes, and with at most four vectors per
+    lane all loads of a row are in flight together. Among the numbers of lanes that satisfy both,
+    the function chooses the one that leaves the fewest lanes without a vector, and the largest of
+    several equally good ones.
+    """
+    choices = [n for n in (2, 4, 8, 16, 32) if min(vectors, 4) <= n and vectors <= 4 * n]
+    return min(choices, key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))

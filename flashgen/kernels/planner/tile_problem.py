@@ -1,0 +1,153 @@
+"""The problem that the search solves: a kernel, its operands and the machine; and its tiles."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, field, replace
+
+from flashgen.kernels.planner.models import fitted_sm80, spec_terms
+from flashgen.kernels.planner.models.fitted_time import CONSTANTS
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
+from flashgen.kernels.planner.quantities import Number, Quantities
+from flashgen.shared.arch import SMEM_RESERVED, Arch
+from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
+from flashgen.shared.paths import PATHS, CodePath
+from flashgen.spec.language.spec import AttentionSpec
+
+MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
+    path.name: {
+        key: model
+        for name in path.models
+        for key, model in importlib.import_module(
+            f"flashgen.kernels.planner.models.{name}"
+        ).MODELS.items()
+    }
+    for path in PATHS.values()
+}
+"""By code path: the cost models by kernel and bytes per operand element."""
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """A candidate of the search. Tiles are ordered, so that ties between costs are reproducible.
+
+    Attributes:
+        step: rows of the walked side per step of the main loop.
+        warps: computing warps per thread block.
+        row_groups: groups of 16 rows per warp, of the side that the block owns.
+        blocks: resident blocks per SM.
+        column_warps: warps that own the same rows, each with a share of the gradients' columns.
+        score_warps: the number of these warps that share their scores; 1 where each warp computes
+            all scores.
+    """
+
+    step: int
+    warps: int
+    row_groups: int
+    blocks: int
+    column_warps: int = 1
+    score_warps: int = 1
+
+    @property
+    def owned(self) -> int:
+        """Rows of the side that the block owns."""
+        return MMA_ROWS * self.row_groups * self.warps // self.column_warps
+
+    @property
+    def unit(self) -> int:
+        """The number of rows of which a step is a multiple.
+
+        Warps of a warpgroup share 64 queries; warpgroups share the keys.
+        """
+        return min(STEP * self.score_warps, GROUP_ROWS)
+
+    @property
+    def exchanged(self) -> int:
+        """Tiles that warps exchange through shared memory: P and dS, or none."""
+        return 2 if self.score_warps > 1 else 0
+
+
+@dataclass(frozen=True)
+class TileProblem:
+    """One kernel for which a tile is sought. Specs with the same numbers are the same problem.
+
+    Attributes:
+        spec: the spec that the kernel is for.
+        kernel: the kernel's name, as in `Plan.kernel`.
+        arch: the facts of the architecture.
+        path: the code path.
+        given: the quantities that do not depend on the tile.
+        heads_per_tile: query heads that share a tile.
+        learned: the elements of learned tensors to which each score adds for itself.
+    """
+
+    spec: AttentionSpec = field(compare=False)
+    kernel: str
+    arch: Arch
+    path: CodePath
+    given: Quantities
+    heads_per_tile: int
+    learned: spec_terms.Learned
+
+    @functools.cached_property
+    def model(self) -> KernelModel:
+        """The cost model of the kernel, of its first form where it has two."""
+        return MODELS[self.path.name][self.kernel, int(self.given["e"])]
+
+    def model_of(self, tile: Tile) -> KernelModel:
+        """The cost model of the form of the kernel that a tile is for."""
+        other = self.model.other_form
+        pair = tile.column_warps, tile.score_warps
+        return other if other is not None and pair in other.sharing else self.model
+
+    def given_as(self, **changes: Number) -> TileProblem:
+        """The problem with other values of given quantities."""
+        return replace(self, given=Quantities({**self.given, **changes}))
+
+
+def problem_of(
+    spec: AttentionSpec,
+    arch: Arch,
+    sram: int | None,
+    access_bytes: int,
+    spare_registers: int = 0,
+    kernel: str = "forward",
+    heads_per_tile: int = 1,
+) -> TileProblem:
+    """The problem of one kernel of a spec. Arguments as in `flashgen.kernels.planner.plan`."""
+    itemsize, path = ITEMSIZE[spec.dtype], arch.code_path
+    vectors = access_bytes == VECTOR
+    if itemsize not in path.itemsizes or (path.copies_by_tma and not vectors):
+        path = PATHS[path.fallback]
+    model = MODELS[path.name][kernel, itemsize]
+    limit = arch.smem_per_block if sram is None else sram
+    copy_ops = (fitted_sm80.ELEMENT_COPY_INSTRUCTIONS, fitted_sm80.VECTOR_COPY_INSTRUCTIONS)
+    dropout_ops = spec_terms.dropout_instructions(spec, kernel)
+    given: dict[str, Number] = {
+        "stages": model.stages,
+        "d_qk": spec.head_dim,
+        "d_v": spec.head_dim_v or spec.head_dim,
+        "e": itemsize,
+        "M": limit,
+        # Every architecture has 1 KiB more per SM than one block can have.
+        "M_sm": limit + arch.smem_per_sm - arch.smem_per_block,
+        "reserved": SMEM_RESERVED,
+        "R": arch.registers_per_sm,
+        **model.registers_of(spec, arch, kernel, spare_registers),
+        # LSE and delta. Without dropout, -delta is stored twice: the dP accumulators of a pair of
+        # keys are initialised with it.
+        "query_bytes": 8 if dropout_ops else 12,
+        "access": access_bytes,
+        "windows": 0,
+        "copy_ops": copy_ops[vectors],
+        "factors": OPERANDS[spec.dtype].products,
+        "tensor_rate": arch.tensor_rate(path.name),
+        "l2_rate": arch.l2_bytes_per_clock,
+        "score_ops": spec_terms.score_instructions(spec, kernel),
+        "dropout_ops": dropout_ops,
+        **CONSTANTS,
+    }
+    learned = spec_terms.added_by_scores(spec, kernel)
+    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned)

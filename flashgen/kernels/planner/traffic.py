@@ -1,0 +1,259 @@
+"""Bytes that kernels move, counted from their loops: exact, not estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.shared.arch import WARP
+
+LSE_BYTES = 4  # float32
+SUM_BYTES = 4  # float32: the atomic sums of dQ, and the sums of a sink's gradient
+QUAD = 4  # lanes that hold a row of an accumulator: in "dq" each reads the row's LSE and delta
+
+Visited = Sequence[Iterable[int]]
+"""For each tile that a block owns, the numbers of the tiles that its main loop visits."""
+
+
+class LaunchSizes(NamedTuple):
+    """The sizes of the operands of one launch."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+
+def walks_of_head(
+    plan: Plan, sizes: LaunchSizes, visited: Visited | None
+) -> Sequence[Sequence[int]]:
+    """For each tile that a block owns, the tiles that it visits: all of them without ``visited``.
+
+    Where blocks own keys, ``visited`` may have the tiles of each query head of a group, one head
+    after the other.
+
+    Raises:
+        ValueError: ``visited`` is for another number of tiles.
+    """
+    owned, walked = -(-sizes.seq_q // plan.queries_per_tile), -(-sizes.seq_k // plan.block_k)
+    side, group = "query", 1
+    if plan.owns_keys:
+        owned, walked = walked, owned
+        side, group = "key", sizes.heads_q // sizes.heads_kv
+    walks = [range(walked)] * owned if visited is None else [list(tiles) for tiles in visited]
+    if len(walks) not in (owned, owned * group):
+        raise ValueError(f"visited has {len(walks)} {side} tiles, there are {owned}")
+    return walks
+
+
+def rows_in(tiles: Iterable[int], size: int, length: int) -> int:
+    """Rows of these tiles that exist."""
+    return sum(max(0, min(size, length - tile * size)) for tile in tiles)
+
+
+def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
+    """Heads of other tiles whose Q the forward tiles of a batch entry read: TMA fills the rows of a
+    tile that have no head with those of the next heads, as far as these exist."""
+    spare = plan.head_places - plan.heads_per_tile
+    if not spare or not plan.code_path.copies_by_tma:
+        return 0
+    ends = range(plan.heads_per_tile, heads_q + 1, plan.heads_per_tile)
+    return sum(min(spare, heads_q - end) for end in ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one launch, per tensor, as the lanes' loads and stores request them.
+
+    Attributes:
+        q, k, v, o, do: of the operands. The forward kernel writes o, all others read it. In the
+            forward kernel every query tile that reaches a key tile reads its K and V once, for all
+            heads of the tile.
+        lse: written by the forward kernel. Read by "delta": LSE and, where the caller passes it,
+            dLSE.
+        rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
+        dq, dk, dv: written.
+        sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
+            by "delta" for each query where it computes its gradient.
+        dsink: written by "delta": sums over the rows of a warp.
+        sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros and "convert_dq" reads.
+        added: added to dQ's sums, atomically, by "fused".
+        compulsory: each byte that the forward kernel accesses at all, once.
+        scores: elements of S that are computed, whole partial tiles included.
+    """
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    o: int = 0
+    do: int = 0
+    lse: int = 0
+    rows_read: int = 0
+    rows_written: int = 0
+    dq: int = 0
+    dk: int = 0
+    dv: int = 0
+    sink: int = 0
+    dsink: int = 0
+    sums_zeroed: int = 0
+    sums_read: int = 0
+    added: int = 0
+    compulsory: int = 0
+    scores: int = 0
+
+    @property
+    def issued(self) -> int:
+        """Bytes of all loads and stores, without atomic additions."""
+        total: int = sum(vars(self).values())
+        return total - self.added - self.compulsory - self.scores
+
+    @property
+    def written(self) -> int:
+        """Bytes that a backward kernel writes, without atomic additions."""
+        gradients = self.dq + self.dk + self.dv
+        return self.rows_written + gradients + self.dsink + self.sums_zeroed
+
+    @property
+    def read(self) -> int:
+        """Bytes that a backward kernel reads, without atomic additions."""
+        return self.issued - self.written
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: mine + getattr(other, name) for name, mine in vars(self).items()})
+
+
+def forward_traffic(
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    visited: Visited | None = None,
+) -> Traffic:
+    """Bytes that the forward kernel moves to and from global memory.
+
+    Rows past the end of a sequence are zeros that are not read.
+
+    Args:
+        visited: the key tiles that the kernel visits for each query tile, the same for every batch
+            entry and head; None for all of them. For a mask that depends on b or h, compute the
+            traffic head by head (batch 1, heads 1) and add.
+
+    Raises:
+        ValueError: this is a backward kernel, ``visited`` is for another number of tiles, or a tile
+            would have heads that do not share K and V.
+    """
+    if plan.kernel != "forward":
+        raise ValueError(f"{plan.kernel} is a backward kernel: use backward_traffic")
+    heads = plan.heads_per_tile
+    if heads_q % (heads * heads_kv):
+        raise ValueError(f"{heads_q} heads, {heads_kv} of K and V, do not fill tiles of {heads}")
+    walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
+    # A block that reaches no key loads nothing, and writes zeros.
+    reaching = (place for place, tiles in enumerate(walks) if tiles)
+    q_rows = rows_in(reaching, plan.queries_per_tile, seq_q)
+    k_rows = rows_in(chain(*walks), plan.block_k, seq_k)
+    pairs = batch * heads_q
+    shared = pairs // heads  # walks over the keys: the heads of a tile share one
+    qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    o_row = plan.head_dim_v * plan.out_itemsize
+    kv_touched = rows_in(set(chain(*walks)), plan.block_k, seq_k)
+    q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
+    neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
+    logits = heads_q * plan.sink_bytes
+    lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads
+    return Traffic(
+        q=q + neighbours,
+        k=shared * k_rows * qk_row,
+        v=shared * k_rows * v_row,
+        o=o,
+        lse=lse,
+        compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + v_row),
+        scores=shared * sum(map(len, walks)) * plan.block_q * plan.block_k,
+        sink=batch * logits // heads * len(walks) * lanes,
+    )
+
+
+def backward_traffic(
+    plan: Plan,
+    batch: int,
+    heads_q: int,
+    heads_kv: int,
+    seq_q: int,
+    seq_k: int,
+    visited: Visited | None = None,
+    *,
+    dlse: bool = False,
+) -> Traffic:
+    """Bytes that a backward kernel moves to and from global memory.
+
+    Rows past the end of a sequence are zeros that are not read.
+
+    Args:
+        visited: the key tiles that the kernel visits for each query tile, or, where
+            `Plan.owns_keys`, the query tiles for each key tile: the same for every head, or those
+            of each query head of a group one after the other; None for all tiles.
+        dlse: the caller passes a gradient of LSE.
+
+    Raises:
+        ValueError: this is the forward kernel, or ``visited`` is for another number of tiles.
+    """
+    if plan.kernel == "forward":
+        raise ValueError("this is the forward kernel: use forward_traffic")
+    e, pairs = plan.itemsize, batch * heads_q
+    qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
+    queries, dq_sums = pairs * seq_q, plan.elements_of_sums(batch, heads_q, seq_q) * SUM_BYTES
+    if plan.kernel == "convert_dq":
+        return Traffic(dq=queries * qk_row, sums_read=dq_sums)
+    if plan.kernel == "delta":
+        sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
+        return Traffic(
+            o=queries * v_row,
+            do=queries * v_row,
+            lse=queries * LSE_BYTES * (2 if dlse else 1),
+            rows_written=queries * ROW_BYTES,
+            sink=queries * plan.sink_bytes,
+            dsink=sums * SUM_BYTES,
+            sums_zeroed=dq_sums,
+        )
+
+    owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
+    if plan.owns_keys:
+        owned, walked = walked, owned
+    walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
+    count = -(-owned[1] // owned[0])
+    reaching = (place for place in range(count) if any(map(len, walks[place::count])))
+    own_rows, walked_rows = rows_in(reaching, *owned), rows_in(chain(*walks), *walked)
+    times = pairs * count // len(walks)  # repetitions of these walks
+    steps = times * sum(map(len, walks))
+    scores = steps * plan.block_q * plan.block_k
+    if plan.kernel == "dq" or plan.of_captured:
+        return Traffic(
+            q=pairs * own_rows * qk_row,
+            do=pairs * own_rows * v_row,
+            # Tiles that reach no key read them too.
+            rows_read=pairs * seq_q * ROW_BYTES * QUAD * plan.column_warps,
+            k=pairs * walked_rows * qk_row,
+            v=pairs * walked_rows * v_row,
+            dq=pairs * seq_q * qk_row if plan.kernel == "dq" else 0,
+            scores=scores,
+        )
+    blocks = batch * heads_kv
+    return Traffic(
+        k=blocks * own_rows * qk_row,
+        v=blocks * own_rows * v_row,
+        q=times * walked_rows * qk_row,
+        do=times * walked_rows * v_row,
+        rows_read=times * walked_rows * ROW_BYTES,
+        dk=blocks * seq_k * qk_row,
+        dv=blocks * seq_k * v_row,
+        added=steps * math.prod(plan.sums_tile) * SUM_BYTES if plan.sums_tile else 0,
+        scores=scores,
+    )

@@ -1,0 +1,1 @@
+"""What every stage knows: errors, dtypes, architectures, code paths, and the values of a call."""

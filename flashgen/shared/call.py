@@ -1,0 +1,228 @@
+"""The frozen values that carry a call from the API to the launch.
+
+::
+
+    Operands, CallOptions  --Call.of, check-->  CheckedCall  --bind-->  kernel arguments
+
+The backward pass adds `OutputGradients`. Tests and tools also pass `LaunchOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.shared.dtypes import POSITION_LIMIT, Number
+from flashgen.shared.signature import WHOLE, heads_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Operands(NamedTuple):
+    """The tensors that a forward call reads.
+
+    Attributes:
+        q: [batch, heads_q, seq_q, head_dim].
+        k: [batch, heads_kv, seq_k, head_dim].
+        v: [batch, heads_kv, seq_k, head_dim_v].
+        captured: the captured tensors in the order of the signature, block layouts compressed.
+        rng: int64 [2], seed and offset of dropout; None without dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captured: tuple[Tensor, ...] = ()
+    rng: Tensor | None = None
+
+
+class OutputGradients(NamedTuple):
+    """The results of a forward call with their gradients.
+
+    Attributes:
+        out, dout: [batch, heads_q, seq_q, head_dim_v].
+        lse, dlse: float32 [batch, heads_q, seq_q]; a dlse of None stands for zeros.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one call, forward and backward, for tools.
+
+    Attributes:
+        operands: q, k, v.
+        gradients: the gradients of out and of lse, the second may be None.
+        options: scalars, tensors, offsets, scale, dropout_p and rng, as for
+            `flashgen.calls.ops.run_forward`.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor | None]
+    options: dict[str, Any]
+
+
+class CallOptions(NamedTuple):
+    """The arguments of a call that are not tensors. `flashgen.calls.ops.Attention` describes them.
+
+    Attributes:
+        q_offset, k_offset: ints; before `calls.runtime.arguments.call.Call.of`, tensors too.
+        scalars: values of the run-time scalars, in the order of the signature.
+        dropout_p: a number or a CPU tensor of one number.
+    """
+
+    scale: float | None = None
+    q_offset: Any = 0
+    k_offset: Any = 0
+    backend: str | None = None
+    arch: str | None = None
+    deterministic: bool | None = None
+    scalars: tuple[Any, ...] = ()
+    dropout_p: Any = 0.0
+
+
+DEFAULT_OPTIONS = CallOptions()
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """The sizes and numbers of one call, checked.
+
+    Attributes:
+        batch: the number of batch entries. Where sequences are packed, batch is their number, and
+            seq_q and seq_k are the totals of all sequences.
+        scalars: values of the run-time scalars, by name.
+        splits: the splits in which a batch entry can have keys; 1 where they are not split.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    head_dim_v: int
+    q_offset: int
+    k_offset: int
+    scale: float
+    scalars: Mapping[str, Number]
+    dropout_p: float = 0.0
+    splits: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """batch, heads_q, heads_kv, seq_q and seq_k."""
+        return self.batch, self.heads_q, self.heads_kv, self.seq_q, self.seq_k
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes by the names that they have in mods."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads_q,
+            "seq_q": self.seq_q,
+            "seq_k": self.seq_k,
+        }
+
+    @property
+    def first_head(self) -> int:
+        """The number of the first query head among those of the whole."""
+        return heads_of(self.scalars, self.heads_q)[0]
+
+    @property
+    def heads(self) -> int:
+        """The query heads of the whole of which the call computes a part, or of the call."""
+        return heads_of(self.scalars, self.heads_q)[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no score to compute, because a size is 0."""
+        return 0 in (self.batch, self.heads_q, self.seq_q, self.seq_k)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of planning and launching kernels, for tests, tools and benchmarks.
+
+    Attributes:
+        sram: shared memory per block in bytes to plan for, instead of the architecture's.
+        tiles: `kernels.planner.Tile` by kernel name, instead of the planner's and of tuned tiles.
+        blocks: blocks of a persistent kernel, instead of the plan's number.
+        check_memory: whether the emulator checks memory accesses and races.
+        order_seed: seed of the order in which the emulator runs blocks and warps; None for that of
+            the backend's name ("emulator:7"), else FLASHGEN_EMULATOR_ORDER, else for the order of
+            their numbers.
+    """
+
+    sram: int | None = None
+    tiles: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    blocks: int | None = None
+    check_memory: bool = True
+    order_seed: int | None = None
+
+    @property
+    def plans_itself(self) -> bool:
+        """True where the planner's tiles are used, unless tuned tiles are stored."""
+        return self.sram is None and not self.tiles
+
+
+DEFAULT_LAUNCH = LaunchOptions()
+
+
+# Threads compute positions past the end of their tile, which they do not use.
+_PAST_THE_END = 1024
+
+
+Limits = tuple[int, int]
+
+
+class CallRanges(NamedTuple):
+    """The least and the greatest value in a call of each name that expressions use, in order."""
+
+    names: tuple[str, ...]
+    ends: tuple[Limits, ...]
+
+    @staticmethod
+    def of(
+        sizes: Mapping[str, int],
+        offsets: Mapping[str, int | None],
+        scalars: Mapping[str, int | float],
+        of_sequences: bool = False,
+    ) -> CallRanges:
+        """
+        Args:
+            sizes: batch, heads, seq_q, seq_k.
+            offsets: q_offset and k_offset; None where only the device knows them.
+            of_sequences: whether sequences have lengths of their own, up to these.
+        """
+        found: dict[str, Limits] = {name: (size, size) for name, size in sizes.items()}
+        found |= {"b": (0, sizes["batch"] - 1), "h": (0, sizes["heads"] - 1)}
+        for axis in ("q", "k"):
+            offset, length = offsets[f"{axis}_offset"], sizes[f"seq_{axis}"]
+            most = -POSITION_LIMIT, POSITION_LIMIT
+            first, last = most if offset is None else (offset, offset)
+            found[f"{axis}_offset"] = first, last
+            ends = first - _PAST_THE_END, last + length + _PAST_THE_END
+            found |= dict.fromkeys((axis, f"{axis}_lo", f"{axis}_hi"), ends)
+            if of_sequences:
+                found[f"seq_{axis}"] = 0, length
+        found |= {n: (int(x), int(x)) for n, x in scalars.items() if not isinstance(x, float)}
+        if of_sequences and WHOLE[3] in found:
+            found[WHOLE[3]] = found["seq_k"]
+        return CallRanges(tuple(found), tuple(found.values()))
+
+    def rounded(self) -> CallRanges:
+        """Wider ranges with powers of two as their ends, which many calls share."""
+        return CallRanges(self.names, tuple((_below(lo), -_below(-hi)) for lo, hi in self.ends))
+
+
+def _below(number: int) -> int:
+    """A number that is not larger and of the same sign: 1, 0 or the opposite of a power of two."""
+    return -(1 << (-number).bit_length()) if number < 0 else min(number, 1)

@@ -1,0 +1,281 @@
+"""The environment variables that flashgen reads, and the only place that reads the environment.
+
+====================  ==========================================================================
+variable              meaning
+====================  ==========================================================================
+FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
+                      a name of `flashgen.shared.arch.known`, such as sm_80 or sm_90a
+FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" (or "emulator:7", the
+                      emulator with the order drawn from 7) or "tiled"
+                      (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
+FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
+FLASHGEN_CHECK_READS  whether calls refuse an index outside of a captured tensor whose element is
+                      used: "1" on GPUs too, where they then wait for the device, "0" nowhere
+                      (unset: for CPU tensors alone)
+FLASHGEN_DEBUG        level of messages on stderr; each level adds to those before it:
+                      0 nothing, 1 plan, 2 timings and cache, 3 analysis, 4 CUDA, 5 PTX
+FLASHGEN_EMULATOR_ORDER
+                      a whole number, from which the emulator draws the order of blocks, warps and
+                      copies (unset: the order of their numbers)
+FLASHGEN_EMULATOR_SUMS
+                      how tensor cores add in the emulator: "hardware", as those of the
+                      architecture do, or "rounded", once to nearest (unset: "hardware")
+FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
+                      that has the same name
+FLASHGEN_TRUST        which code paths are taken on a GPU: "check" those that passed a trial there
+                      or that a record proves (the default), "always" the fastest one without a
+                      trial, "never" only one that a record proves. It is read at the first call
+                      on each GPU.
+====================  ==========================================================================
+
+An empty variable counts as unset. Variables are read when their value is needed, not at import, so
+that the running program can change them. The default cache folder also follows
+``XDG_CACHE_HOME`` on Linux and ``LOCALAPPDATA`` on Windows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from flashgen.shared.errors import FlashgenError
+
+BACKENDS = ("gpu", "emulator", "tiled")
+"""The backends. "emulator:7" is the emulator with the ``order_seed`` 7, see `split_backend`."""
+EMULATOR_SUMS = ("hardware", "rounded")
+TRUST = ("check", "always", "never")
+DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
+
+_debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
+
+
+def is_any_set_for_calls() -> bool:
+    """Whether a variable is set that each call of an operator follows, empty ones included."""
+    return not os.environ._data.keys().isdisjoint(_OF_CALLS)  # type: ignore[attr-defined]
+
+
+_OF_CALLS = frozenset(
+    map(os.environ.encodekey, ("FLASHGEN_BACKEND", "FLASHGEN_ARCH", "FLASHGEN_OVERRIDE"))
+)
+
+
+def _read(name: str) -> str | None:
+    """Value of an environment variable without surrounding blanks; None when unset or empty."""
+    # Operators read variables at every call: this test of an unset one raises no exception inside.
+    if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
+        return None
+    return os.environ.get(name, "").strip() or None
+
+
+def _refuse(name: str, value: str, expected: str) -> FlashgenError:
+    return FlashgenError(
+        f"the environment variable {name} has a value that flashgen does not accept",
+        where=f"environment, {name}",
+        numbers=f"given {value!r}; expected {expected}",
+        way_out=f"set {name} to one of these, or unset it",
+    )
+
+
+def arch() -> str | None:
+    """FLASHGEN_ARCH, such as "sm_90a", or None.
+
+    Only the form is checked here; the planner checks that there is such an architecture.
+
+    Raises:
+        FlashgenError: the value is not of the form sm_NN or sm_NNa.
+    """
+    value = _read("FLASHGEN_ARCH")
+    if value is not None and not re.fullmatch(r"sm_\d{2,3}[af]?", value):
+        raise _refuse("FLASHGEN_ARCH", value, "a name such as sm_80, sm_90a or sm_120")
+    return value
+
+
+def backend() -> str | None:
+    """FLASHGEN_BACKEND, one of `BACKENDS` or an emulator with its order, or None.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_BACKEND")
+    if value is not None and split_backend(value) is None:
+        raise _refuse("FLASHGEN_BACKEND", value, " or ".join(repr(name) for name in BACKENDS))
+    return value
+
+
+def split_backend(name: object) -> tuple[str, int | None] | None:
+    """The backend and the ``order_seed`` of a name such as "emulator:7"; None if there is none."""
+    kind, colon, seed = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind not in BACKENDS or not colon:
+        return (kind, None) if kind in BACKENDS else None
+    order = _order(seed)
+    return None if kind != "emulator" or order is None else (kind, order)
+
+
+def _order(text: str) -> int | None:
+    """A seed of 32 bits; None if it is not one."""
+    digits = text.isascii() and text.isdecimal() and len(text) <= 10
+    return int(text) if digits and int(text) < 1 << 32 else None
+
+
+def emulator_sums() -> str:
+    """FLASHGEN_EMULATOR_SUMS, one of `EMULATOR_SUMS`: `ptx_emulator.launch` explains them.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_EMULATOR_SUMS") or "hardware"
+    if value not in EMULATOR_SUMS:
+        expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
+        raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
+    return value
+
+
+def emulator_order() -> int | None:
+    """FLASHGEN_EMULATOR_ORDER, the ``order_seed`` of `ptx_emulator.launch`, or None.
+
+    Raises:
+        FlashgenError: it is not a whole number from 0 to 2^32 - 1.
+    """
+    value = _read("FLASHGEN_EMULATOR_ORDER")
+    if value is None:
+        return None
+    order = _order(value)
+    if order is None:
+        raise _refuse("FLASHGEN_EMULATOR_ORDER", value, "a whole number from 0 to 4294967295")
+    return order
+
+
+def trust() -> str:
+    """FLASHGEN_TRUST, one of `TRUST`; the first of them when it is unset.
+
+    Raises:
+        FlashgenError: another value.
+    """
+    value = _read("FLASHGEN_TRUST") or TRUST[0]
+    if value not in TRUST:
+        raise _refuse("FLASHGEN_TRUST", value, " or ".join(repr(name) for name in TRUST))
+    return value
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that runs flashgen's own problems.
+
+    It imports what this process imports. An edited kernel does not replace one of the problems'.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "FLASHGEN_OVERRIDE"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+
+
+def override() -> Path | None:
+    """FLASHGEN_OVERRIDE, an edited .cu file that exists, or None.
+
+    Raises:
+        FlashgenError: there is no such file.
+    """
+    value = _read("FLASHGEN_OVERRIDE")
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    try:
+        exists = path.is_file()
+    except OSError:
+        exists = False
+    if not exists:
+        raise _refuse("FLASHGEN_OVERRIDE", value, "the path of an existing .cu file")
+    return path
+
+
+def check_reads() -> bool | None:
+    """FLASHGEN_CHECK_READS: whether calls check the indices of captured tensors; None when unset.
+
+    Raises:
+        FlashgenError: the value is neither 0 nor 1.
+    """
+    value = _read("FLASHGEN_CHECK_READS")
+    if value is not None and value not in ("0", "1"):
+        raise _refuse("FLASHGEN_CHECK_READS", value, "0 or 1")
+    return None if value is None else value == "1"
+
+
+def cache_dir() -> Path | None:
+    """Folder of the kernel cache, which need not exist yet; None when caching on disk is off.
+
+    Raises:
+        FlashgenError: FLASHGEN_CACHE_DIR is unset and the user has no home folder.
+    """
+    value = _read("FLASHGEN_CACHE_DIR")
+    if value is None:
+        return _default_cache_dir()
+    if value.lower() == "off":
+        return None
+    return Path(value).expanduser().absolute()
+
+
+def _default_cache_dir() -> Path:
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise FlashgenError(
+            "there is no folder for the kernel cache",
+            where="environment, FLASHGEN_CACHE_DIR",
+            numbers="it is unset, and this user has no home folder to hold a default",
+            way_out="set FLASHGEN_CACHE_DIR to a folder that can be written, or to off",
+        ) from None
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "flashgen"
+    variable, fallback = "XDG_CACHE_HOME", home / ".cache"
+    if sys.platform == "win32":
+        variable, fallback = "LOCALAPPDATA", home / "AppData" / "Local"
+    base = Path(_read(variable) or fallback)
+    # The XDG rule: a relative path is invalid and counts as unset.
+    return (base if base.is_absolute() else fallback) / "flashgen"
+
+
+def debug_level() -> int:
+    """The level of messages on stderr: an index into `DEBUG_STEPS`.
+
+    Raises:
+        FlashgenError: FLASHGEN_DEBUG is not a whole number in that range.
+    """
+    forced = _debug_override.get()
+    if forced is not None:
+        return forced
+    value = _read("FLASHGEN_DEBUG")
+    if value is None:
+        return 0
+    if not value.isdecimal() or int(value) >= len(DEBUG_STEPS):
+        steps = ", ".join(f"{step} {name}" for step, name in enumerate(DEBUG_STEPS))
+        raise _refuse("FLASHGEN_DEBUG", value, steps)
+    return int(value)
+
+
+@contextmanager
+def debug(level: int) -> Iterator[None]:
+    """Sets the level of FLASHGEN_DEBUG within a ``with`` block.
+
+    Raises:
+        FlashgenError: the level is not an index into `DEBUG_STEPS`.
+    """
+    if level not in range(len(DEBUG_STEPS)):
+        raise FlashgenError(
+            "there is no such debug level",
+            where="flashgen.debug",
+            numbers=f"given {level!r}; levels are 0 to {len(DEBUG_STEPS) - 1}",
+            way_out="choose " + ", ".join(f"{i} {name}" for i, name in enumerate(DEBUG_STEPS)),
+        )
+    token = _debug_override.set(level)
+    try:
+        yield
+    finally:
+        _debug_override.reset(token)
+
+
+def log(level: int, text: str) -> None:
+    """Writes text to stderr when the debug level is at least ``level``."""
+    if debug_level() >= level:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,329 @@
+"""What a launch needs of a kernel and of its plan, as plain values: no expressions, no derivation.
+
+A plan is a `LaunchRules`, and so is the `LaunchFacts` that it makes for its compiled kernel. An
+export stores the latter, so that its kernels are launched without the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashgen.shared.errors import PlanError
+from flashgen.shared.paths import PATHS, CodePath
+from flashgen.shared.signature import GradientTerm
+
+KEY_KERNELS = ("dkdv", "fused")
+"""The backward kernels whose thread blocks own keys; those of all others own queries."""
+
+STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table", "merge", "append_kv")
+"""The kernels without score elements, which are bound by memory."""
+
+MAX_WORK_TILES = 2**30
+"""Work tiles of a launch: the kernel counts in int32, and every block fetches one number past the
+last work tile."""
+
+SPAN = 16
+"""Elements per span of a min/max table; ranges are rounded outward to spans."""
+
+Box = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class HeadsPerTile:
+    """The choice for a call.
+
+    Attributes:
+        heads: query heads per tile.
+        reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
+    """
+
+    heads: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LaunchBlocks:
+    """The number of blocks of a launch.
+
+    Attributes:
+        count: thread blocks of the launch.
+        work_tiles: work tiles of the launch.
+        reason: why this number of blocks was chosen.
+    """
+
+    count: int
+    work_tiles: int
+    reason: str = "as requested"
+
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks fetch work tiles from the counter, which must be 0 before the launch."""
+        return self.count < self.work_tiles
+
+    def __str__(self) -> str:
+        what = "which fetch them from a counter" if self.persistent else "one each"
+        return f"tiles     {self.work_tiles:,} for {self.count:,} blocks, {what}: {self.reason}"
+
+
+class LaunchMachine(NamedTuple):
+    """What the launches of a persistent or interleaved kernel need of a GPU.
+
+    Attributes:
+        sms: the multiprocessors of the product that the architecture's facts name.
+        l2_room: bytes of L2 that the operands of interleaved heads may take.
+        start_clocks: clocks that a persistent block saves with each work tile after its first.
+        clear_clocks: clocks to clear the work-tile counter.
+    """
+
+    sms: int
+    l2_room: float
+    start_clocks: float
+    clear_clocks: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRules(ABC):
+    """What the launches of a kernel depend on, and their rules: the grid and the sizes of buffers.
+
+    Attributes: as in `flashgen.kernels.planner.Plan`.
+    """
+
+    kernel: str = "forward"
+    arch: str
+    path: str
+    dtype: str
+    itemsize: int
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    blocks_per_sm: int
+    heads_per_tile: int = 1
+    access_bytes: int = 16
+    smem_bytes: int = 0
+    sums_tile: tuple[int, int] | None = None
+    integer_bits: int = 32
+
+    @property
+    @abstractmethod
+    def machine(self) -> LaunchMachine:
+        """The facts of the GPU on which launches depend."""
+
+    @property
+    def code_path(self) -> CodePath:
+        """The code path whose name is `path`."""
+        return PATHS[self.path]
+
+    @property
+    def head_places(self) -> int:
+        """Heads for which a forward tile has rows, those without a head included."""
+        return head_places(self.block_q, self.heads_per_tile)
+
+    @property
+    def queries_per_tile(self) -> int:
+        """Query rows of each head in a tile."""
+        return self.block_q // self.head_places
+
+    @property
+    def owns_keys(self) -> bool:
+        """Whether a thread block owns block_k keys rather than block_q queries."""
+        return self.kernel in KEY_KERNELS
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the kernel is persistent: a block computes one work tile after another."""
+        return self.kernel in self.code_path.persistent
+
+    @property
+    def streams(self) -> bool:
+        """Whether the kernel computes no score elements and is bound by memory."""
+        return self.kernel in STREAMING_KERNELS
+
+    @property
+    def launches(self) -> int:
+        """Launches per backward pass: exact sums first need the greatest contribution."""
+        return 2 if self.kernel == "captured_exact" else 1
+
+    def grid(
+        self,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        seq_k: int,
+        *,
+        packed: bool = False,
+        head_bits: int = 0,
+        splits: int = 1,
+    ) -> tuple[int, int, int]:
+        """Thread blocks of a launch, or work tiles of a persistent kernel, in three dimensions.
+
+        Args:
+            packed: the batch entries are sequences of one packed tensor; seq_q and seq_k are the
+                sums of their lengths.
+            head_bits: logarithm to base 2 of the number of interleaved heads, from `head_bits`; 0:
+                head by head.
+            splits: splits of the keys, which count as batch entries.
+
+        Returns:
+            (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
+            or, where `owns_keys`, key tiles and key heads. With interleaved heads: (tiles times the
+            interleaved heads, heads divided by their number, batch entries). With packed sequences:
+            (the largest possible number of tiles of all sequences, heads, splits).
+        """
+        length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
+        if self.owns_keys:
+            length, block, heads = seq_k, self.block_k, heads_kv
+        if packed and self.kernel != "delta":
+            return (length // block + batch) << head_bits, heads >> head_bits, splits
+        entries = 1 if packed else batch * splits
+        return -(-length // block) << head_bits, heads >> head_bits, entries
+
+    def elements_of_sums(
+        self, batch: int, heads_q: int, seq_q: int, *, packed: bool = False
+    ) -> int:
+        """Elements of the float32 sums of dQ: whole tiles of rows; 0 where there are no sums.
+
+        Args:
+            packed: as in `grid`. The sums of sequence b begin with tile cu_seqlens_q[b] / rows + b.
+        """
+        if self.sums_tile is None:
+            return 0
+        rows, columns = self.sums_tile
+        tiles = seq_q // rows + batch if packed else batch * -(-seq_q // rows)
+        return tiles * heads_q * rows * columns
+
+    def head_bits(self, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
+        """Logarithm to base 2 of the number of heads that are interleaved tile by tile.
+
+        A power of two that divides the heads of a batch entry (query heads, or key heads where
+        blocks own keys): the largest one whose operands fit in a share of L2, but at least so many
+        that their tiles occupy all SMs. With fewer, the short tiles of one head end beside the long
+        tiles of the next: causal gradients of 8 key heads in 64 tiles each took 1.21 times as long
+        on an H200, head by head. The low bits of a block's number are then its head. Heads that
+        share a tile count as one.
+
+        Args:
+            seq_q, seq_k: with packed sequences, the sums of their lengths.
+        """
+        group, heads = heads_q // heads_kv, heads_q
+        tiles = -(-seq_q // self.queries_per_tile)
+        row_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
+        if self.owns_keys:  # all key tiles of a head read its Q and dO
+            heads, tiles = heads_kv, -(-seq_k // self.block_k)
+            bytes_of_head: float = group * seq_q * row_bytes
+        else:
+            heads //= self.heads_per_tile
+            bytes_of_head = self.heads_per_tile * seq_k * row_bytes / group
+        bits, room = 0, self.machine.l2_room
+        slots = self.machine.sms * self.blocks_per_sm
+        while heads % (2 << bits) == 0 and (
+            (2 << bits) * bytes_of_head <= room or tiles << bits < slots
+        ):
+            bits += 1
+        return bits
+
+    def blocks_of(
+        self, work_tiles: int, sms: int | None = None, given: int | None = None
+    ) -> LaunchBlocks:
+        """The number of blocks of a launch of a persistent kernel (`is_persistent`).
+
+        Args:
+            work_tiles: the number of work tiles of the launch, the product of `grid`.
+            sms: SMs of the GPU; None for those of the product that the architecture's facts name.
+            given: the caller's number of blocks, at least 1. No more than the work tiles are
+                launched.
+
+        Raises:
+            PlanError: there are more work tiles than the kernel can count, or ``given`` is not a
+                number of blocks.
+        """
+        machine = self.machine
+        if work_tiles > MAX_WORK_TILES:
+            raise PlanError(
+                "the call has too many query tiles",
+                where="the sizes of q",
+                numbers=f"{work_tiles:,} tiles of {self.block_q} rows; at most {MAX_WORK_TILES:,}",
+                way_out="fewer batch entries or heads in one call",
+            )
+        if given is not None:
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise PlanError(
+                    "blocks is not a number of blocks",
+                    where="argument blocks",
+                    numbers=f"given {given!r}: it is 1 or more",
+                    way_out=f"blocks={machine.sms}, one block per SM, or none: the plan chooses it",
+                )
+            return LaunchBlocks(min(given, work_tiles), work_tiles)
+        slots = (sms or machine.sms) * self.blocks_per_sm
+        saved = machine.start_clocks * (math.ceil(work_tiles / slots) - 1)
+        count = min(slots, work_tiles) if saved > machine.clear_clocks else work_tiles
+        reason = (
+            f"starts saved {saved:,.0f} clk, {'more' if count < work_tiles else 'no more'} than "
+            f"{machine.clear_clocks:,.0f} clk to clear a counter"
+        )
+        return LaunchBlocks(count, work_tiles, reason)
+
+
+class ParamFacts(NamedTuple):
+    """A field of a kernel's parameter struct.
+
+    Attributes:
+        name: its name among the arguments of a launch.
+        ctype: "pointer", "int64", "int32", "float32" or "tensormap".
+    """
+
+    name: str
+    ctype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts(LaunchRules):
+    """The plain values of one kernel.
+
+    Attributes:
+        name: the name of the ``extern "C"`` kernel.
+        params: the fields of its parameter struct, in order.
+        threads: threads of a thread block.
+        of_gpu: the facts of the GPU on which launches depend.
+        boxes: the boxes that TMA copies of each operand, by its name: columns, rows and heads.
+        terms: for exact sums of learned tensors, the elements to whose gradients it adds.
+        others: those of the kernel's plan.
+    """
+
+    name: str
+    params: tuple[ParamFacts, ...]
+    threads: int
+    of_gpu: LaunchMachine
+    boxes: tuple[tuple[str, Box], ...] = ()
+    terms: tuple[GradientTerm, ...] = ()
+
+    @property
+    def machine(self) -> LaunchMachine:
+        return self.of_gpu
+
+
+def head_places(rows: int, heads: int) -> int:
+    """The number of equal parts into which heads that share a tile divide its rows.
+
+    One for each head, where that divides the rows; else a power of two, and the rows of the last
+    parts belong to no head.
+    """
+    return heads if rows % heads == 0 else 1 << (heads - 1).bit_length()
+
+
+def heads_of_fewest_rows(rows: Mapping[int, int], tiles: Mapping[int, int], gain: float) -> int:
+    """The least number of heads per tile within a factor of the fewest computed rows.
+
+    Args:
+        rows, tiles: by number of heads, ascending: the rows of its tile, and the tiles of a launch.
+        gain: the factor.
+    """
+    computed = {heads: tiles[heads] * rows[heads] for heads in tiles}
+    fewest = min(computed.values())
+    return next(heads for heads in tiles if computed[heads] <= gain * fewest)

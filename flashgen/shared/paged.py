@@ -1,0 +1,71 @@
+"""A call with a paged cache as one with packed sequences, whose keys are copied out of their pages.
+
+The CPU path and the reference compute it; kernels read the pages themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from flashgen.shared.signature import BOUNDARIES, OFFSETS, PAGE_NAMES
+
+Tensor = torch.Tensor
+
+
+class Contiguous(NamedTuple):
+    """A call with a paged cache as one with packed sequences.
+
+    Attributes:
+        q, k, v: [1, heads, rows of all sequences, head_dim].
+        tensors: the captured tensors, with boundaries and positions instead of pages and lengths.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tensors: dict[str, Tensor]
+
+    def of_queries(self, result: Tensor, like: Tensor) -> Tensor:
+        """A result [1, heads, rows, ...] with the batch entries of the queries ``like``."""
+        if like.shape[0] == 1:
+            return result
+        batch, heads, rows = like.shape[:3]
+        return result.view(heads, batch, rows, *result.shape[3:]).transpose(0, 1).contiguous()
+
+
+def contiguous_call(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, captured: Mapping[str, Tensor]
+) -> Contiguous:
+    """Copies the keys and values of all sequences out of their pages.
+
+    Args:
+        captured: the captured tensors by name, with cu_seqlens_q where the queries are packed, and
+            q_offset where they are not the last positions of their sequences.
+    """
+    table, lengths = (captured[name] for name in PAGE_NAMES)
+    tensors = {name: x for name, x in captured.items() if name not in PAGE_NAMES}
+    if BOUNDARIES[0] not in captured:
+        rows = torch.full((len(lengths),), q.shape[2], dtype=torch.int32)
+        q = q.transpose(0, 1).flatten(1, 2)[None]
+    else:
+        rows = captured[BOUNDARIES[0]].diff()
+    ends_q, ends_k = (
+        torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (rows, lengths)
+    )
+    tensors |= zip(BOUNDARIES, (captured.get(BOUNDARIES[0], ends_q), ends_k), strict=True)
+    tensors.setdefault(OFFSETS[0], lengths - rows)
+    k, v = (_out_of_pages(cache, table, lengths.tolist()) for cache in (k_cache, v_cache))
+    return Contiguous(q, k, v, tensors)
+
+
+def _out_of_pages(cache: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
+    """[1, heads_kv, keys of all sequences, head_dim]."""
+    page_size = cache.shape[2]
+    found = []
+    for pages, length in zip(table, lengths, strict=True):
+        used = pages[: -(-length // page_size)].long()
+        found.append(cache[used].transpose(0, 1).flatten(1, 2)[:, :length])
+    return torch.cat(found, 1)[None]

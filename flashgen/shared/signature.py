@@ -1,0 +1,210 @@
+"""The signature of a spec's calls as plain values: names, dtypes, dimensions and options.
+
+`flashgen.spec.language.signature.signature_of` makes a signature from an AttentionSpec. It holds no
+expressions, so that running a call needs no sympy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
+"""Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
+after the last one."""
+
+PAGE_NAMES = ("page_table", "cache_seqlens")
+"""Captured tensors of a spec with a paged cache: int32 [batch, max_pages], the pages of each
+sequence, and int32 [batch], its number of keys."""
+
+OFFSETS = ("q_offset", "k_offset")
+"""Arguments of every operator: the global positions of the first query and of the first key. Where
+a call gives a tensor, its spec has a captured tensor of that name, of dims (batch)."""
+
+WHOLE = ("h_offset", "whole_heads", "whole_seq_q", "whole_seq_k")
+"""Run-time scalars of a spec whose calls compute a part of a whole: the number of the first query
+head, and the numbers of query heads, queries and keys of the whole, which mods see."""
+
+SPLIT = "split_size"
+"""Run-time scalar of a spec whose calls split the keys: the number of keys between the global
+positions at which splits begin."""
+
+
+def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
+    """The number of a call's first query head, and the number of query heads, of its whole.
+
+    Args:
+        scalars: the scalars of the call, by name.
+        heads: the query heads of the call.
+    """
+    return int(scalars.get(WHOLE[0], 0)), int(scalars.get(WHOLE[1], heads))
+
+
+LAYOUT = "layout"
+LAYOUT_NAMES = (
+    LAYOUT,
+    "layout_row_counts",
+    "layout_row_blocks",
+    "layout_column_counts",
+    "layout_column_blocks",
+)
+"""Captured tensors of a block layout: the live blocks, and lists of them by row and by column."""
+
+LAYOUT_LISTS = LAYOUT_NAMES[1:]
+"""The lists are computed from the live blocks; calls do not give them."""
+
+_LIKE_A_FIELD = re.compile(r"_(?:size|stride)_[0-9]+_*\Z")
+
+
+def field_stem(tensor: str) -> str:
+    """The name of a captured tensor in fields of kernels: ``c_<stem>``, ``c_<stem>_size_0``.
+
+    A tensor "ids_size_0" has another stem than its name, so that no two tensors share a field.
+    """
+    return f"{tensor}_" if _LIKE_A_FIELD.search(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class ScalarArgument:
+    """A run-time scalar: the facts of an `fg.Scalar`."""
+
+    name: str
+    dtype: str
+    minimum: float | None
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A captured tensor: the facts of an `fg.Tensor`."""
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: str
+    grad: bool
+
+    def __str__(self) -> str:
+        learned = ", grad=True" if self.grad else ""
+        return f"Tensor({self.name!r}, {self.dims!r}, {self.dtype!r}{learned})"
+
+
+class BlockLayoutFacts(Protocol):
+    """The block layout of a spec: what the runtime uses of an `fg.BlockSparse`."""
+
+    def __hash__(self) -> int: ...
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_k(self) -> int: ...
+    @property
+    def is_static(self) -> bool:
+        """Whether the layout is a function, so that calls give no blocks."""
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the function depends on the batch entry and the head."""
+
+    def shape(self, batch: int, heads: int, q_end: int, k_end: int) -> tuple[int, int, int, int]:
+        """Batch entries, heads, rows and columns of blocks of a layout that is a function."""
+
+    def table(self, batch: int, heads: int, rows: int, columns: int) -> bytes:
+        """The values of the function: a byte for each block, 1 where the block is computed."""
+
+
+@dataclass(frozen=True)
+class ZeroDivision:
+    """A division of integers whose divisor the scalars and sizes of a call can make 0.
+
+    Attributes:
+        text: the division as Python text.
+        names: the scalars and sizes that decide.
+        reached: the condition under which it divides by 0: a name, a number, or the name of a
+            sympy class followed by its arguments.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    reached: object
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """The arguments that a call of a spec has, and the facts that its checks use.
+
+    Attributes:
+        name: the name of the spec.
+        head_dim, head_dim_v: lengths of q and k vectors, and of v vectors.
+        dtype: the dtype of q, k and v; None where k and v have that of q.
+        out_dtype: the dtype of the output; None for that of q.
+        scale: factor on q.k; None for 1 / sqrt(head_dim).
+        dropout: whether kernels can drop elements of P.
+        packed: whether a call has several sequences in one batch entry.
+        scalars, tensors: run-time scalars and captured tensors, in the order of their arguments.
+        sink: the captured tensor that is the sink; None without a sink.
+        block_sparse: the block layout; None where all blocks are computed.
+        reads_batch: whether the mask or the score depends on the batch index or the batch size.
+        zero_divisions: divisions that a call must not make divisions by 0.
+        offsets: those of `OFFSETS` that are captured tensors.
+        split: whether the keys are split, by the scalar `SPLIT`.
+        paged: whether keys and values are in the pages of a cache. Where packed is true too, only
+            the queries are packed.
+    """
+
+    name: str
+    head_dim: int
+    head_dim_v: int
+    dtype: str | None
+    out_dtype: str | None
+    scale: float | None
+    dropout: bool
+    packed: bool
+    scalars: tuple[ScalarArgument, ...]
+    tensors: tuple[TensorArgument, ...]
+    sink: TensorArgument | None
+    block_sparse: BlockLayoutFacts | None
+    reads_batch: bool
+    zero_divisions: tuple[ZeroDivision, ...] = ()
+    offsets: tuple[str, ...] = ()
+    split: bool = False
+    paged: bool = False
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """Those of `BOUNDARIES` that calls give."""
+        return BOUNDARIES[: 1 if self.paged else 2] if self.packed else ()
+
+    @cached_property
+    def learned(self) -> tuple[TensorArgument, ...]:
+        """The captured tensors that have a gradient."""
+        return tuple(tensor for tensor in self.tensors if tensor.grad)
+
+    @property
+    def static_layout(self) -> BlockLayoutFacts | None:
+        """The block layout where it is a function, else None."""
+        sparse = self.block_sparse
+        return sparse if sparse is not None and sparse.is_static else None
+
+    @property
+    def call_layout(self) -> BlockLayoutFacts | None:
+        """The block layout where each call gives its blocks, else None."""
+        sparse = self.block_sparse
+        return sparse if sparse is not None and not sparse.is_static else None
+
+
+@dataclass(frozen=True)
+class GradientTerm:
+    """An element of a learned tensor that the score function reads.
+
+    Attributes:
+        tensor: name of the learned tensor.
+        summed_over: the scores whose contributions a kernel adds before it writes to memory:
+            "element" for one score, "row", "column", or "block" for all scores of a block.
+        indices: for each dimension of the tensor the index "b", "h", "q" or "k" that addresses it,
+            or None where another expression addresses it.
+    """
+
+    tensor: str
+    summed_over: str
+    indices: tuple[str | None, ...]

@@ -1,0 +1,158 @@
+"""The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
+
+Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
+Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashgen.shared.launch_facts import LaunchRules
+
+LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
+"""Numbers of keys of one sequence for which the SMs are kept busy."""
+
+LEAST_BUSY = 0.9
+"""The wanted share of the time in which an SM has work, for each of `LENGTHS`."""
+
+MOST_OVER_BOUND = 1.05
+"""The bytes of a split over those of its keys and values, at most."""
+
+GROUP = 4
+"""Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
+and 4 is the group of many models; fewer have fewer bytes beside the keys."""
+
+STEP = 16
+"""A split is a multiple of the keys of one matrix product."""
+
+SHORTER = 0.9
+"""How much shorter than the longest that keeps SMs busy a split may be to fill its tiles better."""
+
+_MOST_KEYS = 1 << 14
+
+
+@dataclass(frozen=True)
+class SplitBytes:
+    """Bytes that the launches of a call move for a split, by the formulas of its traffic.
+
+    Attributes:
+        of_key: bytes of a row of K and a row of V.
+        of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
+            are written and read, and the warps of a block read the length of the sequence.
+    """
+
+    of_key: int
+    of_part: int
+
+    def over_bound(self, keys: int) -> float:
+        """The bytes of a split over those of its keys and values."""
+        return 1 + self.of_part / (keys * self.of_key)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The splits of a call with one sequence and one query.
+
+    Attributes:
+        size: the keys of a split, a multiple of 16.
+        block_k: keys of a tile; the last tile of a split is cut at its border.
+        heads_kv: key heads, whose splits are work tiles each.
+        slots: blocks that run at the same time.
+        bytes: the bytes of a split.
+    """
+
+    size: int
+    block_k: int
+    heads_kv: int
+    slots: int
+    bytes: SplitBytes
+
+    @property
+    def waste(self) -> float:
+        """The keys of the tiles of a split over the keys of the split."""
+        return math.ceil(self.size / self.block_k) * self.block_k / self.size
+
+    @property
+    def over_bound(self) -> float:
+        """The bytes of a split over those of its keys and values."""
+        return self.bytes.over_bound(self.size)
+
+    @property
+    def least_busy(self) -> tuple[float, int]:
+        """The least `busy` of all lengths from the first of `LENGTHS` on, and where it is.
+
+        It is just past a number of whole rounds. Later ends of rounds lose less.
+        """
+        lengths = {LENGTHS[0]}
+        first = math.ceil(LENGTHS[0] / self.size)
+        for splits in range(first, first + 2 * self.slots):
+            if self._rounds(splits + 1) > self._rounds(splits):
+                lengths.add(splits * self.size + 1)
+        return min((self.busy(keys), keys) for keys in lengths)
+
+    def busy(self, keys: int) -> float:
+        """The share of the time in which slots have work, where keys take equal times.
+
+        The last split may have few keys.
+        """
+        rounds = self._rounds(math.ceil(keys / self.size))
+        return self.heads_kv * keys / (rounds * self.slots * self.size)
+
+    def _rounds(self, splits: int) -> int:
+        return math.ceil(self.heads_kv * splits / self.slots)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        tiles = math.ceil(self.size / self.block_k)
+        wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
+        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
+            why = f"about the most that keeps {wanted}"
+        else:
+            why = f"none with few bytes keeps {wanted}, this one comes nearest"
+        yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
+        for keys in LENGTHS:
+            tiles = self.heads_kv * math.ceil(keys / self.size)
+            yield (
+                f"  {keys:>9,} keys   work_tiles = {self.heads_kv}*ceil({keys}/{self.size}) = "
+                f"{tiles:,}   busy = {self.busy(keys):.1%}"
+            )
+        least, where = self.least_busy
+        yield f"  between them busy is least at {where:,} keys: {least:.1%}"
+        yield (
+            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
+            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
+        )
+
+
+def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
+    """The splits of a call with a paged cache that gives no split_size.
+
+    Args:
+        kernel: the plan or the facts of the forward kernel, with one query head in a tile.
+        heads_kv: key heads.
+        sms: SMs of the GPU.
+    """
+    of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
+    few_bytes = [
+        SplitPlan(size, kernel.block_k, heads_kv, slots, of_split)
+        for size in range(4 * STEP, _MOST_KEYS, STEP)
+        if of_split.over_bound(size) <= MOST_OVER_BOUND
+    ]
+    least = {each: min(map(each.busy, LENGTHS)) for each in few_bytes}
+    busy = [each for each in few_bytes if least[each] >= LEAST_BUSY]
+    if not busy:  # few key heads, or so many SMs that no split suffices
+        return max(few_bytes, key=lambda each: (least[each], each.size))
+    long = [each for each in busy if each.size >= SHORTER * busy[-1].size]
+    return min(long, key=lambda each: (each.waste, -each.size))
+
+
+def _bytes_of(kernel: LaunchRules) -> SplitBytes:
+    d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
+    part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
+    lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
+    return SplitBytes(e * (d_qk + d_v), GROUP * (e * d_qk + part) + lengths)

@@ -1,0 +1,1 @@
+"""From Python to what a mask and a score are: the language, and its analysis."""

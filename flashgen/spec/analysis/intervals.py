@@ -1,0 +1,350 @@
+"""Closed-form intervals along one axis: the keys that a tile of queries reaches or keeps entirely.
+
+They exist for and/or combinations of inequalities that are affine in the walked position, including
+floor divisions by positive numbers, and arbitrary in the other position. The same functions give
+the queries that a tile of keys reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.spec.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, Fact, Node, lower
+from flashgen.spec.analysis.ranges import Range, greatest, least, range_of
+from flashgen.spec.analysis.tile_bounds import End, TileBounds, expanded, linear, pick_known
+from flashgen.spec.analysis.tile_classes import bounds, exactly_at_least, may, must
+from flashgen.spec.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
+from flashgen.spec.language.divisors import is_data, may_be_zero
+from flashgen.spec.language.integer_limits import fits, limits
+from flashgen.spec.language.sympy_functions import Select
+
+FAR = sympy.Integer(2**30)
+"""A number beyond every position, in place of infinity where a bound depends on a condition."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The positions x with ``lo <= x < hi``; None where there is no bound."""
+
+    lo: End
+    hi: End
+
+
+EVERYTHING = Interval(None, None)
+NOTHING = Interval(FAR, -FAR)
+
+
+@dataclass(frozen=True)
+class WalkedAxis:
+    """The axis along which a walk visits tiles, for a fixed tile of the other axis."""
+
+    symbol: sympy.Symbol = K
+
+    @property
+    def fixed(self) -> sympy.Symbol:
+        return Q if self.symbol == K else K
+
+    @property
+    def tile(self) -> TileBounds:
+        return bounds({self.fixed: CORNERS[self.fixed]})
+
+    def lowered(self, mask: sympy.Basic) -> Node:
+        """The tree of ``mask``, with functions of the walked position resolved into cases."""
+        return lower(mask, bounds(), lambda atom: self.symbol in atom.free_symbols)
+
+
+def row_interval(mask: sympy.Basic, walk: WalkedAxis | None = None) -> Interval | None:
+    """The interval of one row whose mask is true, as expressions of the row.
+
+    None if the kept positions are not an interval.
+    """
+    walk = walk or WalkedAxis()
+    return _row(walk.lowered(mask), walk)
+
+
+def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, bool]:
+    """An interval that contains every walked position whose mask is true for some row of the tile.
+
+    The flag is true if it contains no other positions (given q_lo <= q_hi).
+    """
+    walk = walk or WalkedAxis()
+    tree = walk.lowered(mask)
+    row = _row(tree, walk)
+    return _reach(tree, walk, walk.tile), row is not None and _union_is_hull(row, walk)
+
+
+def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | None, bool]:
+    """An interval of walked positions whose mask is true for every row of the tile, or None.
+
+    The flag is true if it contains all such positions.
+    """
+    walk = walk or WalkedAxis()
+    tree = walk.lowered(mask)
+    row, found = _row(tree, walk), _full(tree, walk)
+    if row is None or found is None:
+        return found, False
+    return found, all(_direction(end, walk) is not None for end in _ends(row))
+
+
+# One row.
+
+
+def _row(node: Node, walk: WalkedAxis) -> Interval | None:
+    condition = _row_condition(node, walk)
+    if condition is not None:
+        return _when(condition, EVERYTHING, NOTHING)
+    if isinstance(node, AtLeast0):
+        return _solve(node.expr, walk)
+    if not isinstance(node, AllOf | AnyOf):
+        return None
+    facts, others = _split_conditions(node, walk)
+    rows = [_row(part, walk) for part in others]
+    solved = [row for row in rows if row is not None]
+    if len(solved) < len(rows):
+        return None
+    if isinstance(node, AllOf):
+        return _when(sympy.And(*facts), _intersection(solved), NOTHING)
+    union = _same_direction(solved)
+    return None if union is None else _when(sympy.Or(*facts), EVERYTHING, union)
+
+
+def _row_condition(node: Node, walk: WalkedAxis) -> sympy.Basic | None:
+    """The node as a condition, when it does not depend on the walked position."""
+    if isinstance(node, AllOf | AnyOf):
+        parts = [_row_condition(part, walk) for part in node.parts]
+        if any(part is None for part in parts):
+            return None
+        return sympy.And(*parts) if isinstance(node, AllOf) else sympy.Or(*parts)
+    condition = _condition(node)
+    return None if walk.symbol in condition.free_symbols else condition
+
+
+def _condition(node: AtLeast0 | Congruent | Fact) -> sympy.Basic:
+    if isinstance(node, AtLeast0):
+        return exactly_at_least(node.expr, sympy.S.Zero)
+    if isinstance(node, Congruent):
+        relation = sympy.Eq if node.holds else sympy.Ne
+        return relation(FloorMod(node.x, node.modulus), node.remainder)
+    return node.expr
+
+
+def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
+    """``expr >= 0`` solved for the walked position, if it occurs once and can be isolated."""
+    atoms, rest = linear(expr, bounds({walk.symbol: (None, None)}))
+    if len(atoms) != 1:
+        return None
+    ((atom, weight),) = atoms.items()
+    above = bool(weight.is_positive)  # atom >= bound, else atom <= bound
+    if not above and not weight.is_negative:
+        return None
+    bound = -FloorDiv(rest, weight) if above else FloorDiv(rest, -weight)
+    solved: Interval | None
+    if atom == walk.symbol:
+        solved = Interval(bound, None) if above else Interval(None, expanded(bound + 1))
+    elif _is_division(atom, walk):
+        x, divisor = atom.args
+        multiple = divisor * bound
+        solved = _solve(expanded(x - multiple if above else multiple + divisor - 1 - x), walk)
+    else:
+        return None
+    if solved is None or not all(end is None or fits(end) for end in (solved.lo, solved.hi)):
+        return None
+    return solved
+
+
+def _is_division(atom: sympy.Expr, walk: WalkedAxis) -> bool:
+    if not isinstance(atom, FloorDiv):
+        return False
+    divisor = atom.args[1]
+    if is_data(divisor) and may_be_zero(divisor):
+        return False
+    return bool(divisor.is_nonnegative) and walk.symbol not in divisor.free_symbols
+
+
+def _intersection(rows: list[Interval]) -> Interval:
+    return Interval(
+        pick_known(Maximum, [row.lo for row in rows]), pick_known(Minimum, [row.hi for row in rows])
+    )
+
+
+def _same_direction(rows: list[Interval]) -> Interval | None:
+    """The union, when it is surely an interval: all unbounded on one side, or a single part."""
+    if not rows:
+        return NOTHING
+    if len(rows) == 1:
+        return rows[0]
+    if all(row.lo is None for row in rows):
+        return Interval(None, greatest(*(row.hi for row in rows)))
+    if all(row.hi is None for row in rows):
+        return Interval(least(*(row.lo for row in rows)), None)
+    return None
+
+
+def _when(condition: sympy.Basic, yes: Interval, no: Interval) -> Interval:
+    """``yes`` or ``no``, chosen when the kernel runs."""
+    if condition == sympy.true:
+        return yes
+    if condition == sympy.false:
+        return no
+    lo = _either(condition, yes.lo, no.lo, -FAR)
+    hi = _either(condition, yes.hi, no.hi, FAR)
+    if no == NOTHING and hi is not None:
+        lo = yes.lo  # an end that no position satisfies makes the interval empty
+    return Interval(lo, hi)
+
+
+def _either(condition: sympy.Basic, a: End, b: End, infinite: sympy.Expr) -> End:
+    if a is None and b is None:
+        return None
+    return Select(condition, infinite if a is None else a, infinite if b is None else b)
+
+
+# Many rows.
+
+
+def _range(end: End, tile: TileBounds) -> Range:
+    found = Range(None, None) if end is None else range_of(end, tile)
+    return found if found.defined == sympy.true else Range(None, None)
+
+
+def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
+    row = _row(node, walk)
+    if row is not None:
+        return Interval(_range(row.lo, tile).lo, _range(row.hi, tile).hi)
+    if isinstance(node, AllOf):
+        facts, others = _split_conditions(node, walk)
+        inner = _narrowed(facts, walk, tile)
+        found = _intersection([_reach(part, walk, inner) for part in others])
+        possible = sympy.And(*(may(fact, walk.tile) for fact in facts))
+        return _when(possible, found, NOTHING)
+    if isinstance(node, AnyOf):
+        return _hull([_reach(part, walk, tile) for part in node.parts])
+    return EVERYTHING
+
+
+def _hull(parts: list[Interval]) -> Interval:
+    parts = [part for part in parts if part != NOTHING]
+    if not parts:
+        return NOTHING
+    return Interval(least(*(part.lo for part in parts)), greatest(*(part.hi for part in parts)))
+
+
+def _split_conditions(
+    node: AllOf | AnyOf, walk: WalkedAxis
+) -> tuple[list[sympy.Basic], list[Node]]:
+    """The parts that are conditions on the row alone, and the others."""
+    facts, others = [], []
+    for part in node.parts:
+        condition = _row_condition(part, walk)
+        if condition is None:
+            others.append(part)
+        else:
+            facts.append(condition)
+    return facts, others
+
+
+def _narrowed(facts: list[sympy.Basic], walk: WalkedAxis, tile: TileBounds) -> TileBounds:
+    """The tile without the rows that conditions on the row alone rule out at its ends."""
+    lo, hi = tile.ends[walk.fixed]
+    across = WalkedAxis(walk.fixed)
+    for fact in facts:
+        rows = row_interval(fact, across)
+        if rows is None or walk.symbol in fact.free_symbols:
+            continue
+        if rows.lo is not None and lo is not None:
+            lo = Maximum(lo, rows.lo)
+        if rows.hi is not None and hi is not None:
+            hi = Minimum(hi, rows.hi - 1)
+    return bounds({walk.fixed: (lo, hi)})
+
+
+def _full(node: Node, walk: WalkedAxis) -> Interval | None:
+    row = _row(node, walk)
+    if row is not None:
+        lo, hi = _range(row.lo, walk.tile), _range(row.hi, walk.tile)
+        unknown = (row.lo is not None and lo.hi is None) or (row.hi is not None and hi.lo is None)
+        return None if unknown else Interval(lo.hi, hi.lo)
+    if isinstance(node, AllOf):
+        parts = [_full(part, walk) for part in node.parts]
+        known = [part for part in parts if part is not None]
+        return _intersection(known) if len(known) == len(parts) else None
+    if isinstance(node, AnyOf):
+        facts, others = _split_conditions(node, walk)
+        always = sympy.Or(*(must(fact, walk.tile) for fact in facts))
+        rest = [_full(part, walk) for part in others]
+        # A part without a closed form only adds to the union.
+        known = [part for part in rest if part is not None and part != NOTHING]
+        union = _same_direction(known) if known else None
+        if union is None:
+            return None
+        return _when(always, EVERYTHING, union)
+    return None
+
+
+# Proofs.
+
+
+def _ends(row: Interval) -> list[sympy.Expr]:
+    return [*_parts(row.lo, Maximum), *_parts(row.hi, Minimum)]
+
+
+def _parts(end: End, kind: type[sympy.Expr]) -> list[sympy.Expr]:
+    if end is None:
+        return []
+    return list(end.args) if isinstance(end, kind) else [end]
+
+
+def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
+    """+1, -1 or 0: how a bound moves with the row, never the other way; None when unknown."""
+    if walk.fixed not in expr.free_symbols:
+        return 0
+    if expr == walk.fixed:
+        return 1
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        atoms, _ = linear(expr, walk.tile)
+        moves = []
+        for atom, weight in atoms.items():
+            sign = 1 if weight.is_nonnegative else -1 if weight.is_nonpositive else None
+            move = None if isinstance(atom, sympy.Mul) else _direction(atom, walk)
+            moves.append(None if sign is None or move is None else sign * move)
+        return _agreed(moves)
+    if isinstance(expr, Minimum | Maximum):
+        return _agreed([_direction(arg, walk) for arg in expr.args])
+    if isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative:
+        return None if walk.fixed in expr.args[1].free_symbols else _direction(expr.args[0], walk)
+    return None
+
+
+def _agreed(moves: list[int | None]) -> int | None:
+    if any(move is None for move in moves):
+        return None
+    found = {move for move in moves if move}
+    return None if len(found) > 1 else (found.pop() if found else 0)
+
+
+def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
+    """True when the rows' intervals, over any range of rows, leave no gap in their hull.
+
+    All bounds must move the same way, and where there are bounds on both sides the
+    interval of each row must be non-empty and touch its neighbour's.
+    """
+    move = _agreed([_direction(end, walk) for end in _ends(row)])
+    if move is None:
+        return False
+    if move == 0 or row.lo is None or row.hi is None:
+        return True
+    following = {walk.fixed: walk.fixed + 1}
+    for lo in _parts(row.lo, Maximum):
+        for hi in _parts(row.hi, Minimum):
+            gap = hi - lo.xreplace(following) if move > 0 else hi.xreplace(following) - lo
+            if not (_never_negative(hi - lo - 1, walk) and _never_negative(gap, walk)):
+                return False
+    return True
+
+
+def _never_negative(expr: sympy.Expr, walk: WalkedAxis) -> bool:
+    everywhere = bounds({walk.fixed: (None, None)})
+    low = range_of(expanded(expr), everywhere).lo
+    return low is not None and limits(low)[0] >= 0

@@ -1,0 +1,111 @@
+"""The analysis of a mask: bounds and conditions that classify tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
+from flashgen.spec.analysis.tile_classes import may, must
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, Extreme, TensorSymbol
+from flashgen.spec.language.lets import atoms_of
+
+
+@dataclass(frozen=True)
+class MaskAnalysis:
+    """Conditions and bounds of a mask's tiles, which kernels evaluate.
+
+    Attributes:
+        expr: the mask.
+        always: whether the mask is true everywhere.
+        reach: an interval in terms of Q_LO and Q_HI that contains every k whose mask is true for
+            some q of the tile.
+        reach_exact: whether every k in ``reach`` is such a k, so that no tile inside is empty.
+        full: an interval in terms of Q_LO and Q_HI whose k are true for every q of the tile; None
+            if there is no closed form.
+        full_exact: whether ``full`` contains all such k, so that no tile beyond it is full.
+        may: a condition on the four corners; if it is false, the tile is empty.
+        must: a condition on the four corners; if it is true, the tile is full.
+        row: an interval in terms of Q that is exactly the k whose mask is true; None if the mask of
+            a row is not an interval.
+    """
+
+    expr: sympy.Basic
+    always: bool
+    reach: Interval
+    reach_exact: bool
+    full: Interval | None
+    full_exact: bool
+    may: sympy.Basic
+    must: sympy.Basic
+    row: Interval | None
+
+    @property
+    def growth(self) -> int:
+        """1 if later tiles reach more than earlier ones, -1 if less, 0 if both ends move.
+
+        It is also 0 if no bound depends on the tile.
+        """
+        corners = {Q_LO, Q_HI, K_LO, K_HI}
+        lo, hi = (
+            end is not None and bool(end.free_symbols & corners)
+            for end in (self.reach.lo, self.reach.hi)
+        )
+        return hi - lo
+
+    @property
+    def minmax_tables(self) -> tuple[tuple[TensorSymbol, int], ...]:
+        """The tensors, each with an axis, whose min/max tables the conditions and bounds read."""
+        ends = (
+            end for i in (self.reach, self.full) if i for end in (i.lo, i.hi) if end is not None
+        )
+        read = {
+            (extreme.tensor, extreme.axis)
+            for expr in (self.may, self.must, *ends)
+            for extreme in atoms_of(expr, Extreme)
+        }
+        return tuple(sorted(read, key=lambda each: (each[0].name, each[1])))
+
+
+def analyse_mask(mask: sympy.Basic, walk: WalkedAxis | None = None) -> MaskAnalysis:
+    """The analysis of one mask, for a walk along ``walk``: keys by default."""
+    walk = walk or WalkedAxis()
+    reached, reach_exact = reach(mask, walk)
+    filled, full_exact = full(mask, walk)
+    return MaskAnalysis(
+        expr=mask,
+        always=mask == sympy.true,
+        reach=reached,
+        reach_exact=reach_exact,
+        full=filled,
+        full_exact=full_exact,
+        may=may(mask),
+        must=must(mask),
+        row=row_interval(mask, walk),
+    )
+
+
+TileClass = Literal["empty", "full", "mixed"]
+
+
+def classify(
+    mask: MaskAnalysis,
+    env: Mapping[sympy.Symbol, Any],
+    q_range: tuple[int, int],
+    k_range: tuple[int, int],
+) -> TileClass:
+    """The class of one tile.
+
+    Args:
+        env: values of b, h, the sizes, scalars and tensors (numpy arrays) that the mask uses.
+        q_range, k_range: first and last global position, both inclusive.
+    """
+    corners = {Q_LO: q_range[0], Q_HI: q_range[1], K_LO: k_range[0], K_HI: k_range[1]}
+    values = {**env, **corners}
+    if not evaluate(mask.may, values):
+        return "empty"
+    return "full" if evaluate(mask.must, values) else "mixed"

@@ -1,0 +1,42 @@
+"""Checks of capture names, which become arguments of calls.
+
+What a name means in C++ or CUDA does not matter: emitted files have it behind a prefix.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from flashgen.spec.language.user_source import refuse
+
+# Arguments of mods and of the operator, and symbols of their expressions.
+BUILT_IN_NAMES = frozenset(
+    """
+    b h q k v o score batch heads seq_q seq_k q_lo q_hi k_lo k_hi out lse scale q_offset k_offset
+    heads_q heads_kv h_offset whole whole_heads whole_seq_q whole_seq_k split_size head_dim
+    head_dim_v dropout_p return_lse backend arch rng deterministic dout dlse dq dk dv _needed _self
+    """.split()  # noqa: SIM905
+)
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises SpecError unless a capture of this ``kind`` (Scalar or Tensor) can have the name."""
+    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+        refuse(
+            f"the name of a {kind} is an identifier",
+            numbers=f"name {name!r}",
+            way_out="ASCII letters, digits and underscores, no digit first, as in 'window'",
+        )
+    if keyword.iskeyword(name):
+        refuse(
+            f"the name of a {kind} is a keyword of Python, which no argument of a call can be",
+            numbers=f"name {name!r}",
+            way_out=f"another name, as in {name + '_value'!r}",
+        )
+    if name in BUILT_IN_NAMES or re.fullmatch(r"t[0-9]+", name):
+        refuse(
+            f"the name of a {kind} already has a meaning in flashgen",
+            numbers=f"name {name!r}; in use: {', '.join(sorted(BUILT_IN_NAMES))}, t0, t1, ...",
+            way_out="fg.batch, fg.heads, fg.seq_q and fg.seq_k for sizes, or another name",
+        )

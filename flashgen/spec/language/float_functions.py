@@ -1,0 +1,303 @@
+"""Functions of floats as sympy functions that sympy does not simplify.
+
+sympy's own exp, log, tanh, sin, cos and Abs are functions of real or complex numbers: they cancel
+one another, and rewrite their arguments. Outside its domain a function of floats is NaN.
+
+A `FloatFunction` is the only description of a function: mods, analysis, planner, kernels and the
+tiled path read it. The float64 reference and the proof of derivatives have rules of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import sympy
+
+from flashgen.spec.language.comparisons import relation
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import RealFunction
+
+
+class Monotone(NamedTuple):
+    """The range of a function of one argument that never falls, or never rises.
+
+    Attributes:
+        least, most: bounds of all values.
+        from_on: the least argument that the function is defined for; None for all.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    from_on: int | None = None
+    falls: bool = False
+
+
+class Bounded(NamedTuple):
+    """The range of a function whose values lie in [-bound, bound].
+
+    Attributes:
+        of_finite: whether it is defined for finite arguments only.
+    """
+
+    bound: int
+    of_finite: bool = False
+
+
+class FloatFunction(RealFunction):
+    """A function for mods that torch and CUDA have: ``fg.<called>``.
+
+    A subclass has `form` (as sympy has it) and `fdiff` (its derivative) besides the attributes.
+
+    Attributes:
+        called: its name in fg, torch and math.
+        takes: the names of its arguments.
+        numpy: its name in numpy where that is another one; where numpy has none, math's is used.
+        cuda: its name in kernels of float32 operands, and of float16 and bfloat16.
+        pole: the argument at which the value is -inf.
+        most_instructions: of one call, for the limits of a kernel's size.
+        instructions: as counted in kernels of float16, and of float32, for the time of a tile.
+        is_costly: whether code computes it only on the paths that need it.
+        interval: how its range over a tile follows from those of its arguments; None where nothing
+            is known.
+    """
+
+    nargs = (1,)
+    called: ClassVar[str]
+    takes: ClassVar[tuple[str, ...]] = ("x",)
+    numpy: ClassVar[str] = ""
+    cuda: ClassVar[tuple[str, str]]
+    pole: ClassVar[int | None] = None
+    most_instructions: ClassVar[int] = 8
+    instructions: ClassVar[tuple[int, int]]
+    is_costly: ClassVar[bool] = True
+    interval: ClassVar[Monotone | Bounded | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        FUNCTIONS[cls.called] = cls
+
+
+FUNCTIONS: dict[str, type[FloatFunction]] = {}
+"""All functions of floats, by name."""
+
+
+class Abs(RealFunction):
+    """The absolute value of a float. `sympy.Abs`, that of an integer, rewrites its argument."""
+
+    nargs = (1,)
+    form = staticmethod(sympy.Abs)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return sympy.Abs(x) if is_int(x) else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.sign(self.args[0])
+
+
+class Exp(FloatFunction):
+    """e to the power x."""
+
+    called = "exp"
+    cuda = ("expf", "expf")
+    instructions = (8, 8)
+    interval = Monotone(least=0.0)
+    form = staticmethod(sympy.exp)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return self
+
+
+class Log(FloatFunction):
+    """Natural logarithm."""
+
+    called = "log"
+    cuda = ("logf", "fast_log")
+    pole = 0
+    instructions = (2, 22)
+    interval = Monotone(from_on=0)
+    form = staticmethod(sympy.log)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / self.args[0]
+
+
+class Log2(FloatFunction):
+    """Logarithm to base 2."""
+
+    called = "log2"
+    cuda = ("log2f", "fast_log2")
+    pole = 0
+    instructions = (1, 22)
+    is_costly = False
+    interval = Monotone(from_on=0)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.log(x) / sympy.log(2)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (self.args[0] * Log(sympy.Integer(2)))
+
+
+class Tanh(FloatFunction):
+    """Hyperbolic tangent."""
+
+    called = "tanh"
+    cuda = ("tanhf", "fast_tanh")
+    instructions = (1, 20)
+    interval = Monotone(-1.125, 1.125)
+    form = staticmethod(sympy.tanh)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 - self**2
+
+
+class Sin(FloatFunction):
+    """Sine of x radians."""
+
+    called = "sin"
+    cuda = ("sine", "sine")
+    most_instructions = 80
+    instructions = (21, 21)
+    is_costly = False
+    interval = Bounded(1, of_finite=True)
+    form = staticmethod(sympy.sin)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return Cos(self.args[0])
+
+
+class Cos(FloatFunction):
+    """Cosine of x radians."""
+
+    called = "cos"
+    cuda = ("cosine", "cosine")
+    most_instructions = 80
+    instructions = (21, 21)
+    is_costly = False
+    interval = Bounded(1, of_finite=True)
+    form = staticmethod(sympy.cos)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return -Sin(self.args[0])
+
+
+class Sigmoid(FloatFunction):
+    """1 / (1 + exp(-x))."""
+
+    called = "sigmoid"
+    cuda = ("sigmoid", "fast_sigmoid")
+    instructions = (9, 17)
+    is_costly = False
+    interval = Monotone(0.0, 1.125)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return 1 / (1 + sympy.exp(-x))
+
+    def _eval_is_positive(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return self * (1 - self)
+
+
+class Erf(FloatFunction):
+    """The error function."""
+
+    called = "erf"
+    cuda = ("erff", "erff")
+    most_instructions = 30
+    instructions = (20, 20)
+    interval = Monotone(-1.125, 1.125)
+    form = staticmethod(sympy.erf)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 2 / sympy.sqrt(sympy.pi) * Exp(-(self.args[0] ** 2))
+
+
+class Erfc(FloatFunction):
+    """1 - erf(x), also where that is tiny."""
+
+    called = "erfc"
+    cuda = ("erfcf", "erfcf")
+    most_instructions = 60
+    instructions = (45, 45)
+    interval = Monotone(0.0, 3.0, falls=True)
+    form = staticmethod(sympy.erfc)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return -2 / sympy.sqrt(sympy.pi) * Exp(-(self.args[0] ** 2))
+
+
+class Log1p(FloatFunction):
+    """log(1 + x), also where x is tiny."""
+
+    called = "log1p"
+    cuda = ("log1pf", "log1pf")
+    pole = -1
+    most_instructions = 30
+    instructions = (24, 24)
+    interval = Monotone(from_on=-1)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.log(1 + x)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (1 + self.args[0])
+
+
+class Expm1(FloatFunction):
+    """exp(x) - 1, also where x is tiny."""
+
+    called = "expm1"
+    cuda = ("expm1f", "expm1f")
+    most_instructions = 30
+    instructions = (22, 22)
+    interval = Monotone(least=-2.0)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.exp(x) - 1
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return Exp(self.args[0])
+
+
+class Atan(FloatFunction):
+    """The angle in radians, from -pi/2 to pi/2, whose tangent is x."""
+
+    called = "atan"
+    numpy = "arctan"
+    cuda = ("atanf", "atanf")
+    most_instructions = 30
+    instructions = (20, 20)
+    interval = Monotone(-2.0, 2.0)
+    form = staticmethod(sympy.atan)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return 1 / (1 + self.args[0] ** 2)
+
+
+class Atan2(FloatFunction):
+    """The angle of the point (x, y) in radians, from -pi to pi."""
+
+    nargs = (2,)
+    called = "atan2"
+    takes = ("y", "x")
+    numpy = "arctan2"
+    cuda = ("atan2f", "atan2f")
+    most_instructions = 60
+    instructions = (34, 34)
+    interval = Bounded(4)
+    form = staticmethod(sympy.atan2)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        y, x = self.args
+        square = x**2 + y**2
+        part = x if argindex == 1 else -y
+        none = relation(sympy.Eq, square, sympy.S.Zero)
+        return sympy.Piecewise((0, none), (part / square, True), evaluate=False)

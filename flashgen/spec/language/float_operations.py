@@ -1,0 +1,212 @@
+"""Operations of floats as sympy functions that sympy does not simplify.
+
+sympy calculates with real numbers, and floats are none: ``x - x`` is NaN for an infinite x,
+``(i * 0.1) * 10`` is not always i, and a product of large numbers is infinite. Each operation of
+floats in a mod is therefore a node of its own, which denotes one rounded operation of IEEE 754 on
+exactly its arguments, as torch computes it. Only identities that hold for every float are applied.
+Integers keep sympy's algebra.
+
+An integer among the arguments is converted, and a number is a literal: both are rounded to float32.
+``a - b`` is the sum of a and -b. The negation ``-x`` is exact and remains sympy's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from sympy.core.sorting import default_sort_key
+from sympy.printing.precedence import PRECEDENCE
+
+from flashgen.spec.language.comparisons import REAL_RELATIONS, FloatEqual, FloatRelation, relation
+from flashgen.spec.language.float_functions import Log
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import RealFunction
+
+
+class AsFloat(RealFunction):
+    """An integer, converted to float32. ``AsFloat(2)`` is the literal 2.0."""
+
+    nargs = (1,)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return x
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return None if is_int(x) else x
+
+    # A literal has the sign of its number.
+
+    def _eval_is_zero(self) -> Any:
+        return self.args[0].is_zero
+
+    def _eval_is_positive(self) -> Any:
+        return self.args[0].is_positive
+
+    def _eval_is_negative(self) -> Any:
+        return self.args[0].is_negative
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.One
+
+
+def plain(x: sympy.Expr) -> sympy.Expr:
+    """An argument of an operation, which converts integers anyway."""
+    return x.args[0] if isinstance(x, AsFloat) else x
+
+
+def negative(x: sympy.Expr) -> sympy.Expr:
+    """``-x``, exactly: the negative zero is not 0."""
+    if isinstance(x, AsFloat) and x.args[0].is_Number and not x.is_zero:
+        return AsFloat(-x.args[0])
+    return -x
+
+
+def _positive(x: sympy.Expr) -> sympy.Expr | None:
+    """The float of which ``x`` is the negation; None where it is not written as one."""
+    if x.is_Number:
+        return -x if x.is_negative else None
+    if isinstance(x, sympy.Mul) and x.args[0] is sympy.S.NegativeOne and not is_int(x):
+        return -x
+    return None
+
+
+class _FloatOperation(RealFunction):
+    """One operation of two floats."""
+
+    nargs = (2,)
+
+
+class FloatSum(_FloatOperation):
+    """``a + b``. A sum with 0 is not b itself, which may be the negative zero."""
+
+    precedence = PRECEDENCE["Add"]
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a + b
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        first, second = sorted((plain(a), plain(b)), key=default_sort_key)
+        return None if (first, second) == (a, b) else cls(first, second)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.One
+
+
+class FloatProduct(_FloatOperation):
+    """``a * b``, without the signs of its factors."""
+
+    precedence = PRECEDENCE["Mul"]
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a * b
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        first, second = sorted((plain(a), plain(b)), key=default_sort_key)
+        for factor, other in ((first, second), (second, first)):
+            positive = _positive(factor)
+            if positive is not None:
+                return negative(cls(positive, other))
+            if factor is sympy.S.One:
+                return AsFloat(other)
+        return None if (first, second) == (a, b) else cls(first, second)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return _as_factor(self.args[2 - argindex])
+
+
+class FloatQuotient(_FloatOperation):
+    """``a / b``, without the signs of its arguments."""
+
+    precedence = PRECEDENCE["Mul"]
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a / b
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        above, below = plain(a), plain(b)
+        if (positive := _positive(above)) is not None:
+            return negative(cls(positive, below))
+        if (positive := _positive(below)) is not None:
+            return negative(cls(above, positive))
+        if below is sympy.S.One:
+            return AsFloat(above)
+        return None if (above, below) == (a, b) else cls(above, below)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        a, b = self.args
+        if argindex == 1:
+            return 1 / b if b.is_number else FloatQuotient(sympy.S.One, b)
+        return -_as_factor(a) / _as_factor(b) ** 2
+
+
+class FloatPower(_FloatOperation):
+    """``a ** b``."""
+
+    precedence = PRECEDENCE["Pow"]
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a**b
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        base, exponent = plain(a), plain(b)
+        if exponent is sympy.S.Zero or base is sympy.S.One:
+            return AsFloat(sympy.S.One)  # where the other is NaN too
+        if exponent is sympy.S.One:
+            return AsFloat(base)
+        return None if (base, exponent) == (a, b) else cls(base, exponent)
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        """As torch's: without a division by the base, and 0 where the exponent is 0."""
+        a, n = map(_as_factor, self.args)
+        if argindex == 1 and n.is_number:
+            return n * a ** (n - 1)
+        if argindex == 1:
+            slope = n * FloatPower(a, FloatSum(n, -1))
+            return _unless(FloatEqual(n, 0), slope)
+        if a.is_number and a.is_positive:
+            return self * Log(a)
+        none = sympy.And(FloatEqual(a, 0), relation(sympy.Ge, n, sympy.S.Zero))
+        return _unless(none, self * Log(a))
+
+
+def _as_factor(x: sympy.Expr) -> sympy.Expr:
+    """An argument as a factor of a derivative, in which sympy must not multiply out integers."""
+    return x if x.is_number else AsFloat(x)
+
+
+def _unless(condition: sympy.Basic, slope: sympy.Expr) -> sympy.Expr:
+    return sympy.Piecewise((0, condition), (slope, True), evaluate=False)
+
+
+def in_reals(expr: sympy.Basic) -> sympy.Basic:
+    """The expression with sympy's arithmetic, as if no operation rounded: for proofs and counts."""
+    if expr in (sympy.oo, -sympy.oo):
+        return _INFINITY if expr is sympy.oo else -_INFINITY
+    args = [in_reals(arg) for arg in expr.args]
+    if isinstance(expr, AsFloat | _FloatOperation):
+        assert expr.form is not None
+        return expr.form(*args)
+    if isinstance(expr, FloatRelation):
+        # sympy would look for the sign of the difference, in time that grows with its size.
+        return REAL_RELATIONS[type(expr)](*args, evaluate=False)
+    if tuple(args) == expr.args:
+        return expr
+    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
+    return expr.func(*args, **options)
+
+
+_INFINITY = sympy.Symbol("inf", positive=True)
+
+NAN = FloatSum(sympy.oo, -sympy.oo, evaluate=False)
+"""The literal NaN; sympy's own swallows everything that it is combined with."""

@@ -1,0 +1,309 @@
+"""Copies, equality and pickling of functions of integers, such as that of a block layout.
+
+A block layout's function cannot be traced, since it may branch on its arguments. It is copied with
+the values that its code can reach, and identified by the code and these values.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import inspect
+import io
+import marshal
+import pickle
+import sys
+import types
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language.user_source import lines_of, nested_codes
+
+Function = Callable[..., object]
+
+
+def bound(function: Any) -> Any:
+    """A copy of a function with all values that it can reach, as they are now.
+
+    Cells, defaults, global variables that its code names, and the objects in them are copied, so
+    that later changes have no effect. Classes and modules are not: `outside` tells whether they
+    have changed.
+
+    Raises:
+        SpecError: the function can reach a value that cannot be copied, such as a generator.
+    """
+    data, kept = _pickled(function)
+    return _Unpickler(io.BytesIO(data), kept).load()
+
+
+def identity_of(function: Any) -> Hashable:
+    """A value that is equal for two functions with the same code over the same values.
+
+    A spec file may be loaded twice, which makes two functions of each definition.
+    """
+    return _identity(function, ())
+
+
+def outside(function: Any) -> Hashable:
+    """The data attributes of the user's classes and modules that a function can reach."""
+    _, kept = _pickled(function)
+    owners = [owner for owner in kept if isinstance(owner, type | types.ModuleType)]
+    named = {name for code in kept if isinstance(code, types.CodeType) for name in _words(code)}
+    found: list[Hashable] = []
+    for owner in owners:
+        for each in owner.__mro__ if isinstance(owner, type) else (owner,):
+            if not _is_library(getattr(each, "__module__", None) or each.__name__):
+                values = [(n, x) for n, x in sorted(vars(each).items()) if n in named]
+                found += [(each.__name__, n, _identity(x, ())) for n, x in values]
+    return tuple(found)
+
+
+def _identity(value: Any, above: tuple[object, ...]) -> Hashable:
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return type(value), repr(value)
+    if type(value) in (tuple, frozenset):
+        parts = sorted(value, key=repr) if type(value) is frozenset else value
+        return type(value), tuple(_identity(part, above) for part in parts)
+    if isinstance(value, types.ModuleType):
+        return types.ModuleType, value.__name__
+    if isinstance(value, types.FunctionType) and not _is_library(value.__module__):
+        if value in above:
+            return "again", above.index(value)
+        above = (*above, value)
+        cells, outer = _seen(value)
+        defaults = value.__defaults__, _pairs(value.__kwdefaults__)
+        parts = (defaults, cells, _pairs(outer), _pairs(value.__dict__))
+        return value.__code__, _identity(parts, above)
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return _Same(value)
+    data, kept = _pickled(value)
+    return data, tuple(x if isinstance(x, types.CodeType) else _Same(x) for x in kept)
+
+
+class _Same:
+    """An object that is equal only to itself."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+# Copies in the same process.
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles functions by their values; code, classes and modules stay as they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.kept: list[Any] = []
+        self.places: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        plain = isinstance(value, type | types.ModuleType | types.CodeType | enum.Enum)
+        if not plain and isinstance(value, types.FunctionType):
+            plain = _is_library(value.__module__)
+        if not plain:
+            return None
+        if id(value) not in self.places:
+            self.places[id(value)] = len(self.kept)
+            self.kept.append(value)
+        return self.places[id(value)]
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            cells, outer = _seen(value)
+            state = cells, outer, value.__defaults__, value.__kwdefaults__, value.__dict__
+            made = (value.__code__, value.__name__, value.__module__)
+            return _empty_function, made, state, None, None, _fill_function
+        if isinstance(value, functools._lru_cache_wrapper):  # its results are those of the function
+            return _unchanged, (value.__wrapped__,)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self.kept = kept
+
+    def persistent_load(self, place: int) -> Any:
+        return self.kept[place]
+
+
+def _pickled(value: Any) -> tuple[bytes, list[Any]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        raise SpecError(
+            "a block layout can reach a value that cannot be copied when the spec is made",
+            where=str(lines_of(value, "")) if callable(value) else "unknown",
+            numbers=f"{type(error).__name__}: {error}"[:200],
+            way_out="a function of numbers, lists and plain objects; or layout=None and the tensor "
+            "with each call",
+        ) from error
+    return file.getvalue(), pickler.kept
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _empty_function(code: types.CodeType, name: str, module: str) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    seen = {"__builtins__": builtins, "__name__": module}
+    return types.FunctionType(code, seen, name, None, cells)
+
+
+def _fill_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+    cells, outer, defaults, named, attributes = state
+    for cell, content in zip(function.__closure__ or (), cells, strict=True):
+        cell.cell_contents = content
+    function.__globals__.update(outer)
+    function.__defaults__, function.__kwdefaults__ = defaults, named
+    function.__dict__.update(attributes)
+
+
+# Pickles for other processes.
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A reference to an enclosing function, by its position among those that enclose it."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A function as picklable parts: its code and the values that it accesses."""
+
+    python: str
+    where: str
+    code: bytes
+    name: str
+    module: str
+    defaults: tuple[Any, ...]
+    named: dict[str, Any]  # defaults of arguments by name
+    attributes: dict[str, Any]
+    cells: tuple[Any, ...]
+    outer: dict[str, Any]
+
+
+def to_parts(value: Any, above: tuple[object, ...] = ()) -> Any:
+    """A picklable form of ``value``; for a function that cannot be imported, its code."""
+    if isinstance(value, types.ModuleType):
+        return _Module(value.__name__)
+    if not isinstance(value, types.FunctionType) or _is_library(value.__module__):
+        return value
+    if value in above:
+        return _Again(above.index(value))
+    above = (*above, value)
+    cells, outer = _seen(value)
+    return _Code(
+        python=str(sys.implementation.cache_tag),
+        where=str(lines_of(value, "")),
+        code=marshal.dumps(value.__code__),
+        name=value.__name__,
+        module=value.__module__,
+        defaults=tuple(to_parts(each, above) for each in value.__defaults__ or ()),
+        named={n: to_parts(each, above) for n, each in (value.__kwdefaults__ or {}).items()},
+        attributes={n: to_parts(each, above) for n, each in value.__dict__.items()},
+        cells=tuple(to_parts(cell, above) for cell in cells),
+        outer={name: to_parts(each, above) for name, each in outer.items()},
+    )
+
+
+def from_parts(part: Any, above: tuple[object, ...] = ()) -> Any:
+    """The inverse of `to_parts`.
+
+    Raises:
+        SpecError: the code is from another version of Python, which this version cannot run.
+    """
+    if isinstance(part, _Module):
+        return __import__(part.name, fromlist=["*"])
+    if isinstance(part, _Again):
+        return above[part.place]
+    if not isinstance(part, _Code):
+        return part
+    if part.python != sys.implementation.cache_tag:
+        raise SpecError(
+            "a block layout that was pickled as code runs only in the same version of Python",
+            where=part.where,
+            numbers=f"pickled in {part.python}, this is {sys.implementation.cache_tag}",
+            way_out="def it at the top level of a module that both can import, with nothing that "
+            "it reads from outside",
+        )
+    made = _empty_function(marshal.loads(part.code), part.name, part.module)
+    above = (*above, made)
+    cells = tuple(from_parts(each, above) for each in part.cells)
+    outer = {name: from_parts(each, above) for name, each in part.outer.items()}
+    defaults = tuple(from_parts(each, above) for each in part.defaults) or None
+    named = {n: from_parts(each, above) for n, each in part.named.items()} or None
+    attributes = {n: from_parts(each, above) for n, each in part.attributes.items()}
+    _fill_function(made, (cells, outer, defaults, named, attributes))
+    return made
+
+
+def _seen(function: types.FunctionType) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The values in a function's closure, and those of its module that it names."""
+    cells = tuple(map(_content, function.__closure__ or ()))
+    known = function.__globals__
+    return cells, {name: known[name] for name in sorted(_words(function.__code__) & known.keys())}
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return None
+
+
+def _words(code: types.CodeType) -> set[str]:
+    """Names and texts by which the code, nested code included, may read a variable."""
+    codes = list(nested_codes(code))
+    texts = {x for each in codes for x in each.co_consts if isinstance(x, str)}
+    return texts.union(*(each.co_names for each in codes))
+
+
+def _pairs(named: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    return tuple((named or {}).items())
+
+
+def _is_library(module: str | None) -> bool:
+    """Whether a module belongs to Python or an installed package, whose values do not change."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return root != "__main__"
+    file = str(getattr(sys.modules.get(root), "__file__", None) or "")
+    return root == "flashgen" or "site-packages" in file
+
+
+def is_the_same_everywhere(function: Any) -> bool:
+    """Whether other processes can import the function by name and it reads no values there."""
+    if isinstance(function, types.FunctionType):
+        cells, outer = _seen(function)
+        if cells or outer or function.__defaults__ or function.__kwdefaults__:
+            return False
+    elif not isinstance(function, types.BuiltinFunctionType):
+        return False
+    found: Any = inspect.getmodule(function)
+    if found is None or found.__name__ == "__main__":
+        return False
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function

@@ -1,0 +1,186 @@
+"""Numeric bounds of integer expressions over all arguments that the launcher accepts.
+
+Integers of 8 and 16 bits wrap around as torch's do: an operation of them, or of one and a number,
+has the dtype that torch gives it, and its result is the exact one modulo 2^8 or 2^16. All others
+are exact in 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import sympy
+
+from flashgen.shared.dtypes import COUNT_LIMIT, ELEMENT_RANGES, POSITION_LIMIT, SCALAR_LIMIT
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.symbols import (
+    BATCH,
+    HEADS,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    SEQ_K,
+    SEQ_Q,
+    B,
+    H,
+    K,
+    Q,
+    is_condition,
+    is_int,
+)
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.tensor_elements import TensorRead
+
+Limits = tuple[int, int]
+
+NARROW = ("uint8", "int8", "int16")
+"""The dtypes of integers that wrap around."""
+
+# Mods do not see the offsets; kernels subtract them from bounds.
+_OFFSETS = tuple(sympy.Symbol(name, integer=True) for name in ("q_offset", "k_offset"))
+_POSITIONS = (Q, K, Q_LO, Q_HI, K_LO, K_HI, *_OFFSETS)
+_LARGEST = {
+    **dict.fromkeys((B, H, BATCH, HEADS), COUNT_LIMIT),
+    **dict.fromkeys((SEQ_Q, SEQ_K), POSITION_LIMIT),
+}
+LIMITS_INSIDE = {SEQ_Q: (1, POSITION_LIMIT), SEQ_K: (1, POSITION_LIMIT)}
+"""Limits of sizes wherever an element of the scores exists."""
+
+
+def limits(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits] | None = None,
+    memo: dict[sympy.Expr, Limits] | None = None,
+) -> Limits:
+    """The least and the greatest value that an integer expression can take, as Python ints.
+
+    The bounds hold but need not be tight: equal subexpressions are treated as independent.
+    ``known`` gives bounds of further symbols, such as names of common subexpressions. ``memo``
+    keeps those of subexpressions, for further calls with the same ``known``.
+    """
+    if known is None:
+        return _limits_alone(expr)
+    memo = {} if memo is None else memo
+    if expr not in memo:
+        memo[expr] = _limits(expr, known, memo)
+    return memo[expr]
+
+
+@lru_cache(maxsize=1 << 14)
+def _limits_alone(expr: sympy.Expr) -> Limits:
+    return _limits(expr, None, None)
+
+
+def _limits(
+    expr: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits] | None,
+    memo: dict[sympy.Expr, Limits] | None,
+) -> Limits:
+    if isinstance(expr, sympy.Symbol):
+        return _symbol(expr, known or {})
+    if expr.is_Integer:
+        return int(expr), int(expr)
+    if isinstance(expr, sympy.Piecewise):
+        return _join([limits(value, known, memo) for value, _ in expr.args])
+    if isinstance(expr, Select):
+        return _join([limits(value, known, memo) for value in expr.args[1:]])
+    if isinstance(expr, TensorRead):
+        return expr.limits
+    parts = [limits(arg, known, memo) for arg in expr.args]
+    if isinstance(expr, sympy.Add):
+        return sum(lo for lo, _ in parts), sum(hi for _, hi in parts)
+    if isinstance(expr, sympy.Mul):
+        result = parts[0]
+        for part in parts[1:]:
+            corners = [a * b for a in result for b in part]
+            result = min(corners), max(corners)
+        return result
+    if isinstance(expr, sympy.Pow):
+        (lo, hi), (n, _) = parts
+        corners = [lo**n, hi**n] + ([0] if lo <= 0 <= hi else [])
+        return min(corners), max(corners)
+    if isinstance(expr, sympy.Abs):
+        lo, hi = parts[0]
+        return max(0, lo, -hi), max(hi, -lo)
+    if isinstance(expr, Minimum | sympy.Min):
+        return min(lo for lo, _ in parts), min(hi for _, hi in parts)
+    if isinstance(expr, Maximum | sympy.Max):
+        return max(lo for lo, _ in parts), max(hi for _, hi in parts)
+    if isinstance(expr, FloorDiv):
+        return _quotient(*parts)
+    if isinstance(expr, FloorMod):
+        return _remainder(*parts)
+    if isinstance(expr, BitFunction):
+        return expr.limits(*parts)
+    if isinstance(expr, sympy.sign):
+        return -1, 1
+    raise TypeError(f"not an integer expression: {expr}")
+
+
+@lru_cache(maxsize=1 << 14)
+def fits(expr: sympy.Expr, bits: int = 62) -> bool:
+    """True if every intermediate result of an integer expression fits ``bits`` bits and a sign."""
+    is_leaf = not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead)
+    if not is_leaf and not all(fits(arg, bits) for arg in expr.args):
+        return False
+    if isinstance(expr, sympy.Add):  # partial sums too
+        return bool(sum(max(map(abs, limits(arg))) for arg in expr.args) < 2**bits)
+    lo, hi = limits(expr)
+    return bool(max(-lo, hi) < 2**bits)
+
+
+def _symbol(symbol: sympy.Symbol, known: Mapping[sympy.Symbol, Limits]) -> Limits:
+    if symbol in known:
+        return known[symbol]
+    of_let: Limits | None = getattr(symbol, "limits", None)
+    if of_let is not None:  # a Let, whose value has been bounded
+        return of_let
+    if symbol in _POSITIONS:
+        return -POSITION_LIMIT, POSITION_LIMIT
+    least = -SCALAR_LIMIT
+    if symbol.is_positive:
+        least = 1
+    elif symbol.is_nonnegative:
+        least = 0
+    return least, _LARGEST.get(symbol, SCALAR_LIMIT)
+
+
+def _join(parts: list[Limits]) -> Limits:
+    return min(lo for lo, _ in parts), max(hi for _, hi in parts)
+
+
+def _quotient(a: Limits, b: Limits) -> Limits:
+    # The divisors nearest to 0 and farthest from it give the least and the greatest quotient; a
+    # quotient by 0 is 0.
+    divisors = [d for d in (b[0], b[1], -1, 1) if d != 0 and b[0] <= d <= b[1]]
+    corners = [n // d for n in a for d in divisors] + ([0] if b[0] <= 0 <= b[1] else [])
+    return min(corners), max(corners)
+
+
+def _remainder(a: Limits, b: Limits) -> Limits:
+    if a[0] >= 0 and b[0] > 0:
+        return 0, min(a[1], b[1] - 1)
+    return min(0, b[0] + 1), max(0, b[1] - 1)
+
+
+def promoted(dtypes: set[str]) -> str:
+    """The dtype of an operation on integers of these dtypes; "" stands for 64 bits.
+
+    Of the narrow dtypes, only int16 holds all numbers of two others.
+    """
+    if not dtypes <= set(NARROW) or not dtypes:
+        return ""
+    return next(iter(dtypes)) if len(dtypes) == 1 else "int16"
+
+
+def wrapped(expr: sympy.Basic, dtype: str) -> sympy.Basic:
+    """The integer as the dtype holds it; anything else, and every integer of "", as it is."""
+    if not dtype or is_condition(expr) or not is_int(expr):
+        return expr
+    low, high = ELEMENT_RANGES[dtype]
+    least, greatest = limits(expr)
+    if low <= least and greatest <= high:
+        return expr
+    return FloorMod(expr - low, high - low + 1) + low

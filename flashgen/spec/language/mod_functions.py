@@ -1,0 +1,207 @@
+"""The functions for mods: ``fg.where``, ``fg.exp`` and so on.
+
+Each takes traced values and Python numbers. Given only Python numbers, it returns a traced
+constant, so that ``fg.sqrt(2) * score`` works.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import sympy
+
+from flashgen.spec.language.bit_functions import Popcount
+from flashgen.spec.language.comparisons import FloatLess
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs, FloatFunction
+from flashgen.spec.language.float_operations import FloatPower
+from flashgen.spec.language.lets import Let, replaced
+from flashgen.spec.language.operators import as_condition
+from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.sympy_functions import (
+    Floor,
+    Maximum,
+    Minimum,
+    Round,
+)
+from flashgen.spec.language.traced import (
+    Operand,
+    Traced,
+    Value,
+    apply_function,
+    as_expr,
+    captures_of,
+    exprs_of,
+    made,
+)
+from flashgen.spec.language.user_source import refuse
+
+
+def where(condition: Operand, a: Operand, b: Operand) -> Traced:
+    """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
+    test, (yes, no) = as_condition(as_expr(condition)), exprs_of(a, b)
+    if not is_condition(test):
+        refuse(
+            "the first argument of fg.where is a condition, this is a number",
+            numbers=f"operand {python_text(test)}",
+            way_out="a comparison, as in fg.where(q < k, a, b)",
+        )
+    if is_condition(yes) != is_condition(no):
+        refuse(
+            "fg.where chooses between two numbers or two conditions, not one of each",
+            numbers=f"{python_text(yes)} and {python_text(no)}",
+            way_out="fg.where(condition, 1, 0) to make a number of a condition",
+        )
+    chosen = made(choose(test, yes, no), a, b)
+    return Value(chosen.expr, captures_of(condition, a, b), chosen.narrow)
+
+
+def choose(test: sympy.Basic, yes: sympy.Basic, no: sympy.Basic) -> sympy.Basic:
+    """The expression of ``where``."""
+    if is_condition(yes):
+        return sympy.Or(sympy.And(test, yes), sympy.And(sympy.Not(test), no))
+    if test == sympy.true or yes == no:
+        return yes
+    if test == sympy.false:
+        return no
+    # Without evaluate=False sympy would rewrite the user's conditions.
+    return sympy.Piecewise((yes, _without_choices(test)), (no, True), evaluate=False)
+
+
+def _without_choices(test: sympy.Basic) -> sympy.Basic:
+    """The condition without a Piecewise inside, which sympy would turn into an ITE."""
+    choices = test.atoms(sympy.Piecewise)
+    if len(choices) > _MOST_CHOICES:  # each would multiply the cases of the others
+        test = replaced(test, {choice: Let(choice) for choice in choices})
+    if isinstance(test, sympy.And | sympy.Or | sympy.Not):
+        return test.func(*map(_without_choices, test.args))
+    inner = next(iter(sympy.ordered(test.atoms(sympy.Piecewise))), None)
+    if inner is None:
+        return test
+    cases, before = [], sympy.true
+    for value, condition in inner.args:
+        case = replaced(test, {inner: value})
+        cases.append(sympy.And(before, condition, _without_choices(case)))
+        before = sympy.And(before, sympy.Not(condition))
+    return sympy.Or(*cases)
+
+
+_MOST_CHOICES = 2
+"""Choices in a condition that become cases of the condition."""
+
+
+_HALF = sympy.Rational(1, 2)
+
+
+def minimum(a: Operand, b: Operand) -> Traced:
+    """The lesser of two numbers; NaN where one is NaN."""
+    return apply_function("minimum", Minimum, a, b)
+
+
+def maximum(a: Operand, b: Operand) -> Traced:
+    """The greater of two numbers; NaN where one is NaN."""
+    return apply_function("maximum", Maximum, a, b)
+
+
+def sqrt(x: Operand) -> Traced:
+    """Square root."""
+    return apply_function("sqrt", lambda x: FloatPower(x, _HALF), x)
+
+
+def absolute(x: Operand) -> Traced:
+    """Absolute value: ``fg.abs``."""
+    return apply_function("abs", Abs, x)
+
+
+abs = absolute
+
+
+def floor(x: Operand) -> Traced:
+    """The greatest integer that is at most x."""
+    return apply_function("floor", Floor, x)
+
+
+def round(x: Operand) -> Traced:
+    """The nearest integer; halves go to the even one."""
+    return apply_function("round", Round, x)
+
+
+def exp2(x: Operand) -> Traced:
+    """2 to the power x."""
+    return apply_function("exp2", lambda x: FloatPower(sympy.Integer(2), x), x)
+
+
+def rsqrt(x: Operand) -> Traced:
+    """1 / sqrt(x)."""
+    return apply_function("rsqrt", lambda x: FloatPower(x, -_HALF), x)
+
+
+def sign(x: Operand) -> Traced:
+    """-1, 0 or 1."""
+    value = apply_function("sign", lambda x: x, x)
+    return where(value > 0, 1, where(value < 0, -1, 0))
+
+
+def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Traced:
+    """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x.
+
+    It is NaN where the number or a bound is NaN.
+    """
+    value = apply_function("clamp", lambda x: x, x)
+    if low is not None:
+        value = where(_replaces(low, value < low), low, value)
+    return value if high is None else where(_replaces(high, value > high), high, value)
+
+
+def _replaces(bound: Operand, beyond: Traced) -> Traced:
+    """Whether a bound of `clamp` replaces the number: where it is exceeded, or NaN."""
+    expr = as_expr(bound)
+    return beyond if is_int(expr) or expr.is_number else beyond | (bound != bound)
+
+
+def isfinite(x: Operand) -> Traced:
+    """True where x is neither infinite nor NaN in float32."""
+    value = absolute(x)
+    finite = sympy.true if is_int(value.expr) else FloatLess(value.expr, sympy.oo)
+    return Value(finite, value.captures)
+
+
+def popcount(x: Operand) -> Traced:
+    """The number of ones among the low 32 bits of an integer."""
+    if not is_int(as_expr(x)):
+        refuse(
+            "fg.popcount is for integers",
+            numbers=f"operand {python_text(as_expr(x))}",
+            way_out="an integer expression, such as q ^ k",
+        )
+    return apply_function("popcount", Popcount, x)
+
+
+def _function(record: type[FloatFunction]) -> Callable[..., Traced]:
+    """The function for mods that a record describes."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in record.takes])
+
+    def function(*values: Operand, **named: Operand) -> Traced:
+        try:
+            taken = signature.bind(*values, **named).args
+        except TypeError as error:
+            refuse(
+                f"fg.{record.called} is called with other arguments than it has",
+                numbers=f"{error}; given {len(values) + len(named)}, takes {len(record.takes)}",
+                way_out=f"fg.{record.called}{signature}",
+            )
+        return apply_function(record.called, record, *taken)
+
+    function.__name__ = function.__qualname__ = record.called
+    function.__doc__ = record.__doc__
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+globals().update({name: _function(record) for name, record in FUNCTIONS.items()})
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Traced]: ...

@@ -1,0 +1,244 @@
+"""What calls need of a spec: its signature as plain values, and variants of the spec.
+
+A variant has another dtype, no dropout, fewer gradients, offsets that are tensors, or an output in
+float32, with the same traced expressions; or its calls are inside a whole, or split the keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import sympy
+
+from flashgen.shared.errors import SpecError
+from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
+from flashgen.shared.signature import (
+    LAYOUT_NAMES,
+    OFFSETS,
+    PAGE_NAMES,
+    SPLIT,
+    WHOLE,
+    CallSignature,
+    ScalarArgument,
+    TensorArgument,
+    ZeroDivision,
+)
+from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, Scalar, Tensor, python_text
+from flashgen.spec.language.divisors import divisions_by_zero
+from flashgen.spec.language.lets import Let, substituted
+from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+
+
+@functools.lru_cache(maxsize=1024)
+def signature_of(spec: AttentionSpec) -> CallSignature:
+    """The signature of calls of ``spec``: sizes, options, scalars and tensors, without sympy."""
+    assert spec.name is not None, "set when a spec is made"
+    assert spec.head_dim_v is not None, "set when a spec is made"
+    return CallSignature(
+        name=spec.name,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=spec.dtype,
+        out_dtype=spec.out_dtype,
+        scale=spec.scale,
+        dropout=spec.dropout,
+        packed=spec.packed,
+        scalars=tuple(ScalarArgument(*x.key) for x in spec.scalars),
+        tensors=tuple(TensorArgument(*x.key) for x in spec.tensors),
+        sink=None if spec.sink is None else TensorArgument(*spec.sink.key),
+        block_sparse=spec.block_sparse,
+        reads_batch=bool({B, BATCH} & (spec.mask.free_symbols | spec.score.free_symbols)),
+        zero_divisions=_zero_divisions(spec),
+        offsets=tuple(tensor.name for tensor in spec.offsets),
+        split=spec.split,
+        paged=spec.paged,
+    )
+
+
+def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:
+    found = (each for expr in (spec.mask, spec.score) for each in divisions_by_zero(expr))
+    return tuple(
+        ZeroDivision(
+            python_text(division).strip("()"),
+            tuple(sorted(symbol.name for symbol in division.args[1].free_symbols)),
+            _plain(reached),
+        )
+        for division, reached in found
+        # The lengths of packed and of paged sequences are data.
+        if not ((spec.packed or spec.paged) and {SEQ_Q, SEQ_K} & reached.free_symbols)
+    )
+
+
+def _plain(expr: sympy.Basic) -> object:
+    if isinstance(expr, Let):
+        return _plain(expr.value)
+    if expr.args:
+        return (expr.func.__name__, *map(_plain, expr.args))
+    if isinstance(expr, sympy.Symbol):
+        return str(expr.name)
+    return bool(expr) if expr in (sympy.true, sympy.false) else int(expr)
+
+
+@functools.lru_cache(maxsize=1024)
+def with_dtype(spec: AttentionSpec, dtype: str) -> AttentionSpec:
+    """``spec`` for operands of another dtype, for calls under autocast and where it has none."""
+    return _changed(spec, "dtype", dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def without_dropout(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` with kernels that drop nothing, for calls whose dropout_p is 0."""
+    return _changed(spec, "dropout", False)
+
+
+@functools.lru_cache(maxsize=1024)
+def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> AttentionSpec:
+    """``spec`` with captured tensors in place of the numbers q_offset and k_offset.
+
+    Args:
+        dtypes: the name and the dtype, int32 or int64, of each tensor that calls give.
+    """
+    if not dtypes:
+        return spec
+    offsets = tuple(Tensor.of_offset(name, dtype) for name, dtype in dtypes)
+    name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
+    return _with(spec, tensors=_before_layout(spec, offsets), name=name)
+
+
+@functools.lru_cache(maxsize=1024)
+def packed_queries(spec: AttentionSpec) -> AttentionSpec:
+    """A spec with a paged cache for calls with the queries of all sequences one after another."""
+    tensors = _before_layout(spec, BOUNDARIES[:1])
+    return _with(spec, packed=True, tensors=tensors, name=f"{spec.name}_packed")
+
+
+@functools.lru_cache(maxsize=1024)
+def contiguous(spec: AttentionSpec) -> AttentionSpec:
+    """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
+
+    The CPU path and the reference compute it (`flashgen.shared.paged`).
+    """
+    paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
+    own = {Scalar.of_whole(WHOLE[3]).expr: SEQ_K}  # split keys
+    changed = {name: substituted(getattr(spec, name), own) for name in ("mask", "score")}
+    whole = _with(spec, paged=False, packed=True, split=False, tensors=others, **changed)
+    tensors = _before_layout(whole, BOUNDARIES)
+    return _with(whole, tensors=tensors, name=f"{spec.name}_contiguous")
+
+
+@functools.lru_cache(maxsize=1024)
+def in_whole(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
+
+    Packed and paged sequences keep lengths of their own. The scalars of `shared.signature.WHOLE`
+    come last.
+    """
+    whole = tuple(map(Scalar.of_whole, WHOLE))
+    first, *sizes = (scalar.expr for scalar in whole)
+    seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
+    if spec.packed or spec.paged:  # each sequence has lengths of its own
+        del seen[SEQ_Q], seen[SEQ_K]
+    changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
+    return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
+
+
+@functools.lru_cache(maxsize=1024)
+def partial(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` with an output in float32, for calls over some of a row's keys.
+
+    `calls.runtime.merge.merge` merges such results before they are rounded. The kernel has the
+    tile and the accumulators of the ordinary one. There is no backward pass: the ordinary one takes
+    the merged out and LSE. A float32 spec is its own variant.
+    """
+    if spec.out_dtype == "float32":
+        return spec
+    return _with(spec, partial=True, name=f"{spec.name}_partial")
+
+
+@functools.lru_cache(maxsize=1024)
+def split(spec: AttentionSpec) -> AttentionSpec:
+    """``spec`` for calls whose keys are split at the global positions 0, S, 2S, and so on.
+
+    A thread block computes the result over the keys of one split, in float32 and without the sink;
+    `calls.runtime.merge` merges these results. The calls are inside a whole, because the length
+    that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. There is
+    no backward pass. Kernels set the length of the whole for each paged sequence.
+
+    Raises:
+        SpecError: the spec has packed sequences.
+    """
+    if spec.packed and not spec.paged:
+        raise SpecError(
+            "packed sequences cannot have split keys",
+            where="argument split_size",
+            numbers=f"spec {spec.name} has packed=True",
+            way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
+        )
+    whole = in_whole(spec)
+    if spec.paged:
+        length = {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}
+        changed = {name: substituted(getattr(whole, name), length) for name in ("mask", "score")}
+        whole = _with(whole, **changed)
+    scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
+    return _with(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
+
+
+def refuse_backward(spec: AttentionSpec) -> None:
+    """Raises SpecError for a variant that has no backward pass."""
+    if spec.paged:
+        raise SpecError(
+            "a call with a paged cache has no backward pass",
+            where="argument page_table",
+            numbers=f"spec {spec.name}: kernels with paged caches are for inference",
+            way_out="torch.no_grad(), or a spec with packed=True and contiguous keys for training",
+        )
+    if spec.split:
+        raise SpecError(
+            "a call with split_size has no backward pass",
+            where="argument split_size",
+            numbers=f"spec {spec.name}: kernels with split keys are for inference",
+            way_out="split_size=None where gradients are needed, or torch.no_grad()",
+        )
+    if spec.partial:
+        raise SpecError(
+            "a partial result has no backward pass",
+            where=f"spec {spec.name}",
+            numbers=f"out is {spec.out_dtype}, q, k and v are {spec.dtype}",
+            way_out="the ordinary spec's backward pass for each part, from the merged out and LSE",
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
+    """``spec`` with kernels that compute the gradients of these captured tensors only."""
+    if all(tensor.grad == (tensor.name in names) for tensor in spec.tensors):
+        return spec
+    tensors = {
+        tensor.name: Tensor(tensor.name, tensor.dims, tensor.dtype, grad=tensor.name in names)
+        if tensor.grad != (tensor.name in names)
+        else tensor
+        for tensor in spec.tensors
+    }
+    sink = None if spec.sink is None else tensors[spec.sink.name]
+    return _with(spec, tensors=tuple(tensors.values()), sink=sink)
+
+
+def _before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a spec with more of them; those of a block layout are the last ones."""
+    layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
+    return (*others, *added, *layout)
+
+
+def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
+    return spec if getattr(spec, option) == value else _with(spec, **{option: value})
+
+
+def _with(spec: AttentionSpec, **options: object) -> AttentionSpec:
+    """A copy with other options, on which the traced expressions do not depend."""
+    changed = copy.copy(spec)
+    for option, value in options.items():
+        object.__setattr__(changed, option, value)
+    return changed

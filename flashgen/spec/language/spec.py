@@ -1,0 +1,336 @@
+"""AttentionSpec: an attention variant as a frozen value, checked at construction."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import sympy
+
+from flashgen.shared.dtypes import dtype_name
+from flashgen.shared.errors import SpecError
+from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
+from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE
+from flashgen.spec.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
+from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.block_layout import check_names as check_layout_names
+from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
+from flashgen.spec.language.tensor import sink_of
+from flashgen.spec.language.traced import Capture
+from flashgen.spec.language.tracing import PickledMod, TracedMod
+from flashgen.spec.language.user_source import SourceLines, user_location
+
+Mod = Callable[..., object]
+
+BOUNDARIES = tuple(Tensor(name, ("boundaries",), "int32") for name in BOUNDARY_NAMES)
+"""The tensors of a spec with packed sequences: the first row of each sequence, and the end."""
+
+PAGES = tuple(
+    Tensor(name, dims, "int32")
+    for name, dims in zip(PAGE_NAMES, (("batch", "max_pages"), ("batch",)), strict=True)
+)
+"""The tensors of a spec with a paged cache: the pages and the number of keys of each sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """An attention variant: ``softmax(score_mod(scale * q.k) where mask_mod else -inf) . v``.
+
+    Mods have the signatures of FlexAttention (Dong et al., 2024). They are called once, with
+    symbols, when the spec is made.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q, k)``, true where the score is kept; None keeps all scores.
+        score_mod: ``score_mod(score, b, h, q, k)``, the new score; None leaves scores as they are.
+            A score of -inf is removed, and so is a literal of -1e30 or less that it returns or
+            adds, such as the lowest float. Other scores are never removed, however low they are.
+            (If all scores of a row are near -1e9, its float32 LSE has too few digits for accurate
+            gradients.)
+        head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
+        dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
+            the output. Sums are float32. None: each call has the dtype of its q; plans and files
+            are made for one dtype, by ``spec.replace(dtype=...)``.
+        head_dim_v: length of the rows of v and the output; head_dim if None.
+        scale: positive factor on q.k; 1 / sqrt(head_dim) if None.
+        dropout: whether kernels can drop elements of P; each call gives the probability.
+        packed: whether a call has several sequences of different lengths, one after another in one
+            batch entry, with their boundaries in ``cu_seqlens_q`` and ``cu_seqlens_k``. Mods see
+            the number of the sequence as b, and positions and lengths within the sequence.
+        name: identifier after which kernels and files are named; that of the file or the function
+            if None.
+        sink: a logit for each head that joins the softmax's denominator: a floating-point Tensor
+            with dims ("heads",), (1,) or (), given with each call. True stands for
+            ``Tensor("sink", ("heads",), "float32", grad=True)``; None and False for no sink.
+        block_sparse: which blocks of scores are computed (Algorithm 5 of FlashAttention, Dao et
+            al., 2022); if None, all that the mask keeps. Scores outside the block layout are masked
+            out, whatever mask_mod returns.
+        paged: whether keys and values are in the pages of a cache, with ``page_table`` and
+            ``cache_seqlens`` in each call. Mods see the number of the sequence as b, positions in
+            the sequence, and its number of keys as ``fg.seq_k``. For inference.
+
+    Attributes:
+        mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
+        score: sympy expression over SCORE and the same symbols.
+        scalars: the run-time scalars, sizes excluded, in the order of their first use.
+        tensors: the tensors that each call gives: captured tensors in the order of their first use,
+            then the boundaries of packed sequences, the page table and the lengths of a paged
+            cache, the sink unless mods read it, q_offset and
+            k_offset where calls give them as tensors (`spec.language.signature.at_offsets`),
+            and a block layout that is not a function.
+        mask_line: the Python lines of mask_mod; None without one.
+        score_line: the Python lines of score_mod; None without one.
+        file: the spec file that it was loaded from; None if it was made otherwise.
+        partial: whether out is float32, to be merged with the results over other keys
+            (`flashgen.spec.language.signature.partial`).
+        split: whether the keys of a call are split, and the results over each split merged
+            (`flashgen.spec.language.signature.split`).
+
+    Raises:
+        SpecError: an option is outside its range, or a mod cannot be traced. One error reports
+            several mistakes.
+    """
+
+    mask_mod: Mod | None = None
+    score_mod: Mod | None = None
+    head_dim: int = 64
+    dtype: Any = "float16"  # a name or None once the spec is made
+    head_dim_v: int | None = None
+    scale: float | None = None
+    dropout: bool = False
+    packed: bool = False
+    name: str | None = None
+    sink: Any = None  # a Tensor or None once the spec is made
+    block_sparse: BlockSparse | None = None
+    paged: bool = False
+
+    mask: sympy.Basic = field(init=False, repr=False)
+    score: sympy.Expr = field(init=False, repr=False)
+    scalars: tuple[Scalar, ...] = field(init=False, repr=False)
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+    mask_line: SourceLines | None = field(init=False, repr=False)
+    score_line: SourceLines | None = field(init=False, repr=False)
+    named: bool = field(init=False, repr=False)
+    file: str | None = field(init=False, repr=False, default=None)
+    partial: bool = field(init=False, repr=False, default=False)
+    split: bool = field(init=False, repr=False, default=False)
+
+    def __new__(cls, *given: object, **options: object) -> AttentionSpec:
+        """An empty spec. It refuses options that there are not, for which Python has no way out."""
+        accepted = [each.name for each in fields(cls) if each.init]
+        check_options(accepted, len(given), options, user_location())
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        where = user_location()
+        mistakes = option_mistakes(self, where)
+
+        def attempt(make: Callable[..., Any], *arguments: object) -> Any:
+            try:
+                return make(*arguments)
+            except SpecError as error:
+                mistakes.append(error)
+                return None
+
+        sink = attempt(sink_of, self.sink)
+        mask = attempt(_traced, self.mask_mod, trace_mask)
+        score = attempt(_traced, self.score_mod, trace_score)
+        used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
+        used += BOUNDARIES if self.packed is True else ()
+        used += PAGES if self.paged is True else ()
+        used += [] if sink is None else [sink]
+        captures, clashes = _distinct(used, where)
+        sparse = self.block_sparse
+        if isinstance(sparse, BlockSparse):
+            attempt(check_layout_names, [capture.name for capture in captures], where)
+        _raise_all(mistakes + clashes)
+
+        given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
+        derived: dict[str, Any] = {
+            "mask": sympy.true if mask is None else mask.expr,
+            "score": SCORE if score is None else score.expr,
+            "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
+            "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
+            "mask_line": None if mask is None else mask.lines,
+            "score_line": None if score is None else score.lines,
+            "named": self.name is not None,
+            "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            "scale": None if self.scale is None else float(self.scale),
+            "sink": sink,
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "name": self.name
+            or name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
+        }
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def head(self) -> sympy.Expr:
+        """The number of the query head that mods see, made of that in the call."""
+        first = [scalar.expr for scalar in self.scalars if scalar.name == WHOLE[0]]
+        return sympy.Add(H, *first)
+
+    @property
+    def keep(self) -> sympy.Basic:
+        """The mask and the condition that the score's block is live."""
+        sparse = self.block_sparse
+        return self.mask if sparse is None else sympy.And(self.mask, sparse.live_at(self.head))
+
+    @property
+    def read_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that kernels may read: `tensors`, and those of a static block layout."""
+        static = self.block_sparse is not None and self.block_sparse.is_static
+        return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
+
+    @property
+    def offsets(self) -> tuple[Tensor, ...]:
+        """q_offset and k_offset where calls give them as tensors."""
+        return tuple(tensor for tensor in self.tensors if tensor.name in OFFSETS)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether calls are those of a server, whose rows have the same bits in every call."""
+        return self.split or self.paged
+
+    @property
+    def out_dtype(self) -> Any:
+        """The dtype of the output; None where it is that of q."""
+        return "float32" if self.partial else self.dtype
+
+    @property
+    def computes(self) -> tuple[object, ...]:
+        """Everything that determines the kernels' results, without source locations."""
+        return (
+            self.name,
+            self.mask,
+            self.score,
+            tuple(scalar.key for scalar in self.scalars),
+            tuple(tensor.key for tensor in self.tensors),
+            self.head_dim,
+            self.head_dim_v,
+            self.dtype,
+            self.scale,
+            self.dropout,
+            self.packed,
+            None if self.sink is None else self.sink.name,
+            self.block_sparse,
+            *(("partial",) if self.partial else ()),
+            *(("split",) if self.split else ()),
+            *(("paged",) if self.paged else ()),
+        )
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that determines the emitted files: `computes` and the source locations."""
+        return (*self.computes, self.mask_line, self.score_line, self.file)
+
+    @property
+    def digest(self) -> str:
+        """A hash of `computes` that is the same in every process."""
+        return digest_of(self.computes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionSpec) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __copy__(self) -> AttentionSpec:
+        """A copy that has the functions themselves; `__reduce__` would replace them."""
+        copied = object.__new__(AttentionSpec)
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles the traced expressions instead of the functions, which may be lambdas."""
+        derived = ("mask", "score")
+        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in derived}
+        free = self.mask.free_symbols | self.score.free_symbols
+        own = set(LAYOUT_NAMES) if self.block_sparse is not None else set()
+        if self.sink is not None and self.sink.symbol not in free:
+            own.add(self.sink.name)
+        captures: tuple[Capture, ...]
+        own.update(OFFSETS)
+        captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
+        for mod, expr, lines in (
+            ("mask_mod", self.mask, self.mask_line),
+            ("score_mod", self.score, self.score_line),
+        ):
+            if lines is not None:
+                state[mod] = PickledMod(TracedMod(expr, captures, lines))
+        return _restored, (state,)
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """Returns a copy with some arguments changed; the mods are traced again.
+
+        Args:
+            changes: arguments of AttentionSpec by name.
+
+        Raises:
+            SpecError: as for AttentionSpec.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        if not self.named:
+            given["name"] = None
+        if self.head_dim_v == self.head_dim and "head_dim" in changes:
+            given["head_dim_v"] = None
+        copy = AttentionSpec(**{**given, **changes})
+        if not self.named and "name" not in changes:
+            object.__setattr__(copy, "name", self.name)
+        object.__setattr__(copy, "file", self.file)
+        object.__setattr__(copy, "partial", self.partial)
+        return copy
+
+
+def digest_of(parts: Sequence[object]) -> str:
+    """SHA-256 in hex of ``parts`` as text: sympy expressions in full, anything else by repr."""
+    content = [sympy.srepr(part) if isinstance(part, sympy.Basic) else part for part in parts]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | None:
+    if mod is None:
+        return None
+    return mod.trace if isinstance(mod, PickledMod) else trace(mod)
+
+
+def _restored(state: dict[str, Any]) -> AttentionSpec:
+    spec = object.__new__(AttentionSpec)
+    traces = {"mask": (state["mask_mod"], sympy.true), "score": (state["score_mod"], SCORE)}
+    exprs = {name: x if mod is None else mod.trace.expr for name, (mod, x) in traces.items()}
+    for name, value in {**state, **exprs}.items():
+        object.__setattr__(spec, name, value)
+    return spec
+
+
+def _distinct(captures: list[Capture], where: str) -> tuple[tuple[Capture, ...], list[SpecError]]:
+    """Each capture once, and an error for every name that two different captures have."""
+    first: dict[str, Capture] = {}
+    mistakes = []
+    for capture in captures:
+        known = first.setdefault(capture.name, capture)
+        if known.key != capture.key:
+            mistakes.append(
+                SpecError(
+                    f"two different captures are named {capture.name!r}",
+                    where=where,
+                    numbers=f"{known!r} and {capture!r}",
+                    way_out=f"one fg.{type(capture).__name__}, made once and used everywhere, "
+                    "or two names",
+                )
+            )
+    return tuple(first.values()), mistakes
+
+
+def _raise_all(mistakes: list[SpecError]) -> None:
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise SpecError(
+            f"{len(mistakes)} mistakes in one spec: " + "; ".join(m.what for m in mistakes),
+            where="\n".join(m.where for m in mistakes),
+            numbers="\n".join(m.numbers for m in mistakes),
+            way_out="\n".join(m.way_out for m in mistakes),
+        )

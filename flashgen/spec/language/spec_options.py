@@ -1,0 +1,164 @@
+"""Checks of an AttentionSpec's options, and the names that specs get from functions and files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flashgen.shared.dtypes import OPERAND_DTYPES, OPERANDS, dtype_name
+from flashgen.shared.errors import SpecError
+from flashgen.spec.language.block_layout import BlockSparse
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+HEAD_DIM_STEP = 8
+HEAD_DIM_MAX = 256
+
+GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+
+
+_ELSEWHERE = {
+    "causal": "mask_mod=lambda b, h, q, k: q >= k",
+    "is_causal": "mask_mod=lambda b, h, q, k: q >= k",
+    "window": "mask_mod=lambda b, h, q, k: (q >= k) & (q - k < 1024)",
+    "window_size": "mask_mod=lambda b, h, q, k: (q >= k) & (q - k < 1024)",
+    "softcap": "score_mod=lambda score, b, h, q, k: 50 * fg.tanh(score / 50)",
+    "block_mask": "mask_mod=lambda b, h, q, k: q >= k: the tiles follow from it",
+    "dropout_p": "dropout=True, and op(q, k, v, dropout_p=0.1)",
+}
+"""What has the effect of options of other attention functions."""
+
+
+def check_options(
+    accepted: Sequence[str], positional: int, options: Mapping[str, object], where: str
+) -> None:
+    """Raises SpecError for options that AttentionSpec does not have, or has twice."""
+    names = [*accepted[:positional], *options]
+    unknown = next((name for name in options if name not in accepted), None)
+    if unknown is not None:
+        meant = next(iter(difflib.get_close_matches(unknown, accepted, 1)), None)
+        way_out = _ELSEWHERE.get(unknown)
+        asks = f"; did you mean {meant!r}?" if meant and way_out is None else ""
+        raise SpecError(
+            f"{unknown!r} is not an option of an AttentionSpec{asks}",
+            where=where,
+            numbers=f"options: {', '.join(accepted)}",
+            way_out=way_out or f"{meant or accepted[0]}=...",
+        )
+    if positional > len(accepted) or len(set(names)) < len(names):
+        raise SpecError(
+            "an AttentionSpec is given an option twice, or more than there are",
+            where=where,
+            numbers=f"{positional} by position and {', '.join(options) or 'none'} by name",
+            way_out="fg.AttentionSpec(mask_mod, score_mod, head_dim=64), the others by name too",
+        )
+
+
+def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
+    mistakes: list[SpecError] = []
+
+    def mistake(what: str, numbers: str, way_out: str) -> None:
+        mistakes.append(SpecError(what, where=where, numbers=numbers, way_out=way_out))
+
+    for option, value in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if value is None and option == "head_dim_v":
+            continue
+        nearest = _nearest_head_dim(value)
+        if value is not nearest:
+            mistake(
+                f"{option} is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}",
+                f"{option} {value!r}",
+                f"{option}={nearest}",
+            )
+    if spec.dtype is not None and dtype_name(spec.dtype) not in OPERAND_DTYPES:
+        mistake(
+            "kernels do not support this dtype",
+            f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",
+            f'dtype="{_nearest_dtype(str(spec.dtype))}"',
+        )
+    scale = spec.scale
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and 0 < scale < 2.0**127):
+        mistake(
+            "scale is a positive, finite number",
+            f"scale {scale!r}",
+            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
+        )
+    if not isinstance(spec.dropout, bool):
+        mistake(
+            "dropout is True or False; the probability is an argument of the call",
+            f"dropout {spec.dropout!r}",
+            "dropout=True, and op(..., dropout_p=0.1)",
+        )
+    if not isinstance(spec.packed, bool):
+        mistake(
+            "packed is True or False; the boundaries of the sequences are arguments of the call",
+            f"packed {spec.packed!r}",
+            "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
+        )
+    if not isinstance(spec.paged, bool):
+        mistake(
+            "paged is True or False; the page table and the lengths are arguments of the call",
+            f"paged {spec.paged!r}",
+            "paged=True, and op(..., page_table=..., cache_seqlens=...)",
+        )
+    elif spec.paged and (spec.packed is True or spec.dropout is True):
+        option = "packed" if spec.packed is True else "dropout"
+        mistake(
+            f"a spec with paged=True cannot have {option}=True",
+            f"paged {spec.paged!r}, packed {spec.packed!r}, dropout {spec.dropout!r}",
+            "packed queries are an argument of the call: op(..., cu_seqlens_q=...)"
+            if option == "packed"
+            else "dropout=False: paged caches are for inference",
+        )
+    sparse = spec.block_sparse
+    if sparse is not None and not isinstance(sparse, BlockSparse):
+        mistake(
+            "block_sparse is a BlockSparse layout or None",
+            f"given a {type(sparse).__name__}",
+            "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
+        )
+    if spec.name is not None and not _is_name(spec.name):
+        mistake(
+            "name is not an identifier, from which kernels and files are named",
+            f"name {spec.name!r}",
+            f"name={as_name(str(spec.name))!r}",
+        )
+    return mistakes
+
+
+def _nearest_head_dim(value: object) -> int:
+    """``value`` itself if it is a valid head dim, else the nearest valid one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 64
+    rounded = -(-value // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    nearest = max(HEAD_DIM_STEP, min(HEAD_DIM_MAX, rounded))
+    return value if nearest == value else nearest
+
+
+def _nearest_dtype(text: str) -> str:
+    short = {each.short: name for name, each in OPERANDS.items()} | {"half": "float16"}
+    for name in sorted(OPERANDS, key=len, reverse=True):
+        if name in text:
+            return name
+    return short.get(text, "float32" if "64" in text else "float16")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is not None
+
+
+def as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
+    return name if _is_name(name) else f"spec_{name}".rstrip("_")
+
+
+def name_of(*mods: Callable[..., object] | None) -> str:
+    for mod in mods:
+        name = getattr(mod, "__name__", "")
+        if name and name not in GENERIC_NAMES and _is_name(name):
+            return str(name)
+    return "attention"

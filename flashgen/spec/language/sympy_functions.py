@@ -1,0 +1,313 @@
+"""sympy functions of flashgen, where sympy's own evaluate or differentiate differently from torch.
+
+========== ============================================================================
+FloorDiv   floor(a / b) of integers or reals, as ``//``; of integers 0 where b is 0
+FloorMod   the remainder with the divisor's sign, as ``%``; of integers 0 where b is 0
+Minimum    the least of its arguments; equal arguments share the derivative
+Maximum    the greatest of its arguments
+Floor      round down; derivative 0, as in torch
+Round      to the nearest integer, halves to the even one; derivative 0, as in torch
+Select     Select(condition, a, b); in results of the analysis only, ``where`` is a Piecewise
+========== ============================================================================
+
+All are real: outside its domain a function is NaN, never complex. A function of floats is never
+simplified. Only Piecewise is sympy's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import sympy
+from sympy.core.sorting import default_sort_key
+
+from flashgen.spec.language.comparisons import relation
+from flashgen.spec.language.symbols import is_int
+
+
+class RealFunction(sympy.Function):  # type: ignore[misc]
+    """A function whose values are real for all arguments."""
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    form: Callable[..., sympy.Expr] | None = None
+    """The function as sympy has it, for the values of numbers."""
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr | None:
+        if self.form is None:
+            return None
+        # Of decimals: the exact power of two integers has any number of digits.
+        return self.form(*(sympy.N(arg, max(15, int(prec * 0.302))) for arg in self.args))
+
+    def _eval_derivative(self, by: sympy.Symbol) -> sympy.Expr:
+        return _derivative(self, by)
+
+
+@lru_cache(maxsize=1 << 12)
+def _derivative(function: RealFunction, by: sympy.Symbol) -> sympy.Expr:
+    """The chain rule as sympy applies it, but once for a part that a function uses twice."""
+    terms = []
+    for place, arg in enumerate(function.args, 1):
+        is_function = isinstance(arg, RealFunction)
+        inner = arg._eval_derivative(by) if is_function else arg.diff(by)
+        if not inner.is_zero:
+            terms.append(function.fdiff(place) * inner)
+    return sympy.Add(*terms)
+
+
+class FloorDiv(RealFunction):
+    """``floor(a / b)``. Where b is 0, the quotient is 0 for integers, as in IEEE 754 for floats."""
+
+    nargs = (2,)
+    integer_closed = True
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return sympy.floor(a / b)
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if not (is_int(a) and is_int(b)):
+            return None
+        if b.is_zero:
+            return sympy.nan
+        if a.is_zero:
+            return sympy.S.Zero
+        if a == b and b.is_nonzero:
+            return sympy.S.One
+        if b.is_Integer:
+            return cls._constant(a, int(b))
+        return None
+
+    @classmethod
+    def _constant(cls, a: sympy.Expr, b: int) -> sympy.Expr | None:
+        if a.is_Integer:
+            return sympy.Integer(int(a) // b)
+        if b < 0:
+            return cls(-a, -b)
+        if b == 1:
+            return a
+        if isinstance(a, cls) and a.args[1].is_Integer and 0 < a.args[1] * b < 2**62:
+            return cls(a.args[0], a.args[1] * b)
+        whole, rest, common = [], [], b
+        for term in sympy.Add.make_args(a):
+            coefficient = int(term.as_coeff_Mul()[0])
+            if term.is_Integer:
+                whole.append(sympy.Integer(coefficient // b))
+                rest.append(sympy.Integer(coefficient % b))
+                coefficient = coefficient % b
+            elif coefficient % b == 0:
+                whole.append(term / b)
+                continue
+            else:
+                rest.append(term)
+            common = gcd(common, coefficient)
+        inner = sympy.Add(*rest)
+        if common > 1:
+            return sympy.Add(*whole) + cls(sympy.expand_mul(inner / common), b // common)
+        if inner != a:
+            return sympy.Add(*whole) + cls(inner, b)
+        return None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_real for arg in self.args) else None
+
+    def _eval_is_nonnegative(self) -> Any:
+        a, b = self.args
+        if b.is_nonnegative and a.is_nonnegative is not None:
+            return a.is_nonnegative
+        return None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
+
+
+class FloorMod(RealFunction):
+    """``a - b * floor(a / b)``. Where b is 0, the remainder of integers is 0 and of floats NaN."""
+
+    nargs = (2,)
+    integer_closed = True
+
+    @staticmethod
+    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+        return a - b * sympy.floor(a / b)
+
+    @classmethod
+    def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if not (is_int(a) and is_int(b)):
+            return None
+        if b.is_zero:
+            return sympy.nan
+        if a.is_zero or a == b:
+            return sympy.S.Zero
+        if b.is_Integer:
+            return cls._constant(a, int(b))
+        if isinstance(a, cls) and a.args[1] == b:
+            return a
+        return None
+
+    @classmethod
+    def _constant(cls, a: sympy.Expr, b: int) -> sympy.Expr | None:
+        if a.is_Integer:
+            return sympy.Integer(int(a) % b)
+        if b < 0:
+            return -cls(-a, -b)
+        if b == 1:
+            return sympy.S.Zero
+        if isinstance(a, cls) and a.args[1] == b:
+            return a
+        terms = []
+        for term in sympy.Add.make_args(a):
+            coefficient, rest = term.as_coeff_Mul()
+            if term.is_Integer or int(coefficient) % b == 0:
+                coefficient = sympy.Integer(int(coefficient) % b)
+            terms.append(coefficient * rest)
+        inner = sympy.Add(*terms)
+        return cls(inner, b) if inner != a else None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args) else None
+
+    def _eval_is_nonnegative(self) -> Any:
+        return True if self.args[1].is_nonnegative else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.One if argindex == 1 else -FloorDiv(*self.args)
+
+
+class _Extremum(RealFunction):
+    """The common part of Minimum and Maximum: distinct, sorted arguments without nesting."""
+
+    integer_closed = True
+    _least = True
+
+    def __new__(cls, *args: object, **options: object) -> sympy.Expr:
+        flat: list[sympy.Expr] = []
+        for arg in map(sympy.sympify, args):
+            flat.extend(arg.args if isinstance(arg, cls) else (arg,))
+        kept = flat if options.get("evaluate") is False else []
+        for arg in [] if kept else flat:
+            if not any(cls._dominates(other, arg) for other in kept):
+                kept = [other for other in kept if not cls._dominates(arg, other)] + [arg]
+        if len(kept) == 1:
+            return kept[0]
+        return super().__new__(cls, *sorted(kept, key=default_sort_key), evaluate=False)
+
+    @classmethod
+    def _dominates(cls, winner: sympy.Expr, loser: sympy.Expr) -> bool:
+        """True if ``loser`` never determines the result beside ``winner``."""
+        if winner == loser:
+            return True
+        if not (is_int(winner) and is_int(loser)):
+            return False  # a float may be NaN, which always determines the result
+        margin = winner - loser
+        # To find the sign of a sum of several symbols takes sympy longer than those of its terms.
+        parts = sympy.Add.make_args(margin) if len(margin.free_symbols) > 1 else (margin,)
+        return all(part.is_nonpositive if cls._least else part.is_nonnegative for part in parts)
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args) else None
+
+    def _eval_is_nonnegative(self) -> Any:
+        return self._decided([arg.is_nonnegative for arg in self.args])
+
+    def _eval_is_positive(self) -> Any:
+        return self._decided([arg.is_positive for arg in self.args])
+
+    def _decided(self, signs: list[bool | None]) -> bool | None:
+        return True if (all(signs) if self._least else any(signs)) else None
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        """1 where this argument alone is the extremum; 1/2 at a tie, as in torch's autograd."""
+        mine = self.args[argindex - 1]
+        others = self.args[: argindex - 1] + self.args[argindex:]
+        other = type(self)(*others)
+        wins = relation(sympy.Lt if self._least else sympy.Gt, mine, other)
+        tie = relation(sympy.Eq, mine, other)
+        share = sympy.Rational(1, 2)
+        return sympy.Piecewise((1, wins), (share, tie), (0, True), evaluate=False)
+
+
+class Minimum(_Extremum):
+    """The least of its arguments; NaN where one is NaN."""
+
+    form = staticmethod(sympy.Min)
+
+
+class Maximum(_Extremum):
+    """The greatest of its arguments; NaN where one is NaN."""
+
+    form = staticmethod(sympy.Max)
+    _least = False
+
+
+class Floor(RealFunction):
+    """Round down. Its derivative is 0, as in torch."""
+
+    nargs = (1,)
+    form = staticmethod(sympy.floor)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if is_int(x):
+            return x
+        return sympy.floor(x) if x.is_Rational else None
+
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
+
+
+class Round(RealFunction):
+    """Round to the nearest integer, halves to the even one. Its derivative is 0, as in torch."""
+
+    nargs = (1,)
+
+    @staticmethod
+    def form(x: sympy.Expr) -> sympy.Expr:
+        return sympy.Integer(round(x))
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if is_int(x):
+            return x
+        return sympy.Integer(round(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
+
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_real
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return sympy.S.Zero
+
+
+class Select(RealFunction):
+    """``a`` where the condition holds, else ``b``.
+
+    Unlike a Piecewise, it never rewrites its condition, even one that compares other choices.
+    """
+
+    nargs = (3,)
+
+    @classmethod
+    def eval(cls, test: sympy.Basic, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+        if test == sympy.true or a == b:
+            return a
+        return b if test == sympy.false else None
+
+    def _eval_is_integer(self) -> Any:
+        return True if all(arg.is_integer for arg in self.args[1:]) else None
+
+
+def branches_of(choice: sympy.Expr) -> tuple[list[tuple[sympy.Expr, sympy.Basic]], sympy.Expr]:
+    """The values of a Piecewise or a Select with their conditions, and the value of all others."""
+    if isinstance(choice, Select):
+        return [(choice.args[1], choice.args[0])], choice.args[2]
+    *branches, (last, _) = choice.args
+    return branches, last

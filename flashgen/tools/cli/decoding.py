@@ -1,0 +1,186 @@
+"""Decoding calls of `run`, `profile` and `plan`: few queries at the last positions of many keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flashgen.shared.errors import InputError
+from flashgen.shared.signature import PAGE_NAMES
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.cli.arguments import (
+    CallArguments,
+    DecodingArguments,
+    PlanArguments,
+    RunArguments,
+)
+from flashgen.tools.cli.call import RandomCall
+from flashgen.tools.cli.inputs import Shape, parse_shape
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from flashgen.tools.profile import DecodingPlan
+
+OTHER_PAGES = 3
+"""Pages of a cache that hold no key of the call."""
+
+
+def sizes_of(arguments: DecodingArguments, shape: str) -> Shape:
+    """The sizes of a call; with --decode, B,H,N has one query in each sequence.
+
+    Raises:
+        InputError: the shape has another form, or the options do not go together.
+    """
+    sizes = parse_shape(shape)
+    if not arguments.decode:
+        for option in ("page", "split_size"):
+            if getattr(arguments, option) is not None:
+                _refuse_alone(option, getattr(arguments, option))
+        return sizes
+    _check_options(arguments)
+    if shape.count(",") == 2:
+        sizes = replace(sizes, seq_q=1)
+    group, rest = divmod(sizes.heads_q, max(sizes.heads_kv, 1))
+    if 0 in (sizes.batch, sizes.seq_q, group) or rest or sizes.seq_q > sizes.seq_k:
+        raise InputError(
+            "this is not the shape of a decoding call",
+            where="options --decode and --shape",
+            numbers=f"{sizes}",
+            way_out="sizes from 1 on, query heads a multiple of key heads, no more queries than "
+            "keys: --shape B,H,N as in 2,8,256, or B,Hq,Hkv,Nq,Nk as in 1,32,8,1,131072",
+        )
+    return sizes
+
+
+def _refuse_alone(option: str, value: int) -> None:
+    name = f"--{option.replace('_', '-')}"
+    raise InputError(
+        f"the option {name} is one of decoding calls",
+        where=f"option {name}",
+        numbers=f"{name} {value} without --decode",
+        way_out=f"--decode {name} {value}",
+    )
+
+
+def _check_options(arguments: DecodingArguments) -> None:
+    """Raises InputError for an option of calls that are not decoding calls."""
+    given: dict[str, Any] = {}
+    if isinstance(arguments, RunArguments):
+        given |= {"--q-offset": arguments.q_offset, "--k-offset": arguments.k_offset}
+    if isinstance(arguments, CallArguments | PlanArguments):
+        given |= {"--backward": arguments.backward, "--deterministic": arguments.deterministic}
+    if isinstance(arguments, PlanArguments):
+        given |= {"--world": arguments.world, "--policy": arguments.policy != "derived"}
+    wrong = [option for option, value in given.items() if value]
+    if wrong:
+        raise InputError(
+            "a decoding call has its queries at the last positions, a derived plan and no backward "
+            "pass",
+            where=f"option {wrong[0]}",
+            numbers=f"--decode with {' and '.join(wrong)}",
+            way_out=f"leave {wrong[0]} or --decode out",
+        )
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """A call as the kernels compute it.
+
+    Attributes:
+        spec: the spec, with ``paged=True`` where the keys are in pages.
+        operands: q, and keys and values or caches.
+        options: as for `flashgen.calls.ops.run_forward`, with split_size.
+        pages: the pages of the caches; 0 for contiguous keys.
+    """
+
+    spec: AttentionSpec
+    operands: tuple[Tensor, Tensor, Tensor]
+    options: dict[str, Any]
+    pages: int = 0
+
+
+def capacity_of(arguments: DecodingArguments, sizes: Shape) -> int:
+    """The positions of keys of a sequence: those of whole pages."""
+    page = arguments.page or 1
+    return -(-sizes.seq_k // page) * page
+
+
+def served_call(
+    spec: AttentionSpec, call: RandomCall, arguments: DecodingArguments, backend: str
+) -> ServedCall:
+    """A call with contiguous keys as the call of a server.
+
+    With --page, keys and values are copied to shuffled pages of caches whose other slots are NaN.
+
+    Raises:
+        SpecError: the spec cannot have a paged cache.
+    """
+    from flashgen.calls.runtime.programs import planned_split
+
+    q, k, v = call.operands
+    served = spec.replace(paged=True) if arguments.page else spec
+    size = arguments.split_size
+    if size is None:
+        size = planned_split(served, str(q.device), k.shape[1], backend, arguments.arch, q.dtype)
+    options = {**call.options, "split_size": size}
+    if not arguments.page:
+        return ServedCall(served, call.operands, options)
+    import torch
+
+    seed = arguments.seed if isinstance(arguments, CallArguments) else 0
+    generator = torch.Generator().manual_seed(seed)
+    k_cache, table = _in_pages(k, arguments.page, generator)
+    v_cache, _ = _in_pages(v, arguments.page, generator.manual_seed(seed))
+    lengths = torch.full((len(k),), k.shape[2], dtype=torch.int32, device=k.device)
+    tables = dict(zip(PAGE_NAMES, (table, lengths), strict=True))
+    options |= {"tensors": {**call.options["tensors"], **tables}, "q_offset": 0}
+    return ServedCall(served, (q, k_cache, v_cache), options, len(k_cache))
+
+
+def decoding_plan(
+    spec: AttentionSpec,
+    arguments: DecodingArguments,
+    sizes: Shape,
+    options: Mapping[str, Any],
+    arch: str,
+) -> DecodingPlan:
+    """The plan of a call and the predictions for it.
+
+    Args:
+        options: the scalars and captured tensors of the call, as `RandomCall.options`.
+
+    Raises:
+        InputError: split_size is not a number of keys that kernels can split.
+        PlanError: the architecture is unknown, or no tile fits.
+        SpecError: the spec cannot have a paged cache, or split keys.
+    """
+    from flashgen.kernels.planner.traffic import LaunchSizes
+    from flashgen.tools.profile import array_of, plan_decoding
+
+    return plan_decoding(
+        spec,
+        arch,
+        LaunchSizes(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q, sizes.seq_k),
+        page_size=arguments.page or 0,
+        split_size=arguments.split_size,
+        sram=arguments.sram,
+        scalars=options["scalars"],
+        captured={name: array_of(tensor.cpu()) for name, tensor in options["tensors"].items()},
+    )
+
+
+def _in_pages(rows: Tensor, page: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """A cache [pages, heads, page, dim] of rows [batch, heads, keys, dim], and the page table."""
+    import torch
+
+    batch, heads, keys, dim = rows.shape
+    width = -(-keys // page)
+    numbers = torch.randperm(batch * width + OTHER_PAGES, generator=generator)[: batch * width]
+    numbers = numbers.to(rows.device)
+    padded = rows.new_full((batch, heads, width * page, dim), torch.nan)
+    padded[:, :, :keys] = rows
+    cache = rows.new_full((batch * width + OTHER_PAGES, heads, page, dim), torch.nan)
+    cache[numbers] = padded.view(batch, heads, width, page, dim).transpose(1, 2).flatten(0, 1)
+    return cache, numbers.view(batch, width).int()

@@ -1,0 +1,255 @@
+"""Specs, shapes and scalars from the arguments of a command."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_file import file_and_variable, load
+from flashgen.tools.cli.arguments import CallArguments, SpecArguments, SpecChanges
+
+Number = int | float | bool
+
+
+def load_spec(arguments: SpecArguments) -> AttentionSpec:
+    """The spec of a file, with the changes of the command line.
+
+    Raises:
+        SpecError: there is no such spec, or an option does not suit it.
+    """
+    dropout = isinstance(arguments, CallArguments) and arguments.dropout != 0
+    spec = changed_spec(arguments.path, arguments)
+    return spec.replace(dropout=True) if dropout else spec
+
+
+def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
+    """The spec of a file, with another dtype and other head dims where they are given.
+
+    Raises:
+        SpecError: there is no such spec, or a change does not suit it.
+    """
+    spec = load(path)
+    given = _given(changes)
+    if spec.dtype is None and "dtype" not in given:
+        raise SpecError(
+            "a command needs one dtype of q, k and v",
+            where=path,
+            numbers=f"spec {spec.name} has dtype None: each call has the dtype of its q",
+            way_out=f"--dtype {', or '.join(OPERAND_DTYPES)}",
+        )
+    try:
+        return spec.replace(**given) if given else spec
+    except SpecError as error:
+        where = f"{path} with {', '.join(map(' '.join, options_of(changes)))}"
+        raise SpecError(
+            error.what, where=where, numbers=error.numbers, way_out=error.way_out
+        ) from None
+
+
+def _given(changes: SpecChanges) -> dict[str, Any]:
+    """The changes that the command line gives, by the names of the spec's attributes."""
+    values = {each.name: getattr(changes, each.name) for each in fields(SpecChanges)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def options_of(changes: SpecChanges) -> list[tuple[str, str]]:
+    """The options that give these changes, each with its value."""
+    given = _given(changes)
+    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a run: the operands' batch, heads and lengths."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_k: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads_q}"
+        if self.heads_kv != self.heads_q:
+            heads += f" over {self.heads_kv}"
+        return f"batch {self.batch}, heads {heads}, seq {self.seq_q} x {self.seq_k}"
+
+
+def parse_shape(text: str, option: str = "--shape") -> Shape:
+    """``B,H,N`` or ``B,Hq,Hkv,Nq,Nk``.
+
+    Raises:
+        InputError: another form.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    plain = all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts)
+    sizes = [int(part) for part in parts] if plain else []
+    if len(sizes) in (3, 5) and max(sizes) <= POSITION_LIMIT:
+        if len(sizes) == 3:
+            batch, heads, seq = sizes
+            return Shape(batch, heads, heads, seq, seq)
+        return Shape(*sizes)
+    raise InputError(
+        "this is not a shape",
+        where=f"option {option}",
+        numbers=f"given {text[:80]!r}; each size is at most {POSITION_LIMIT:,}",
+        way_out=f"{option} B,H,N as in 1,4,256, or {option} B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
+    )
+
+
+OWN_TILE = "plan"
+
+
+def parse_tile(text: str) -> tuple[int, int] | None:
+    """Query rows and keys of ``QxK``; None for ``plan``, the plan's own tile.
+
+    Raises:
+        InputError: another form.
+    """
+    if text == OWN_TILE:
+        return None
+    rows, x, keys = text.partition("x")
+    if x and rows.isascii() and rows.isdecimal() and keys.isascii() and keys.isdecimal():
+        return int(rows), int(keys)
+    raise InputError(
+        "this is not a tile",
+        where="option --tile",
+        numbers=f"given {text[:40]!r}",
+        way_out="query rows x keys, as in --tile 64x32, or --tile plan for the plan's own",
+    )
+
+
+def scalar_values(
+    spec: AttentionSpec, path: str, options: Sequence[str]
+) -> tuple[dict[str, Number], list[str]]:
+    """A value for each scalar: from ``--scalar name=value``, or else the spec file's example.
+
+    A spec file may define ``example_scalars = {"window": 64}`` at its top level.
+
+    Returns:
+        The values, and the names of those that are the file's example.
+
+    Raises:
+        InputError: an option is malformed or names no scalar, or a scalar has no value.
+    """
+    # Loaded here, because it needs torch.
+    from flashgen.calls.ops import scalar_value
+
+    given = dict(_parse_option(spec, option) for option in options)
+    examples = example_scalars(path)
+    values: dict[str, Number] = {}
+    for scalar in spec.scalars:
+        if scalar.name in given:
+            values[scalar.name] = scalar_value(scalar, given[scalar.name])
+        elif scalar.name in examples:
+            values[scalar.name] = scalar_value(scalar, examples[scalar.name])
+        else:
+            raise InputError(
+                f"the scalar {scalar.name!r} of the spec has no value",
+                where=f"{path}, option --scalar",
+                numbers=f"{scalar!r}; the file has no example_scalars for it",
+                way_out=f"--scalar {scalar.name}=...",
+            )
+    return values, [name for name in values if name not in given]
+
+
+def _parse_option(spec: AttentionSpec, option: str) -> tuple[str, object]:
+    name, equals, text = option.partition("=")
+    scalar = next((scalar for scalar in spec.scalars if scalar.name == name.strip()), None)
+    if not equals or scalar is None:
+        wanted = ", ".join(scalar.name for scalar in spec.scalars) or "none"
+        raise InputError(
+            "the option --scalar takes the name of a scalar of the spec and a value",
+            where=f"option --scalar {option}",
+            numbers=f"scalars of {spec.name}: {wanted}",
+            way_out="--scalar name=value" if spec.scalars else "leave --scalar out",
+        )
+    dtype = SCALAR_DTYPES[scalar.dtype]
+    value = dtype.parse(text.strip())
+    if value is None:
+        raise InputError(
+            f"the scalar {scalar.name!r} cannot take this value",
+            where=f"option --scalar {option}",
+            numbers=f"given {text!r}; dtype {scalar.dtype}",
+            way_out=f"--scalar {name}={dtype.example}",
+        )
+    return scalar.name, value
+
+
+def example_scalars(path: str) -> Mapping[str, Any]:
+    """The file's ``example_scalars``, read without running the file again; empty when it has none.
+
+    Raises:
+        InputError: it is not a dictionary of literals.
+    """
+    file = Path(file_and_variable(path)[0])
+    for node in ast.parse(file.read_bytes()).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if "example_scalars" not in [getattr(target, "id", None) for target in targets]:
+            continue
+        try:
+            found = ast.literal_eval(node.value)
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            return found
+        raise InputError(
+            "example_scalars is not a dictionary of names and plain numbers",
+            where=f"{file.as_posix()}:{node.lineno}",
+            numbers=ast.unparse(node.value)[:80],
+            way_out='example_scalars = {"window": 64}',
+        )
+    return {}
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Checks that files can be written into a folder, before the work that makes them.
+
+    Raises:
+        InputError: it is no folder, it does not exist, or it cannot be written.
+    """
+    reason = next(
+        (
+            text
+            for wrong, text in (
+                (not os.path.lexists(folder), "it does not exist"),
+                (not os.path.isdir(folder), "it is not a folder"),
+                (not os.access(folder, os.W_OK | os.X_OK), "it cannot be written"),
+            )
+            if wrong
+        ),
+        None,
+    )
+    if reason is not None:
+        raise InputError(
+            "no file can be written into this folder",
+            where=f"option {option}",
+            numbers=f"{folder.as_posix()}: {reason}",
+            way_out="a folder that exists and that you can write",
+        )
+
+
+def check_file(file: Path, option: str) -> None:
+    """Checks that a file can be written, before the work that makes it.
+
+    Raises:
+        InputError: its folder is none, or the file is a folder or cannot be written.
+    """
+    check_folder(file.parent, option)
+    folder = os.path.isdir(file)
+    if folder or (os.path.lexists(file) and not os.access(file, os.W_OK)):
+        raise InputError(
+            "this file cannot be written",
+            where=f"option {option}",
+            numbers=f"{file.as_posix()}: " + ("it is a folder" if folder else "it is read-only"),
+            way_out=f"{option} with the name of another file",
+        )

@@ -1,0 +1,166 @@
+"""``flashgen plan``: block sizes and their derivation, proofs, and predicted times of launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flashgen.kernels.planner import Plan, plan_backward
+from flashgen.kernels.planner import plan as plan_forward
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.errors import InputError
+from flashgen.tools.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
+from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.console import busy, write
+from flashgen.tools.cli.decoding import capacity_of, decoding_plan, sizes_of
+from flashgen.tools.cli.inputs import Shape, load_spec, scalar_values
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+
+def plan(arguments: PlanArguments) -> None:
+    """Prints the plan, then the predicted times and the proofs that the options name.
+
+    With --world, what each rank of a distributed call does instead.
+    """
+    spec = load_spec(arguments)
+    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
+    arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
+    if arguments.world is not None:
+        _distributed(arguments, spec, arch, arguments.world, sizes)
+        return
+    plans: Sequence[Plan]
+    if arguments.decode:
+        _decoding(arguments, spec, arch, sizes)
+        plans = ()
+    elif arguments.backward:
+        backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
+        plans = backward.kernels
+        write_summary(plans)
+        write(str(backward))
+    else:
+        plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
+        write_summary(plans)
+        write(str(plans[0]))
+    if arguments.shape is not None and not arguments.decode:
+        _predict(arguments, sizes, spec, plans)
+    if arguments.certify:
+        from flashgen.kernels.planner.proofs import certify
+
+        for each in certify(
+            spec,
+            arch,
+            sram=sram,
+            policy=arguments.policy,
+            deterministic=arguments.deterministic,
+        ):
+            write(f"\n{each}")
+
+
+def write_summary(plans: Sequence[Plan]) -> None:
+    """Writes what was chosen in three lines for each kernel, above the formulas."""
+    for each in plans:
+        if each.summary:
+            write("\n".join(each.summary) + "\n")
+
+
+def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:
+    """The kernels of decoding calls, and the predictions for their launches."""
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        from flashgen.tools.cli.captured_tensors import tensor_values
+    tensors, _ = tensor_values(
+        spec,
+        arguments.path,
+        replace(sizes, seq_k=capacity_of(arguments, sizes)),
+        q_offset=sizes.seq_k - sizes.seq_q,
+    )
+    options = {"scalars": scalars, "tensors": tensors}
+    planned = decoding_plan(spec, arguments, sizes, options, arch)
+    write(f"{planned}\n\nfor {sizes}, {spec.dtype}")
+
+
+def _distributed(
+    arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int, sizes: Shape
+) -> None:
+    """What each rank of a distributed call holds, sends and computes."""
+    if arguments.shape is None:
+        raise InputError(
+            "a distributed call has a shape",
+            where="option --world",
+            numbers=f"--world {world} without --shape",
+            way_out="--shape B,H,N as in 1,32,131072",
+        )
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        from flashgen.frontends import distributed
+        from flashgen.tools.cli.captured_tensors import tensor_values
+    tensors, _ = tensor_values(
+        spec, arguments.path, sizes, q_offset=0, k_offset=0, seed=0, device="cpu"
+    )
+    captures = {**scalars, **tensors}
+    shard: object = arguments.shard
+    if shard == "balance":
+        from flashgen.frontends.distributed.forecast import tile_of
+
+        shard = distributed.balance(
+            spec,
+            sizes.seq_q,
+            world,
+            batch=sizes.batch,
+            heads=sizes.heads_q,
+            tile=tile_of(sizes.seq_q),
+            **captures,
+        ).chunks
+    found = distributed.forecast(
+        spec,
+        world,
+        (sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q),
+        arch=arch,
+        method=arguments.method,
+        shard=shard,
+        captures=captures,
+        link=None if arguments.link is None else arguments.link * 1e9,
+    )
+    write(str(found))
+    if arguments.map is not None:
+        found.draw(arguments.map)
+        write(f"map     {arguments.map}")
+
+
+def _predict(
+    arguments: PlanArguments, sizes: Shape, spec: AttentionSpec, plans: Sequence[Plan]
+) -> None:
+    """The predicted time of each launch for a shape."""
+    with busy("loading torch"):
+        from flashgen.calls.runtime.bind_arguments import blocks_of_call, heads_of_call
+        from flashgen.tools.cli.tune import problem_of
+        from flashgen.tools.tune import predicted
+    example = CallArguments(path=arguments.path, scalars=arguments.scalars)
+    problem, captured = problem_of(spec, random_call(spec, example, sizes))
+    of_call = []
+    for planned in plans:
+        if planned.kernel == "forward":
+            heads = heads_of_call(spec, planned, problem, captured)
+            if heads.reason:
+                write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
+            if heads.heads > 1:
+                planned = plan_forward(
+                    spec,
+                    planned.arch,
+                    sram=arguments.sram,
+                    policy=arguments.policy,
+                    heads_per_tile=heads.heads,
+                )
+                write(f"\n{planned}")
+            if planned.is_persistent:
+                write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
+        of_call.append(planned)
+    durations = predicted(spec, problem, captured, of_call)
+    for each in durations:
+        write(f"\n{each}")
+    if not durations:
+        write("\nno time is predicted: the tiles of packed sequences depend on where they begin")

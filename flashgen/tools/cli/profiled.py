@@ -1,0 +1,67 @@
+"""A call on random operands that the emulator executes and counts: for `profile` and `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.cli.arguments import CountedArguments
+from flashgen.tools.cli.call import RandomCall, random_call
+from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call
+from flashgen.tools.cli.inputs import Shape
+from flashgen.tools.cli.progress import emulated, expected_work
+
+if TYPE_CHECKING:
+    from flashgen.calls.ops import BackwardRun, ForwardRun
+    from flashgen.tools.profile import Profile
+
+
+@dataclass(frozen=True)
+class ProfiledCall:
+    """The call, its results, and the profile of each launch in launch order."""
+
+    call: RandomCall
+    run: ForwardRun
+    gradients: BackwardRun | None
+    profiles: tuple[Profile, ...]
+
+
+def call_of(spec: AttentionSpec, arguments: CountedArguments, sizes: Shape) -> RandomCall:
+    """The operands of the call that the arguments name."""
+    first = sizes.seq_k - sizes.seq_q if arguments.decode else 0
+    capacity = capacity_of(arguments, sizes)
+    return random_call(spec, arguments, sizes, q_offset=first, capacity=capacity)
+
+
+def profiled_call(
+    spec: AttentionSpec,
+    arguments: CountedArguments,
+    sizes: Shape,
+    call: RandomCall,
+    tiles: Mapping[str, Any] | None = None,
+) -> ProfiledCall:
+    """Executes a call in the emulator, and its backward pass where the arguments say so.
+
+    Args:
+        tiles: as in `flashgen.calls.ops.run_forward`.
+    """
+    from flashgen.tools.profile import profile_backward, profile_forward
+
+    served = ServedCall(spec, call.operands, call.options)
+    if arguments.decode:
+        served = served_call(spec, call, arguments, "emulator")
+    options = served.options | {"arch": arguments.arch, "sram": arguments.sram}
+    doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
+    with emulated(doing, partial(expected_work, spec, call, arguments)):
+        run, profiles = profile_forward(served.spec, *served.operands, tiles=tiles, **options)
+    if not arguments.backward:
+        return ProfiledCall(call, run, None, profiles)
+    tensors = (*call.operands, run.out, run.lse, *call.gradients)
+    options["deterministic"] = arguments.deterministic
+    doing = f"{spec.name}: compiling and counting the backward kernels"
+    with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
+        gradients, more = profile_backward(spec, *tensors, **options)
+    return ProfiledCall(call, run, gradients, profiles + more)

@@ -1,0 +1,223 @@
+"""``flashgen report``: one page about the kernels of a call, or a comparison of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.kernels.planner import Tile, feasible
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.errors import InputError, PlanError
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_file import file_and_variable
+from flashgen.tools.cli.arguments import ReportArguments
+from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.console import busy, facts, plural
+from flashgen.tools.cli.decoding import sizes_of
+from flashgen.tools.cli.inputs import Shape, check_file, load_spec, parse_shape, parse_tile
+from flashgen.tools.cli.profiled import call_of, profiled_call
+from flashgen.tools.cli.progress import expected_work
+from flashgen.tools.cli.rows import input_rows
+
+if TYPE_CHECKING:
+    from flashgen.tools.views.values import Side
+
+MOST_WORK = 5e10
+"""Multiply-adds of the largest call that is executed: tens of minutes in the emulator."""
+
+MOST_OPERANDS = 2e8
+"""Elements of the operands and the result of such a call."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one side of the page shows.
+
+    Attributes:
+        arguments: the command's, with the path and the architecture of this side.
+        tile: rows and keys of the forward kernel's tile; None for the plan's own.
+    """
+
+    arguments: ReportArguments
+    tile: tuple[int, int] | None
+
+    @property
+    def arch(self) -> str:
+        return self.arguments.arch or config.arch() or DEFAULT_ARCH
+
+
+def report(arguments: ReportArguments) -> None:
+    """Executes a call, or two, and writes the page."""
+    check_file(arguments.output, "--output")
+    chosen = _sides(arguments)
+    specs = [load_spec(each.arguments) for each in chosen]
+    sizes = sizes_of(arguments, arguments.shape)
+    if arguments.predict is not None:
+        parse_shape(arguments.predict, "--predict")
+    with busy("loading torch"):
+        from flashgen.tools.views.render import html_of
+        from flashgen.tools.views.values import Page
+    sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
+    title = " and ".join(dict.fromkeys(side.title for side in sides))
+    with busy("writing the page"):
+        text = html_of(Page(f"flashgen report: {title}", tuple(sides)))
+    arguments.output.write_text(text, encoding="utf-8")
+    kernels = sum(len(side.kernels) for side in sides)
+    facts(
+        [
+            ("report", f"{arguments.output.as_posix()}, {len(text.encode()):,} B"),
+            ("shows", f"{title}: {plural(kernels, 'launch', 'launches')} of {sizes}"),
+            *_verdicts(sides),
+        ]
+    )
+
+
+def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
+    for side in sides:
+        wrong = [each.name for each in side.errors if not each.verdict.ok]
+        right = f"{plural(len(side.errors), 'result')} within the error rule"
+        right = right if side.errors else "no result was compared with the oracle"
+        yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
+
+
+# ---- the sides -----------------------------------------------------------------------------------
+
+
+def _sides(arguments: ReportArguments) -> list[Chosen]:
+    """The one or two sides that the specs, architectures and tiles name.
+
+    Raises:
+        InputError: there are more than two of one of them.
+    """
+    specs = [arguments.path, *([arguments.other] if arguments.other else [])]
+    archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
+    tiles = [parse_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
+    two = 2 in (len(specs), len(archs), len(tiles))
+    found = [Chosen(replace(arguments, path=specs[0], arch=archs[0]), tiles[0])]
+    if two:  # what is given once is the same on both sides
+        found.append(Chosen(replace(arguments, path=specs[-1], arch=archs[-1]), tiles[-1]))
+    return found
+
+
+def _listed(text: str | None, option: str) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if len(parts) > 2:
+        raise InputError(
+            "a report compares two calls",
+            where=f"option {option}",
+            numbers=f"given {text!r}: {len(parts)} values",
+            way_out=f"{option} {','.join(parts[:2])}",
+        )
+    return parts
+
+
+def _given_tile(spec: AttentionSpec, chosen: Chosen) -> dict[str, Tile]:
+    """The cheapest tile of these sizes for the forward kernel; {} for the plan's own.
+
+    Raises:
+        PlanError: no tile of these sizes fits.
+    """
+    if chosen.tile is None:
+        return {}
+    plans = feasible(spec, chosen.arch, sram=chosen.arguments.sram)
+    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == chosen.tile]
+    if fitting:
+        return {"forward": fitting[0].tile}
+    rows, keys = chosen.tile
+    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, chosen.tile))
+    raise PlanError(
+        "the forward kernel cannot have this tile",
+        where=f"option --tile, {spec.name} on {chosen.arch}",
+        numbers=f"given {rows}x{keys}; {plural(len(near), 'other size fits', 'other sizes fit')}",
+        way_out="--tile " + ", ".join(f"{q}x{k}" for q, k in near[:6]) + ", or leave it out",
+    )
+
+
+def _distance(tile: tuple[int, int], given: tuple[int, int] | None) -> float:
+    assert given is not None, "tiles are compared with one that was given"
+    return sum(max(a, b) / max(1, min(a, b)) for a, b in zip(tile, given, strict=True))
+
+
+def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
+    from flashgen.tools.views.collect import CallResults, side_of
+    from flashgen.tools.views.python_lines import file_text
+
+    arguments = replace(chosen.arguments, arch=chosen.arch)
+    tiles = _given_tile(spec, chosen)
+    _check_work(_operands(spec, sizes), MOST_OPERANDS, "elements of q, k, v and out", sizes)
+    call = call_of(spec, arguments, sizes)
+    work = expected_work(spec, call, arguments)
+    _check_work(work, MOST_WORK, "multiply-adds", sizes)
+    found = profiled_call(spec, arguments, sizes, call, tiles)
+    file = file_and_variable(arguments.path)[0]
+    text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
+    title = f"{spec.name}, {chosen.arch}"
+    if chosen.tile is not None:
+        title += f", tile {chosen.tile[0]} x {chosen.tile[1]}"
+    rows = [
+        ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
+        *input_rows(spec, call),
+        ("shape", f"{sizes}, head dim {spec.head_dim}, {spec.dtype}"),
+        ("architecture", found.run.arch),
+        ("executed", "in the emulator, every instruction counted, on random operands"),
+    ]
+    with busy(f"{spec.name}: computing the oracle in float64"):
+        results = CallResults(spec, call, found.profiles, found.run, found.gradients)
+        side = side_of(results, title, rows, text)
+    if arguments.predict is None:
+        return side
+    with busy(f"{spec.name}: predicting {arguments.predict}"):
+        return _predicted(side, spec, arguments, arguments.predict)
+
+
+def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shape: str) -> Side:
+    """The side with durations and schedules for another shape, which no kernel executes.
+
+    Raises:
+        InputError: its heads cannot share tiles as those of the executed call do.
+    """
+    from flashgen.tools.cli.tune import problem_of
+    from flashgen.tools.tune import predicted
+    from flashgen.tools.views.kernel import with_duration
+
+    sizes = parse_shape(shape, "--predict")
+    panes = [pane for pane in side.kernels if pane.duration is not None]
+    shared = max((pane.plan.heads_per_tile for pane in panes), default=1)
+    if (sizes.heads_q // max(1, sizes.heads_kv)) % shared:
+        raise InputError(
+            "the heads of this shape cannot share tiles as those of the executed call do",
+            where="option --predict",
+            numbers=f"{sizes}; the kernel has {shared} query heads per tile",
+            way_out="as many query heads per key head as in --shape",
+        )
+    problem, captured = problem_of(spec, random_call(spec, arguments, sizes))
+    found = predicted(spec, problem, captured, [pane.plan for pane in panes])
+    made = {
+        pane.title: with_duration(pane, duration, f"{sizes}")
+        for pane, duration in zip(panes, found, strict=False)
+    }
+    return replace(side, kernels=tuple(made.get(pane.title, pane) for pane in side.kernels))
+
+
+def _operands(spec: AttentionSpec, sizes: Shape) -> int:
+    dims = spec.head_dim + (spec.head_dim_v or spec.head_dim)
+    rows = sizes.heads_q * sizes.seq_q + sizes.heads_kv * sizes.seq_k
+    return sizes.batch * rows * dims
+
+
+def _check_work(given: float, most: float, what: str, sizes: Shape) -> None:
+    """Refuses a call that the emulator would execute for hours.
+
+    Raises:
+        InputError: it has more than ``most``.
+    """
+    if given > most:
+        raise InputError(
+            "this shape is too large for the emulator, which counts every instruction",
+            where="option --shape",
+            numbers=f"{sizes}: {given:.3g} {what}; at most {most:.3g}",
+            way_out="a smaller --shape, as 1,4,256; flashgen plan --shape predicts large ones",
+        )

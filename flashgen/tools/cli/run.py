@@ -1,0 +1,271 @@
+"""``flashgen run``: the whole pipeline on random operands, compared with the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from flashgen.shared.errors import InputError
+from flashgen.spec.language import python_text
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.cli.arguments import RunArguments
+from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
+from flashgen.tools.cli.console import busy, facts, seconds
+from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
+from flashgen.tools.cli.ending import MISMATCH
+from flashgen.tools.cli.inputs import load_spec
+from flashgen.tools.cli.progress import emulated, expected_work
+from flashgen.tools.cli.rows import input_rows
+
+if TYPE_CHECKING:
+    from flashgen.calls.ops import BackwardRun, ForwardRun
+    from flashgen.kernels.pipeline import Build
+    from flashgen.reference import Verdict
+    from ptx_emulator import Counters
+
+Row = tuple[str, str]
+
+
+def run(arguments: RunArguments) -> None:
+    """Executes one spec on random operands, compares it with the oracle and prints a table."""
+    spec = load_spec(arguments)
+    sizes = sizes_of(arguments, arguments.shape)
+    with busy("loading torch"):
+        from flashgen.calls.ops import run_forward
+        from flashgen.tools.tune import judge_of, on_gpu
+    backend, why = choose_backend(arguments.backend)
+    orders = _orders(arguments, backend)
+    in_emulator = backend.startswith("emulator")
+    on = "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
+    call = random_call(
+        spec,
+        arguments,
+        sizes,
+        device="cuda" if backend == "gpu" else "cpu",
+        q_offset=sizes.seq_k - sizes.seq_q if arguments.decode else arguments.q_offset,
+        k_offset=arguments.k_offset,
+        capacity=capacity_of(arguments, sizes),
+    )
+    served = ServedCall(spec, call.operands, call.options)
+    if arguments.decode:
+        served = served_call(spec, call, arguments, backend)
+    how: dict[str, Any] = {
+        "backend": backend,
+        "arch": arguments.arch,
+        "sram": arguments.sram,
+        "check_memory": arguments.checkers,
+    }
+
+    def forward() -> ForwardRun:
+        return run_forward(served.spec, *served.operands, **served.options | how)
+
+    ran: list[tuple[ForwardRun, BackwardRun | None]] = []
+    verdicts: dict[str, Verdict] = {}
+    backward_rows: list[Row] = []
+    elapsed = 0.0
+    for order in orders:
+        how["order_seed"] = order
+        suffix = f", order {order}" if len(orders) > 1 else ""
+        doing = f"{spec.name}: compiling, then running {sizes} {on}{suffix}"
+        with emulated(doing, partial(expected_work, spec, call, arguments)):
+            result = forward()
+            if not ran:
+                elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
+        found: dict[str, Verdict] = {}
+        if arguments.check:
+            with busy(f"{spec.name}: computing the oracle in float64"):
+                found |= judge_of(spec, call, "forward")(result)
+        gradients = None
+        if arguments.backward:
+            how["deterministic"] = arguments.deterministic
+            doing = f"{spec.name}: compiling, then running the backward kernels {on}{suffix}"
+            with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
+                gradients, total = _backward(spec, call, result, how)
+            del how["deterministic"]
+            backward_rows = backward_rows or list(_backward_rows(gradients, total))
+            if arguments.check:
+                with busy(f"{spec.name}: computing the gradients in float64"):
+                    found |= judge_of(spec, call, "backward")(gradients)
+        verdicts |= {name + suffix: verdict for name, verdict in found.items()}
+        ran.append((result, gradients))
+    result = ran[0][0]
+
+    arch = result.arch
+    if arguments.sram is not None:
+        arch += f", planned for {arguments.sram:,} B of shared memory per block"
+    facts(
+        [
+            ("spec", f"{spec.name}, {arguments.path}"),
+            ("score_mod", python_text(spec.score) if spec.score_line else "none"),
+            ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
+            *input_rows(spec, call),
+            ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
+            *_decoding_rows(served, arguments),
+            ("backend", f"{result.backend}, {why}"),
+            ("arch", arch),
+            *_kernel_rows(result, elapsed, arguments.checkers),
+            *backward_rows,
+            *_order_rows(orders, ran),
+            *((name, str(verdict)) for name, verdict in verdicts.items()),
+            ("result", _result(verdicts)),
+        ]
+    )
+    if not all(verdicts.values()):
+        raise typer.Exit(MISMATCH)
+
+
+def _orders(arguments: RunArguments, backend: str) -> tuple[int | None, ...]:
+    """The order_seed of each run; (None,) where none is given.
+
+    Raises:
+        InputError: the backend draws no order.
+    """
+    if not arguments.order_seed:
+        return (None,)
+    if not backend.startswith("emulator"):
+        raise InputError(
+            "only the emulator draws an order of blocks and warps",
+            where="option --order-seed",
+            numbers=f"backend {backend!r}",
+            way_out="--backend emulator, or leave the option out",
+        )
+    return tuple(dict.fromkeys(arguments.order_seed))
+
+
+def _order_rows(
+    orders: tuple[int | None, ...], ran: list[tuple[ForwardRun, BackwardRun | None]]
+) -> Iterator[Row]:
+    """The orders of the emulator, and whether the results of all have the same bits."""
+    if orders == (None,):
+        return
+    text = ", ".join(map(str, orders))
+    if len(ran) > 1:
+        first, *others = [_results(*one) for one in ran]
+        differ = [name for name, bits in first.items() if any(o[name] != bits for o in others)]
+        text += f": {', '.join(differ)} differ in bits" if differ else ": the same bits in all"
+    yield "orders", text
+
+
+def _results(forward: ForwardRun, gradients: BackwardRun | None) -> dict[str, bytes]:
+    """The bytes of all results by name."""
+    from flashgen.calls.runtime.bound_kernel import span
+
+    found = {"out": forward.out, "lse": forward.lse}
+    if gradients is not None:
+        found |= {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    return {name: span(tensor.contiguous()).tobytes() for name, tensor in found.items()}
+
+
+def _backward(
+    spec: AttentionSpec, call: RandomCall, result: ForwardRun, how: dict[str, Any]
+) -> tuple[BackwardRun, float | None]:
+    """The gradients, and on a GPU the seconds that all backward kernels take together."""
+    from flashgen.calls.ops import run_backward
+    from flashgen.tools.tune import on_gpu
+
+    tensors = (*call.operands, result.out, result.lse, *call.gradients)
+
+    def backward() -> BackwardRun:
+        return run_backward(spec, *tensors, **call.options | how)
+
+    return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
+
+
+def _dims(spec: AttentionSpec) -> str:
+    if spec.head_dim_v == spec.head_dim:
+        return f"head_dim {spec.head_dim}"
+    return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
+
+
+def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:
+    """The position of the queries, and the pages and splits of the keys."""
+    if not arguments.decode:
+        return
+    if served.pages:
+        text = f"{arguments.page:,} keys each, {served.pages:,} in the caches, shuffled"
+        yield "pages", f"{text}; slots without a key are NaN"
+    size = served.options["split_size"]
+    why = "the plan's choice" if arguments.split_size is None else "from --split-size"
+    yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
+
+
+def _backward_rows(run: BackwardRun, total: float | None) -> Iterator[Row]:
+    """A line for each backward kernel: its tile, registers and time."""
+    for text in run.copies:
+        yield "copied", text
+    for report in run.reports:
+        if report.kernel is None:
+            yield "backward", report.access_reason
+            continue
+        time = "" if total is not None else f", {seconds(report.run_seconds)}"
+        yield "backward", _launched(report.kernel) + time
+    if total is not None:
+        yield "backward", f"{seconds(total)} together"
+
+
+def _launched(kernel: Build) -> str:
+    """A line with a kernel, its tile and its registers."""
+    plan, used = kernel.plan, kernel.binary.resources
+    tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
+    spills = (
+        "" if used.clean or kernel.source.outlined else f", SPILLS {used.spill_store_bytes:,} B"
+    )
+    parts = [tile] if plan.block_q else []  # the kernel of a min/max table has no tile
+    parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
+    return f"{kernel.source.name}: {', '.join(parts)}"
+
+
+def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator[Row]:
+    report, kernel = result.report, result.report.kernel
+    if kernel is None:
+        yield "kernel", report.access_reason
+        return
+    plan, binary, used = kernel.plan, kernel.binary, kernel.binary.resources
+    for table in report.tables:
+        if table.kernel is not None:
+            yield "table", _launched(table.kernel)
+    yield "kernel", f"{kernel.source.name}, {kernel.source.filename}"
+    yield "tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"
+    if report.heads_reason:
+        yield "heads", f"{plan.heads_per_tile} per tile, {report.heads_reason}"
+    blocks = report.blocks
+    if blocks is not None:
+        yield "blocks", f"{blocks.count:,} for {blocks.work_tiles:,} tiles: {blocks.reason}"
+    yield "access", f"{report.access_bytes} B at once: {report.access_reason}"
+    yield "shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"
+    spilled = f"SPILLS {used.spill_store_bytes + used.spill_load_bytes:,} B"
+    clean = "no spills, no stack" if used.clean else spilled
+    if kernel.source.outlined:
+        yield "calls", kernel.source.calls
+        clean = f"{used.stack_bytes:,} B of stack, for these calls"
+    yield "registers", f"{used.registers} a thread, {clean}"
+    counted = report.counters
+    if counted is None:
+        yield "bytes", "not counted on a GPU"
+    else:
+        yield "bytes", _bytes(counted)
+    if report.merge is not None and report.merge.kernel is not None:
+        merged = report.merge.counters
+        moved = "" if merged is None else f", {_bytes(merged)}"
+        yield "merge", _launched(report.merge.kernel) + moved
+    built = "from the cache" if binary.from_cache else "compiled"
+    yield "build", f"{seconds(report.build_seconds)}, {built}"
+    with_checkers = f", memory and race checkers {'on' if checkers else 'off'}"
+    yield "run", seconds(elapsed) + (with_checkers if result.backend == "emulator" else "")
+
+
+def _bytes(counted: Counters) -> str:
+    read, written = counted.global_read_bytes, counted.global_write_bytes
+    return f"{read:,} B read, {written:,} B written"
+
+
+def _result(verdicts: dict[str, Verdict]) -> Text:
+    if not verdicts:
+        return Text("not compared with the oracle", style="yellow")
+    if all(verdicts.values()):
+        return Text("pass", style="bold green")
+    return Text("FAIL", style="bold red")

@@ -1,0 +1,224 @@
+"""``flashgen tune``: the tiles of a spec for one shape, ranked by the model, measured on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from flashgen.calls import launch
+from flashgen.kernels.compile.cache import usable_root
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH, paths_of
+from flashgen.shared.errors import InputError, SpecError
+from flashgen.tools.cli.arguments import TuneArguments
+from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
+from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
+from flashgen.tools.cli.inputs import Shape, load_spec, parse_shape
+
+if TYPE_CHECKING:
+    from flashgen.kernels.planner import Plan
+    from flashgen.shared.call import CheckedCall
+    from flashgen.spec.language.spec import AttentionSpec
+    from flashgen.tools.tune import Measured, TileChoice
+
+SMALL_SEQ = 333
+"""The sequence length of the check against the oracle: odd, and longer than any tile."""
+
+
+def tune(arguments: TuneArguments) -> None:
+    """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
+    spec = load_spec(arguments)
+    if spec.paged:
+        raise SpecError(
+            "tuned tiles do not apply to calls with a paged cache",
+            where=f"{arguments.path}, AttentionSpec(paged=True)",
+            numbers="all calls of a spec have one tile, so that the bits of a row are the same",
+            way_out="flashgen plan, which shows the tile; or the spec without paged=True",
+        )
+    sizes = parse_shape(arguments.shape)
+    if 0 in astuple(sizes):
+        raise InputError(
+            "a call without scores has no tile to tune",
+            where="option --shape",
+            numbers=str(sizes),
+            way_out="--shape 1,4,256",
+        )
+    which = _pass(arguments)
+    with busy("loading torch"):
+        from flashgen.tools.tune import by_time, derived, rank
+    arch, device, reason = _target(arguments)
+    call = random_call(spec, arguments, sizes, device=device)
+    problem, captured = problem_of(spec, call)
+    with busy(f"{spec.name}: ranking the tiles that fit"):
+        choices = rank(spec, problem, captured, arch, which=which, sram=arguments.sram)
+    own = derived(spec, arch, which, choices, arguments.sram)
+    unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
+    facts(
+        [
+            ("spec", f"{spec.name}, {arguments.path}"),
+            ("shape", f"{sizes}, {spec.dtype}, {which}"),
+            ("arch", arch),
+            ("ranked", f"{plural(len(choices), 'choice')} by the model's {unit}; {STATED_ERROR}"),
+        ]
+    )
+    say()
+    if reason:
+        _show_best(choices, own)
+        _show_ranked(choices, own, arguments.show)
+        for each in choices[0].durations:
+            say(f"\n{each}")
+        say(f"\nranked by the model, not measured: {reason}")
+        return
+    tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
+    measured = _measured(arguments, spec, tried, call, arch)
+    _show_measured(measured, own)
+    _keep(measured, own, spec, arch, which, problem)
+
+
+def _pass(arguments: TuneArguments) -> str:
+    """The pass as `flashgen.tools.tune` names it."""
+    if not arguments.backward:
+        return "forward"
+    return "deterministic" if arguments.deterministic else "backward"
+
+
+def _target(arguments: TuneArguments) -> tuple[str, str, str]:
+    """The architecture, the device of the tensors, and why a measurement is impossible, or ""."""
+    from flashgen.calls.trust import decide
+
+    given = arguments.arch or config.arch()
+    backend, why = choose_backend(None)
+    if backend != "gpu":
+        return given or DEFAULT_ARCH, "cpu", why
+    runs = paths_of(launch.device_arch(0))
+    if given is not None and given not in runs:
+        return given, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
+    if arguments.sram is not None:
+        return given or runs[0], "cpu", "--sram plans for another machine than this one"
+    return given or decide(0).arch, "cuda", ""
+
+
+def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:
+    """The problem that a call states, and its captured tensors as arrays."""
+    from flashgen.tools.profile import array_of, problem_of_call
+
+    problem = problem_of_call(spec, call.operands, call.options)
+    tensors = call.options["tensors"]
+    return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
+
+
+def _show_best(choices: tuple[TileChoice, ...], own: TileChoice) -> None:
+    """Prints the best choice, the planner's and how far apart they are, in three lines."""
+    best = choices[0]
+    say(f"best for this shape: {_tiles(best.plans)}")
+    say(f"for all shapes the planner takes: {_tiles(own.plans)}")
+    gain = own.seconds / best.seconds - 1
+    if best is own or not gain > 0:
+        say("they are the same by the model: tuning this shape gains nothing")
+    else:
+        say(f"the model predicts that the best takes {100 * gain / (1 + gain):.1f} % less time")
+    say()
+
+
+def _show_ranked(choices: tuple[TileChoice, ...], own: TileChoice, most: int) -> None:
+    """Prints the best choices, and the planner's own choice whatever its rank."""
+    listing(
+        ("rank", "kernels and tiles", "predicted", ""),
+        [
+            (str(place), _tiles(each.plans), _predicted(each), _whose(each, own))
+            for place, each in enumerate(choices, 1)
+            if place <= most or each is own
+        ],
+        ("rank", "predicted"),
+    )
+
+
+def _whose(choice: TileChoice, own: TileChoice) -> str:
+    return "the planner's, for all shapes" if choice is own else ""
+
+
+def _predicted(choice: TileChoice) -> str:
+    """The predicted time, or clocks per score element where no time is predicted."""
+    if math.isnan(choice.seconds):
+        return ""
+    return seconds(choice.seconds) if choice.durations else f"{choice.seconds:.4f} clk"
+
+
+def _tiles(plans: tuple[Plan, ...]) -> str:
+    return "; ".join(
+        f"{plan.kernel} {plan.block_q} x {plan.block_k}, {plural(plan.warps, 'warp')}, "
+        f"{plan.blocks_per_sm} per SM" + _sharing(plan)
+        for plan in plans
+    )
+
+
+def _sharing(plan: Plan) -> str:
+    """How the warps that work on the same rows divide the work."""
+    if plan.column_warps == 1:
+        return ""
+    scores = "share the scores" if plan.score_warps > 1 else "each with all scores"
+    return f", {plan.column_warps} to a row, {scores}"
+
+
+def _measured(
+    arguments: TuneArguments,
+    spec: AttentionSpec,
+    tried: list[TileChoice],
+    call: RandomCall,
+    arch: str,
+) -> list[Measured]:
+    """The choices, checked against the oracle and timed, the fastest first."""
+    from flashgen.tools.tune import checked, fastest, on_gpu
+
+    sizes, which = parse_shape(arguments.shape), _pass(arguments)
+    small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
+    small_call = random_call(spec, arguments, small, device="cuda")
+    how = {"backend": "gpu", "arch": arch}
+    with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
+        candidates = checked(spec, tried, small_call, which, **how)
+    with busy(f"{spec.name}: measuring"):
+        return fastest(spec, candidates, call, which, on_gpu, **how)
+
+
+def _keep(
+    measured: list[Measured],
+    own: TileChoice,
+    spec: AttentionSpec,
+    arch: str,
+    which: str,
+    problem: CheckedCall,
+) -> None:
+    """Writes the winner to the cache, for later calls of this kind."""
+    from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, place, write
+
+    winner = measured[0]
+    if winner.seconds is None:
+        say("\nno choice has the right result and a time: no tile is kept")
+        return
+    root = usable_root()
+    if root is None:
+        say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
+        return
+    of_own = next((each.seconds for each in measured if each.choice is own), None)
+    path = place(root, gpu_name(0), spec, arch, which, problem)
+    kept = Winner(winner.choice.tiles, winner.seconds, of_own or 0.0)
+    if write(path, kept):
+        say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
+
+
+def _show_measured(measured: list[Measured], own: TileChoice) -> None:
+    listing(
+        ("kernels and tiles", "predicted", "measured", ""),
+        [
+            (
+                _tiles(each.choice.plans),
+                _predicted(each.choice),
+                seconds(each.seconds) if each.seconds is not None else each.refused,
+                _whose(each.choice, own),
+            )
+            for each in measured
+        ],
+        ("predicted", "measured"),
+    )

@@ -1,0 +1,188 @@
+"""The bytes that a kernel reads of a block-sparse layout, counted from the emitted code's search.
+
+A warp searches for the next listed tile before its loop and in each step (`next_listed_tile`): each
+of its lanes reads the count of one line of blocks that the thread block's tile touches, and then
+searches that line's list by bisection. For a tile that the mask leaves full, the lanes divide the
+layout blocks that it touches, and each stops at the first one that is not live (`layout_full`). In
+a mixed tile, each lane reads the blocks of its rows (`layout_query_values`, `layout_key_values`),
+or, where blocks are narrow or the mask is costly, the block of each element that the mask keeps
+(`in_layout`). All warps of a thread block do the same, except for rows and elements, which they
+divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
+from flashgen.shared.arch import WARP
+from flashgen.spec.analysis import evaluate
+from flashgen.spec.analysis.tile_walk import EMPTY, FULL, TileWalk
+from flashgen.spec.language import K, Q
+from flashgen.tools.profile.listed_blocks import ListedBlocks
+from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+INDEX_BYTES = 4  # int32, of the lists and of their counts
+LIVE_BYTES = 1  # bool, of the layout itself
+LANES_OF_ROW = 4  # of a warp, which have the scores of a row
+
+
+def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -> dict[str, int]:
+    """Bytes that a launch reads of the layout, by the names of the kernel's pointers.
+
+    Args:
+        by_rows: whether lanes read the blocks of their rows (`codegen.sparse.blocks_are_bits`).
+    """
+    counts = entries = blocks = 0
+    searching, _ = _searching_warps(plan)
+    for each in heads:
+        if each.walk is None or each.listed is None or each.visits is None:
+            return {}
+        pairs = each.batch * each.heads_q
+        times = pairs // plan.heads_per_tile
+        for visit in each.visits:
+            reads = _reads_of_lists(each.walk, each.listed, visit)
+            counts += times * searching * sum(lines for lines, _ in reads)
+            entries += times * searching * sum(found for _, found in reads)
+            by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
+            blocks += times * by_warps + pairs * by_lanes
+    if plan.is_persistent:
+        # All producer warps search for the first tile, but only one of them for the next.
+        return {"c_layout": LIVE_BYTES * blocks}
+    side = "column" if plan.owns_keys else "row"
+    return {
+        "c_layout": LIVE_BYTES * blocks,
+        f"c_layout_{side}_counts": INDEX_BYTES * counts,
+        f"c_layout_{side}_blocks": INDEX_BYTES * entries,
+    }
+
+
+def _searching_warps(plan: Plan) -> tuple[int, int]:
+    """Warps of a block that search for the next tile, and those that test whether it is full."""
+    if plan.other_warps and not plan.is_persistent:
+        return WALKING_WARPS[plan.kernel]
+    return plan.warps, plan.warps
+
+
+def _reads_of_lists(walk: TileWalk, listed: ListedBlocks, visit: Visit) -> list[tuple[int, int]]:
+    """The counts and entries that a warp reads in each search for the next tile."""
+    here = walk.owned, visit.start, visit.stop, walk.walked
+    exact = walk.mask.reach_exact
+    may = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
+    starts = _search_starts(visit, listed.tiles(*here), may)
+    return [listed.reads(*here, tile) for tile in starts]
+
+
+def _search_starts(visit: Visit, listed: Array, may: Array | None) -> Iterator[int]:
+    """The tiles from which the lists are searched, in order.
+
+    Where the reach of the mask is not exact, the lists and the mask are evaluated alternately until
+    they agree on a tile.
+    """
+
+    def next_of(choice: Array, tile: int) -> int:
+        return next((t for t in range(tile, visit.end) if choice[t]), visit.end)
+
+    tile = visit.first
+    while True:
+        yield tile
+        found = next_of(listed, tile)
+        tile = found if may is None else next_of(may, found)
+        if tile != found:
+            continue
+        if tile >= visit.end:
+            return
+        tile += 1
+
+
+def _reads_of_tiles(
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit, by_rows: bool
+) -> tuple[int, int]:
+    """Blocks read of the layout itself, for the tiles that a thread block visits.
+
+    Returns:
+        The number of blocks that its warps read for whole tiles, and the number of blocks that
+        lanes read for the rows or the elements of a head.
+    """
+    lines = listed.lines(walk.owned, visit.start, visit.stop)
+    unmasked = _unmasked(walk, plan, visit)
+    block = walk.walked.block
+    elements = 0
+    shared = 0
+    for tile in visit.tiles:
+        if unmasked[tile]:
+            start = tile * block
+            stop = min(start + block, walk.walked.length)
+            live = listed.live[np.ix_(lines, listed.places(walk.walked, start, stop))]
+            shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
+            if live.all():
+                continue
+        if by_rows:
+            elements += _blocks_of_rows(walk, plan, listed)
+        else:
+            elements += _unmasked_elements(walk, plan, visit, tile)
+    return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
+
+
+def _until_one_is_not_live(live: Array) -> int:
+    """The blocks that the lanes of a warp read, each until it finds one that is not live."""
+    flat = live.ravel()
+    turns = np.pad(flat, (0, -len(flat) % WARP)).reshape(-1, WARP)
+    there = np.arange(turns.size).reshape(turns.shape) < len(flat)
+    goes_on = np.vstack([np.ones((1, WARP), bool), np.logical_and.accumulate(turns)[:-1]])
+    return int(np.count_nonzero(goes_on & there))
+
+
+def _unmasked(walk: TileWalk, plan: Plan, visit: Visit) -> Array:
+    """Whether the kernel finds each tile full by the mask, and then reads the layout: bool."""
+    mask, owned, walked = walk.mask, walk.owned, walk.walked
+    starts = np.arange(0, walked.length, walked.block)
+    whole = starts + walked.block <= walked.length
+    if plan.owns_keys:
+        whole &= visit.start + owned.block <= owned.length
+    if mask.always:
+        return whole
+    if mask.full is not None and mask.full_exact:
+        lo, hi = walk.ends(mask.full, visit.start, visit.stop)
+        inside = starts + walked.block <= (walked.length if hi is None else hi)
+        return whole & inside & (starts >= (0 if lo is None else lo))
+    found: Array = whole & (walk.classes(visit.start, visit.stop) == FULL)
+    return found
+
+
+def _blocks_of_rows(walk: TileWalk, plan: Plan, listed: ListedBlocks) -> int:
+    """The blocks that lanes read for the rows of a tile, those past the end included."""
+    rows, columns = walk.owned.block, walk.walked.block
+    size = listed.walked_block
+    if plan.in_passes:
+        rows, columns, size = columns, rows, listed.owned_block
+    times = -(-columns // plan.masked_columns)
+    return LANES_OF_ROW * rows * times * ((plan.masked_columns - 1) // size + 2)
+
+
+def _unmasked_elements(walk: TileWalk, plan: Plan, visit: Visit, tile: int) -> int:
+    """The elements that the mask keeps, among the elements for which the kernel evaluates it.
+
+    Keys past the end are excluded, except where the mask is evaluated in a loop over all elements.
+    Queries past the end are included, except where the block owns keys.
+    """
+    owned, walked = walk.owned, walk.walked
+    start = tile * walked.block
+    end = start + walked.block
+    if not plan.loops_over_masks:
+        end = min(end, walked.length)
+    walked_here = np.arange(start, end) + walked.offset
+    stop = visit.stop if plan.owns_keys else visit.start + owned.block
+    owned_here = np.arange(visit.start, stop) + owned.offset
+    if walk.mask.always:
+        return len(walked_here) * len(owned_here)
+    q, k = (walked_here, owned_here) if plan.owns_keys else (owned_here, walked_here)
+    with np.errstate(all="ignore"):
+        kept = evaluate(walk.mask.expr, {**walk.env, Q: q[:, None], K: k[None, :]})
+    return int(np.count_nonzero(np.broadcast_to(kept, (len(q), len(k)))))

@@ -1,0 +1,154 @@
+"""Decoding calls, planned and predicted by their sizes alone: no tensor is made, nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from flashgen.calls.runtime.arguments.slices import split_scalar
+from flashgen.calls.runtime.bind_arguments import heads_of_call
+from flashgen.kernels.codegen import walk_of_kernel
+from flashgen.kernels.pipeline import analysed
+from flashgen.kernels.planner import Plan, plan, plan_splits
+from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.shared.arch import facts
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.dtypes import Number
+from flashgen.shared.launch_facts import HeadsPerTile
+from flashgen.shared.signature import PAGE_NAMES, WHOLE
+from flashgen.shared.split_choice import SplitPlan
+from flashgen.spec.language.signature import split
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
+
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class DecodingPlan:
+    """The kernels of a call whose queries are the last positions of their sequences.
+
+    Attributes:
+        plan: the plan of the forward kernel.
+        chosen: the choice of split_size, for calls that give none.
+        split_size: the keys of a split; 0 where keys are not split.
+        splits: the splits of a sequence.
+        heads: the choice of the query heads that share a tile.
+        predicted: bytes and durations; None where the tiles are known only in the launch.
+    """
+
+    plan: Plan
+    chosen: SplitPlan
+    split_size: int
+    splits: int
+    heads: HeadsPerTile
+    predicted: SplitPrediction | None
+
+    @property
+    def bound_seconds(self) -> float:
+        """The time in which K, V, q and out pass through global memory once."""
+        assert self.predicted is not None, "bytes are known"
+        arch = facts(self.plan.arch)
+        return float(self.predicted.traffic.at["bound_bytes"]) / arch.hbm_bytes_per_s
+
+    def __str__(self) -> str:
+        lines = [str(self.plan), "", str(self.chosen)]
+        if self.split_size != self.chosen.size:
+            lines.append(f"          given instead: split_size = {self.split_size:,}")
+        if self.heads.reason:
+            lines.append(f"heads     {self.heads.heads} per tile, {self.heads.reason}")
+        lines.append(self._splits())
+        if self.predicted is None:
+            return "\n".join([*lines, "", "nothing is predicted: the call decides on its tiles"])
+        return "\n".join([*lines, *self._predictions(self.predicted)])
+
+    def _splits(self) -> str:
+        if not self.split_size:
+            return "splits    none: one thread block has all keys of a row"
+        return (
+            f"splits    {self.splits:,} of {self.split_size:,} keys, and a merge of their results"
+        )
+
+    def _predictions(self, found: SplitPrediction) -> list[str]:
+        over = found.traffic.over_bound
+        tiles = f"tiles     {found.work_tiles:,}, one for each block"
+        product = facts(self.plan.arch).product
+        launches = "both launches" if found.merge else "the launch"
+        return [
+            tiles if found.blocks is None else str(found.blocks),
+            "",
+            f"bytes     {over:.3f} times those of the HBM bound",
+            *str(found.traffic).splitlines()[1:],
+            "",
+            str(found.forward),
+            f"          slots have work for 1/quantisation = {found.busy:.1%} of the time",
+            *(["", str(found.merge)] if found.merge else []),
+            "",
+            f"predicted {found.seconds * 1e6:,.1f} us for {launches}, without their starts: "
+            f"{found.seconds / self.bound_seconds:.3f} times",
+            f"          the {self.bound_seconds * 1e6:,.1f} us in which one {product} moves the "
+            "bytes of the HBM bound",
+        ]
+
+
+def plan_decoding(
+    spec: AttentionSpec,
+    arch: str,
+    sizes: LaunchSizes,
+    *,
+    page_size: int = 0,
+    split_size: int | None = None,
+    sram: int | None = None,
+    scalars: Mapping[str, Number] = NO_VALUES,
+    captured: Mapping[str, Any] = NO_VALUES,
+) -> DecodingPlan:
+    """The kernels of a call over ``sizes.seq_k`` keys, and the predictions for their launches.
+
+    Args:
+        spec: a spec without ``paged=True``.
+        arch, sram: as in `flashgen.plan`.
+        page_size: keys of a page; 0 for contiguous keys.
+        split_size: keys of a split; 0 for one thread block with all keys of a row, and None for the
+            choice of `flashgen.kernels.planner.plan_splits`.
+        scalars, captured: the values of run-time scalars and captured tensors, by name.
+
+    Raises:
+        InputError: split_size is not a number of keys that kernels can split.
+        PlanError: the architecture is unknown, or no tile fits.
+        SpecError: the spec cannot have a paged cache, or split keys.
+    """
+    served = spec.replace(paged=True) if page_size else spec
+    chosen = plan_splits(served, arch, sizes.heads_kv)
+    size = chosen.size if split_size is None else split_size
+    capacity = sizes.seq_k
+    if page_size:
+        pages = max(-(-sizes.seq_k // page_size), 1)
+        capacity = pages * page_size
+        captured = {
+            **captured,
+            PAGE_NAMES[0]: np.zeros((sizes.batch, pages), dtype=np.int32),
+            PAGE_NAMES[1]: np.full(sizes.batch, sizes.seq_k),
+        }
+    if size:
+        served = split(served)
+        whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
+        scalars = {**scalars, **whole, **split_scalar(size)}
+    call = CheckedCall(
+        *(*sizes[:4], capacity),
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v or spec.head_dim,
+        q_offset=sizes.seq_k - sizes.seq_q,
+        k_offset=0,
+        scale=1.0,
+        scalars=scalars,
+        splits=-(-capacity // size) if size else 1,
+    )
+    heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
+    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads)
+    mask = analysed(served, walk_of_kernel("forward")).mask
+    predicted = predict_splits(served, mask, planned, call, captured)
+    return DecodingPlan(planned, chosen, size, call.splits, heads, predicted)

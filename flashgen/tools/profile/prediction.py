@@ -1,0 +1,198 @@
+"""A plan's predictions for a launch: bytes per tensor, multiply-adds, clocks and duration."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashgen.calls.runtime.bind_arguments import blocks_of_call
+from flashgen.kernels.codegen import walk_of_kernel
+from flashgen.kernels.codegen.sparse import blocks_are_bits
+from flashgen.kernels.pipeline import Build, analysed
+from flashgen.kernels.planner import (
+    Plan,
+    backward_traffic,
+    forward_traffic,
+)
+from flashgen.kernels.planner.duration import Duration, duration_of
+from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.traffic import Traffic
+from flashgen.shared.arch import WARP
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.dtypes import OPERANDS
+from flashgen.shared.signature import field_stem
+from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
+from flashgen.tools.profile.split_calls import SplitPrediction
+from flashgen.tools.profile.visited_tiles import Array, HeadWalk, heads_of, joined
+
+COUNTER_BYTES = 4
+RNG_BYTES = 16
+"""Dropout's seed and offset, 8 bytes each."""
+
+TERMS = ("tensor", "shared", "l2", "atomics", "special", "issue")
+"""The terms of a plan's cost, quantities in clocks of one SM per score element."""
+
+
+@dataclass(frozen=True)
+class LaunchPrediction:
+    """The predictions for one launch.
+
+    Attributes:
+        bytes: bytes of the lanes' loads and stores, by the names of the kernel's pointers.
+        distinct: bytes, each counted once; None without a prediction.
+        multiply_adds: multiply-adds of the tensor cores; None without a prediction.
+        clocks: clocks of one SM, by the names of `TERMS`.
+        duration: the duration of the launch; None without a prediction.
+    """
+
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    distinct: int | None = None
+    multiply_adds: float | None = None
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    duration: Duration | None = None
+
+
+def predict(
+    spec: AttentionSpec,
+    build: Build,
+    problem: CheckedCall,
+    captured: Mapping[str, Array],
+    dlse: bool,
+) -> LaunchPrediction:
+    """The predictions for a launch.
+
+    There are none for the kernels of min/max tables, nor for packed sequences, whose tiles depend
+    on the positions at which the sequences start.
+    """
+    plan = build.plan
+    if plan.kernel == "minmax_table" or spec.packed:
+        return LaunchPrediction()
+    mask = build.analysis.mask
+    heads = heads_of(spec, mask, plan, problem, captured)
+    walks = joined(heads, plan, problem)
+    if plan.kernel == "forward":
+        moved = _sum(functools.partial(forward_traffic, plan), walks)
+        bytes_ = {name: getattr(moved, name) for name in ("q", "k", "v", "o", "lse")}
+        distinct = moved.compulsory
+    else:
+        moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
+        bytes_ = _backward_bytes(moved, dlse)
+        distinct = None
+    bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
+    if spec.block_sparse is not None and not plan.streams:
+        by_rows = blocks_are_bits(spec, mask.expr, plan)
+        bytes_ |= bytes_of_layout(plan, heads, by_rows=by_rows)
+    if distinct is not None and "rng" in bytes_:
+        distinct += RNG_BYTES
+    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+        distinct = None
+    at = plan.quantities
+    return LaunchPrediction(
+        bytes=bytes_,
+        distinct=distinct,
+        multiply_adds=multiply_adds_of(plan, moved.scores),
+        clocks={term: float(at[term]) * moved.scores for term in TERMS if term in at},
+        duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
+    )
+
+
+def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> LaunchPrediction:
+    """The predictions for a launch of a call with split keys or a paged cache.
+
+    Args:
+        found: the predictions for the call; None without any.
+    """
+    plan = build.plan
+    if found is None or plan.kernel == "minmax_table":
+        return LaunchPrediction()
+    if plan.kernel == "merge":
+        return LaunchPrediction(found.traffic.of_merge(), duration=found.merge)
+    bytes_ = found.traffic.of_forward()
+    if found.blocks is not None and found.blocks.persistent:
+        bytes_["tile_counter"] = COUNTER_BYTES * found.blocks.work_tiles
+    at = plan.quantities
+    return LaunchPrediction(
+        bytes=bytes_,
+        multiply_adds=multiply_adds_of(plan, found.scores),
+        clocks={term: float(at[term]) * found.scores for term in TERMS if term in at},
+        duration=found.forward,
+    )
+
+
+def expected_multiply_adds(
+    spec: AttentionSpec,
+    problem: CheckedCall,
+    captured: Mapping[str, Array],
+    plans: Sequence[Plan],
+) -> Number:
+    """The multiply-adds of all launches of a call; 0 for packed sequences, as for `predict`."""
+    total: Number = 0
+    for plan in () if spec.packed else plans:
+        mask = analysed(spec, walk_of_kernel(plan.kernel)).mask
+        traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
+        walks = joined(heads_of(spec, mask, plan, problem, captured), plan, problem)
+        scores = sum(traffic(plan, *sizes, visited).scores for sizes, visited in walks)
+        total += multiply_adds_of(plan, scores) or 0
+    return total
+
+
+def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
+    """Multiply-adds of the tensor cores for score elements; None without a prediction."""
+    dims = plan.head_dim + plan.head_dim_v
+    macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
+    return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
+
+
+def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[str, int]:
+    """Bytes of a sink's logits and of its gradient's sums; {} where the mods read the sink too."""
+    sink = spec.sink
+    if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
+        return {}
+    return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": moved.dsink}
+
+
+def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
+    """Bytes of seed and offset, which every computing thread reads once, before its main loop.
+
+    Kernels that own keys read them in each step; the compiler decides which parts of them, so that
+    nothing is predicted.
+    """
+    plan = build.plan
+    drops = any(param.name == "rng" for param in build.source.params)
+    if not drops or plan.owns_keys:
+        return {}
+    x, y, z = plan.grid(*p.sizes)
+    return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
+
+
+def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
+    """Bytes of the work-tile counter, which is incremented once for each work tile."""
+    if not plan.is_persistent:
+        return {}
+    blocks = blocks_of_call(plan, p)
+    return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
+
+
+def _shared(spec: AttentionSpec, problem: CheckedCall) -> bool:
+    """Whether heads that are counted separately may read the same bytes."""
+    return spec.sink is not None or problem.heads_q != problem.heads_kv
+
+
+def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
+    return functools.reduce(operator.add, (traffic(*sizes, visited) for sizes, visited in walks))
+
+
+def _backward_bytes(moved: Traffic, dlse: bool) -> dict[str, int]:
+    names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+    lse = moved.lse // 2 if dlse else moved.lse
+    return {name: getattr(moved, name) for name in names} | {
+        "lse": lse,
+        "dlse": moved.lse - lse,
+        "rows": moved.rows_read + moved.rows_written,
+        "dq_sum": moved.sums_zeroed + moved.added + moved.sums_read,
+    }

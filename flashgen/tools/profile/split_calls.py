@@ -1,0 +1,177 @@
+"""Predictions for calls with split keys or a paged cache: bytes and durations of their launches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flashgen.calls.runtime.bind_arguments import blocks_of_call, box_rows_of
+from flashgen.kernels.planner import Plan, plan_merge
+from flashgen.kernels.planner.duration import Duration, duration_of
+from flashgen.kernels.planner.split_traffic import SplitTraffic, SplitWalk, split_traffic
+from flashgen.kernels.planner.traffic import LaunchSizes, walks_of_head
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.launch_facts import LaunchBlocks
+from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
+from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.language import BATCH, B
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile.visited_tiles import Array, heads_of, joined
+
+
+@dataclass(frozen=True)
+class SplitPrediction:
+    """The predictions for the launches of one call.
+
+    Attributes:
+        traffic: bytes of both launches.
+        forward: the duration of the forward kernel.
+        merge: the duration of the merge; None where the keys are not split.
+        scores: elements of S that are computed, whole partial tiles included.
+        work_tiles: those of the forward kernel.
+        blocks: the blocks of a persistent forward kernel; else None.
+    """
+
+    traffic: SplitTraffic
+    forward: Duration
+    merge: Duration | None
+    scores: int
+    work_tiles: int
+    blocks: LaunchBlocks | None
+
+    @property
+    def seconds(self) -> float:
+        """The duration of all launches, without what it takes to start them."""
+        return self.forward.seconds + (self.merge.seconds if self.merge else 0.0)
+
+    @property
+    def busy(self) -> float:
+        """The share of the forward kernel's time in which its slots have work."""
+        return 1 / self.forward.quantisation
+
+
+def predict_splits(
+    spec: AttentionSpec,
+    mask: MaskAnalysis,
+    plan: Plan,
+    call: CheckedCall,
+    captured: Mapping[str, Array],
+) -> SplitPrediction | None:
+    """The predictions for a call of a variant with split keys, or with a paged cache.
+
+    Args:
+        spec: the variant.
+        mask: its analysis for the forward kernel.
+        plan: the plan of its forward kernel.
+        captured: the captured tensors by name, with the page table and the lengths.
+
+    Returns:
+        None where the tiles are known only in the launch: for packed queries, for positions in
+        tensors, and for masks that read the number of a sequence among sequences of different
+        lengths.
+    """
+    lengths = _lengths(spec, call, captured)
+    by_entry = {B, BATCH} & mask.expr.free_symbols
+    if spec.packed or spec.offsets or (by_entry and len(lengths) > 1):
+        return None
+    entries = []
+    for length, batch in lengths.items():
+        walks = []
+        for part, behind in _splits(spec, call, length):
+            walks += _walks(spec, mask, plan, replace(part, batch=batch), captured, behind)
+        entries.append((batch, walks))
+    merge = plan_merge(spec, plan.arch, splits=True) if spec.split else None
+    keys = call.heads_kv * sum(length * batch for length, batch in lengths.items())
+    traffic = split_traffic(
+        plan,
+        merge,
+        [walk for _, walks in entries for walk in walks],
+        call.batch * call.heads_q * call.seq_q,
+        keys,
+        box_rows=_box_rows(spec, plan, call, captured),
+        paged=spec.paged,
+    )
+    # The splits of a batch entry follow each other, as its work tiles do.
+    in_order = [
+        (walk.sizes._replace(batch=1), walk.visited)
+        for batch, walks in entries
+        for _ in range(batch)
+        for walk in walks
+    ]
+    forward = duration_of(plan, in_order, uneven=mask.growth != 0)
+    merging = None
+    if merge is not None:
+        sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
+        merging = duration_of(merge, [(sizes, None)], splits=call.splits)
+    scores = sum(
+        walk.sizes.batch
+        * (walk.sizes.heads_q // plan.heads_per_tile)
+        * sum(map(len, walks_of_head(plan, walk.sizes, walk.visited)))
+        for _, walks in entries
+        for walk in walks
+    )
+    grid = plan.grid(*call.sizes, splits=call.splits)
+    return SplitPrediction(
+        traffic,
+        forward,
+        merging,
+        scores * plan.block_q * plan.block_k,
+        math.prod(grid),
+        blocks_of_call(plan, call) if plan.is_persistent else None,
+    )
+
+
+def _lengths(
+    spec: AttentionSpec, call: CheckedCall, captured: Mapping[str, Array]
+) -> Mapping[int, int]:
+    """The number of batch entries with each number of keys."""
+    if not spec.paged:
+        return {call.seq_k: call.batch}
+    return Counter(captured[PAGE_NAMES[1]].tolist())
+
+
+def _splits(
+    spec: AttentionSpec, call: CheckedCall, length: int
+) -> Iterator[tuple[CheckedCall, int]]:
+    """The call over the keys of each split, and the number of keys behind them."""
+    scalars = dict(call.scalars)
+    if spec.paged:
+        call = replace(call, q_offset=length - call.seq_q)
+        if spec.split:
+            scalars[WHOLE[3]] = length
+    size = int(scalars[SPLIT]) if spec.split else max(length, 1)
+    border = call.k_offset // size * size if spec.split else call.k_offset
+    for place in range(call.splits):
+        first = min(max(border + place * size - call.k_offset, 0), length)
+        end = min(border + (place + 1) * size - call.k_offset, length)
+        offset = call.k_offset + first
+        part = replace(call, k_offset=offset, seq_k=end - first, scalars=scalars, splits=1)
+        yield part, length - end
+
+
+def _walks(
+    spec: AttentionSpec,
+    mask: MaskAnalysis,
+    plan: Plan,
+    part: CheckedCall,
+    captured: Mapping[str, Array],
+    behind: int,
+) -> list[SplitWalk]:
+    if part.seq_k == 0:
+        return [SplitWalk(LaunchSizes(*part.sizes))]
+    heads = heads_of(spec, mask, plan, part, captured)
+    return [SplitWalk(sizes, visited, behind) for sizes, visited in joined(heads, plan, part)]
+
+
+def _box_rows(
+    spec: AttentionSpec, plan: Plan, call: CheckedCall, captured: Mapping[str, Array]
+) -> int:
+    """The keys that TMA copies at once; 0 where lanes copy every row."""
+    if not plan.code_path.copies_by_tma:
+        return 0
+    page_size = 0
+    if spec.paged:
+        page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
+    return box_rows_of(plan.block_k, call, page_size)

@@ -1,0 +1,154 @@
+"""Measuring the best choices of a ranking: checked against the oracle, then timed on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashgen import reference
+from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.shared.call import Inputs
+from flashgen.shared.errors import FlashgenError
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.tune.rank import TileChoice
+
+LAUNCHES = 20
+ROUNDS = 7
+
+Call = Callable[[], object]
+Timer = Callable[[Call], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A choice and the outcome of its check and its measurement.
+
+    Attributes:
+        seconds: duration of the pass, the median of `ROUNDS`; None where it was not measured.
+        refused: why the choice is excluded; "" where it is not.
+    """
+
+    choice: TileChoice
+    seconds: float | None = None
+    refused: str = ""
+
+
+def checked(
+    spec: AttentionSpec,
+    choices: Sequence[TileChoice],
+    inputs: Inputs,
+    which: str,
+    *,
+    backend: str,
+    arch: str,
+) -> list[Measured]:
+    """Runs each choice once and compares it with the float64 oracle by the error rule.
+
+    Args:
+        inputs: small inputs, because the oracle materialises N x N scores.
+        which: "forward", "backward", or "deterministic" for a deterministic backward pass.
+    """
+    call_of = _caller(spec, inputs, which, backend, arch)
+    judge = judge_of(spec, inputs, which)
+
+    def why_excluded(choice: TileChoice) -> str:
+        try:
+            run = call_of(choice)()
+        except FlashgenError as error:
+            return f"{type(error).__name__}: {error.what}"
+        found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
+        for report in (run.report,) if isinstance(run, ForwardRun) else run.reports:
+            if report.kernel is not None:
+                spilled = report.kernel.binary.resources.spill_store_bytes
+                name = report.kernel.source.name
+                found += [f"{name} spills {spilled} B per thread"] if spilled else []
+        return "; ".join(found)
+
+    return [Measured(each, refused=why_excluded(each)) for each in choices]
+
+
+def fastest(
+    spec: AttentionSpec,
+    candidates: Sequence[Measured],
+    inputs: Inputs,
+    which: str,
+    timer: Timer,
+    *,
+    backend: str,
+    arch: str,
+) -> list[Measured]:
+    """Times the candidates that are not refused, and sorts them by time; refused ones come last.
+
+    The candidates alternate, so that a change of the GPU's clock affects all of them.
+    """
+    correct = [each for each in candidates if not each.refused]
+    calls = list(map(_caller(spec, inputs, which, backend, arch), (m.choice for m in correct)))
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, found in zip(calls, times, strict=True):
+            found.append(timer(call))
+    measured = [
+        replace(each, seconds=statistics.median(found))
+        for each, found in zip(correct, times, strict=True)
+    ]
+    refused = [each for each in candidates if each.refused]
+    return [*sorted(measured, key=lambda each: each.seconds or 0.0), *refused]
+
+
+def on_gpu(call: Call) -> float:
+    """Seconds of one call: the mean of `LAUNCHES`, between two events of torch's stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    call()
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(LAUNCHES):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / LAUNCHES
+
+
+def _caller(
+    spec: AttentionSpec, inputs: Inputs, which: str, backend: str, arch: str
+) -> Callable[[TileChoice], Callable[[], ForwardRun | BackwardRun]]:
+    """A function from a choice to its call. All backward passes use one forward pass's result."""
+    how = {"backend": backend, "arch": arch, **inputs.options}
+    (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
+    if which == "forward":
+        return lambda choice: lambda: run_forward(spec, q, k, v, tiles=choice.tiles, **how)
+    first = run_forward(spec, q, k, v, **how)
+    given = (q, k, v, first.out, first.lse, dout, dlse)
+    fixed = which == "deterministic"
+    return lambda choice: (
+        lambda: run_backward(spec, *given, tiles=choice.tiles, deterministic=fixed, **how)
+    )
+
+
+def judge_of(
+    spec: AttentionSpec, inputs: Inputs, which: str
+) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
+    """A function from a run to its verdicts; the oracle is computed once for all runs.
+
+    Args:
+        which: "forward", or another pass for the gradients.
+    """
+    of = (spec, *inputs.operands)
+    if which != "forward":
+
+        def gradients(run: Any) -> Mapping[str, reference.Verdict]:
+            found = (run.dq, run.dk, run.dv, *run.captured)
+            return reference.judge_gradients(found, *of, *inputs.gradients, **inputs.options)
+
+        return gradients
+    exact = reference.attention(*of, **inputs.options)
+    same = reference.same_dtype(*of, **inputs.options)
+
+    def results(run: Any) -> Mapping[str, reference.Verdict]:
+        found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
+        return {name: reference.compare(*three) for name, *three in found}
+
+    return results

@@ -1,0 +1,167 @@
+"""The feasible tiles of a pass, ranked by predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashgen.calls.runtime.bind_arguments import heads_of_call
+from flashgen.kernels.codegen import walk_of_kernel
+from flashgen.kernels.planner import Plan, Tile, feasible, plan, plan_backward
+from flashgen.kernels.planner.backward_schemes import kernels_of
+from flashgen.kernels.planner.duration import Duration, duration_of
+from flashgen.shared.call import CheckedCall
+from flashgen.spec.analysis import Analysis, analyse
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile import walks_of
+
+NEIGHBOURS = 4
+"""The number of alternative tiles of each backward kernel, tried with the others' best tiles."""
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """Tiles for the kernels of a pass.
+
+    Attributes:
+        plans: the plans of the kernels in launch order, without those that have no tile.
+        seconds: the predicted sum over all launches; clocks per score element where the visited
+            tiles are not known before the launch (`by_time`); NaN without a prediction.
+        durations: the predicted duration of each launch.
+    """
+
+    plans: tuple[Plan, ...]
+    seconds: float
+    durations: tuple[Duration, ...] = ()
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        """The tiles by kernel."""
+        return {plan.kernel: plan.tile for plan in self.plans}
+
+
+def rank(
+    spec: AttentionSpec,
+    problem: CheckedCall,
+    captured: Mapping[str, Any],
+    arch: str,
+    *,
+    which: str = "forward",
+    sram: int | None = None,
+) -> tuple[TileChoice, ...]:
+    """The choices for a pass, the one of least predicted time first; () where no tile fits.
+
+    The time of a kernel is that of `kernels.planner.duration`: its clocks per score element, times
+    the score elements of the visited tiles, times the factor for SMs that are idle; at least the
+    time for its bytes. For the forward kernel, every feasible tile is ranked. For a backward pass,
+    each scheme is ranked with the best tile of every kernel, and with the next ones of one kernel
+    at a time.
+
+    Args:
+        captured: the captured tensors by name as arrays, and a run-time block layout.
+        which: "forward", "backward", or "deterministic" for a deterministic backward pass.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+
+    def of_kernel(kernel: str) -> list[TileChoice]:
+        plans = feasible(spec, arch, kernel=kernel, sram=sram)
+        if not by_time(spec):
+            return [TileChoice((plan,), plan.launches * plan.cost) for plan in plans]
+        predict = _predictor(spec, problem, captured, kernel)
+        choices = [
+            TileChoice((plan,), plan.launches * time.seconds, (time,))
+            for plan, time in ((plan, predict(plan)) for plan in plans)
+        ]
+        return sorted(choices, key=lambda choice: choice.seconds)
+
+    if which == "forward":
+        return tuple(of_kernel("forward"))
+    found: list[TileChoice] = []
+    for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
+        ranked = [of_kernel(kernel) for kernel in kernels]
+        if all(ranked):
+            found += _combined(ranked)
+    return tuple(sorted(found, key=lambda choice: choice.seconds))
+
+
+def derived(
+    spec: AttentionSpec,
+    arch: str,
+    which: str,
+    ranked: Sequence[TileChoice],
+    sram: int | None = None,
+) -> TileChoice:
+    """The planner's own tiles, which are the same for all shapes, with the ranking's prediction.
+
+    Raises:
+        PlanError: no tile fits.
+    """
+    if which == "forward":
+        plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
+    else:
+        chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
+        plans = tuple(each for each in chosen.kernels if not each.streams)
+    own = TileChoice(plans, math.nan)
+    return next((each for each in ranked if each.tiles == own.tiles), own)
+
+
+def predicted(
+    spec: AttentionSpec,
+    problem: CheckedCall,
+    captured: Mapping[str, Any],
+    plans: Sequence[Plan],
+) -> tuple[Duration, ...]:
+    """The predicted durations of these plans' launches; () where the tiles are known only then."""
+    if not by_time(spec):
+        return ()
+    return tuple(_predictor(spec, problem, captured, each.kernel)(each) for each in plans)
+
+
+def by_time(spec: AttentionSpec) -> bool:
+    """Whether choices have seconds: packed sequences' tiles are known only at launch."""
+    return not spec.packed
+
+
+def _combined(ranked: list[list[TileChoice]]) -> list[TileChoice]:
+    """Each kernel's best tile, the same with one tile replaced, and the planner's own choice."""
+    best = [choices[0] for choices in ranked]
+    found = [_together(best)]
+    for place, choices in enumerate(ranked):
+        for other in choices[1 : 1 + NEIGHBOURS]:
+            found.append(_together([*best[:place], other, *best[place + 1 :]]))
+    # The planner compares clocks per score element alone: its tiles are those of least cost.
+    own = _together([min(choices, key=_cost) for choices in ranked])
+    return found if own in found else [*found, own]
+
+
+def _cost(choice: TileChoice) -> tuple[float, Tile]:
+    return choice.plans[0].cost, choice.plans[0].tile
+
+
+def _together(choices: list[TileChoice]) -> TileChoice:
+    plans = tuple(plan for choice in choices for plan in choice.plans)
+    durations = tuple(each for choice in choices for each in choice.durations)
+    return TileChoice(plans, sum(choice.seconds for choice in choices), durations)
+
+
+def _predictor(
+    spec: AttentionSpec, problem: CheckedCall, captured: Mapping[str, Any], kernel: str
+) -> Callable[[Plan], Duration]:
+    """A function that predicts the duration of a kernel's plans; walks are kept by tile size."""
+    analysis: Analysis = analyse(spec, walk_of_kernel(kernel))
+    walks: dict[tuple[int, int, int], Any] = {}
+
+    def predict(plan: Plan) -> Duration:
+        if plan.kernel == "forward":
+            heads = heads_of_call(spec, plan, problem, captured).heads
+            plan = replace(plan, heads_per_tile=heads)
+        size = plan.block_q, plan.block_k, plan.heads_per_tile
+        if size not in walks:
+            walks[size] = walks_of(spec, analysis.mask, plan, problem, captured)
+        return duration_of(plan, walks[size], uneven=analysis.mask.growth != 0)
+
+    return predict

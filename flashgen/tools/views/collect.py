@@ -1,0 +1,254 @@
+"""All that a report shows of one call."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashgen import reference
+from flashgen.calls.ops import BackwardRun, ForwardRun
+from flashgen.kernels.planner import Plan
+from flashgen.reference.verdict import Judged, compare, judged_gradients
+from flashgen.shared.call import Inputs
+from flashgen.shared.errors import FlashgenError
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile import Profile
+from flashgen.tools.profile.prediction import multiply_adds_of
+from flashgen.tools.views.kernel import pane_of_profile
+from flashgen.tools.views.python_lines import PythonText
+from flashgen.tools.views.report_page import versions
+from flashgen.tools.views.tile_map import TileMap
+from flashgen.tools.views.values import ErrorHistogram, KernelPane, Row, Side
+from flashgen.tools.views.visualize import visualize
+
+Tensor = torch.Tensor
+
+ORACLE_SCORES = 1 << 26
+"""Scores of the largest call for which the oracle is computed: it makes all of them in float64."""
+
+_DECADES = 8
+"""Bins of a histogram, one for each power of ten."""
+
+MOST_CELLS = 1 << 18
+"""Tiles of all heads that a page holds."""
+
+MAP_SCORES = 1 << 21
+"""Scores of all heads that a page holds, one bit each."""
+
+
+@dataclass(frozen=True)
+class CallResults:
+    """A call that was executed in the emulator.
+
+    Attributes:
+        spec, inputs: the call; in its options, the scalars and the captured tensors.
+        profiles: the profile of each launch, the forward pass first.
+        forward: the result.
+        backward: the gradients; None where they were not computed.
+    """
+
+    spec: AttentionSpec
+    inputs: Inputs
+    profiles: Sequence[Profile]
+    forward: ForwardRun
+    backward: BackwardRun | None = None
+
+
+def side_of(
+    results: CallResults,
+    title: str,
+    call: Sequence[Row],
+    spec_file: PythonText | None = None,
+) -> Side:
+    """The report of a call.
+
+    Args:
+        title: what tells the call apart from another one.
+        call: the call in rows of names and values.
+        spec_file: the file of the spec; None for a spec that was made in Python.
+    """
+    panes = []
+    seen: Counter[str] = Counter()
+    for profile in results.profiles:
+        role = profile.plan.kernel
+        seen[role] += 1
+        name = role if seen[role] == 1 else f"{role} ({seen[role]})"
+        pane = pane_of_profile(profile, name, spec_file)
+        panes.append(with_tile_map(pane, profile, results.spec, results.inputs))
+    errors, note = _errors(results)
+    return Side(title, tuple(call), tuple(panes), errors, note, versions())
+
+
+def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
+    q, k, _ = results.inputs.operands
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if scores > ORACLE_SCORES:
+        return (), (
+            f"No oracle was computed: it makes all {scores:,} scores in float64, and this report "
+            f"stops at {ORACLE_SCORES:,}. A smaller --shape has one."
+        )
+    if not scores:
+        return (), "No oracle was computed: a size is 0, and there is no score."
+    found = forward_errors(results.spec, results.inputs, results.forward)
+    if results.backward is not None:
+        found += backward_errors(results.spec, results.inputs, results.backward)
+    return found, ""
+
+
+# ---- how far results are from the float64 oracle -------------------------------------------------
+
+
+def forward_errors(
+    spec: AttentionSpec, inputs: Inputs, run: ForwardRun
+) -> tuple[ErrorHistogram, ...]:
+    """The histograms of out and lse."""
+    of: tuple[Any, ...] = (spec, *inputs.operands)
+    exact = reference.attention(*of, **inputs.options)
+    same = reference.same_dtype(*of, **inputs.options)
+    return tuple(
+        _histogram(name, found, Judged(compare(found, right, ordinary), right, ordinary))
+        for name, found, right, ordinary in zip(
+            ("out", "lse"), (run.out, run.lse), exact, same, strict=True
+        )
+    )
+
+
+def backward_errors(
+    spec: AttentionSpec, inputs: Inputs, run: BackwardRun
+) -> tuple[ErrorHistogram, ...]:
+    """The histograms of dq, dk, dv and the gradients of learned tensors."""
+    found = (run.dq, run.dk, run.dv, *run.captured)
+    judged = judged_gradients(found, spec, *inputs.operands, *inputs.gradients, **inputs.options)
+    return tuple(
+        _histogram(name, tensor, each)
+        for (name, each), tensor in zip(judged.items(), found, strict=True)
+    )
+
+
+def _histogram(name: str, found: Tensor, judged: Judged) -> ErrorHistogram:
+    exact = judged.exact.double()
+    errors, ordinary = (_differences(tensor, exact) for tensor in (found, judged.same))
+    largest = max(float(each.max()) if each.numel() else 0.0 for each in (errors, ordinary))
+    top = math.floor(math.log10(largest)) if largest > 0 else -1
+    exponents = tuple(range(top - _DECADES + 1, top + 1))
+    return ErrorHistogram(
+        name=name,
+        verdict=judged.verdict,
+        exponents=exponents,
+        found=tuple(_counts(errors, exponents)),
+        ordinary=tuple(_counts(ordinary, exponents)),
+    )
+
+
+def _differences(tensor: Tensor, exact: Tensor) -> Tensor:
+    """The absolute errors of all elements that are finite in both."""
+    difference = (tensor.detach().double() - exact).abs().flatten()
+    return difference[difference.isfinite()]
+
+
+def _counts(errors: Tensor, exponents: tuple[int, ...]) -> Iterator[int]:
+    """Elements per power of ten; the first bin has all smaller errors too."""
+    bins = torch.full(errors.shape, exponents[0], dtype=torch.int64)
+    positive = errors > 0
+    bins[positive] = errors[positive].log10().floor().to(torch.int64)
+    bins = bins.clamp(exponents[0], exponents[-1])
+    for exponent in exponents:
+        yield int((bins == exponent).sum())
+
+
+# ---- the tile map of a kernel's mask -------------------------------------------------------------
+
+
+def with_tile_map(
+    pane: KernelPane, profile: Profile, spec: AttentionSpec, inputs: Inputs
+) -> KernelPane:
+    """The pane with the tile map of its kernel, or with a note on why there is none."""
+    plan = profile.plan
+    if plan.streams or not plan.block_k:
+        return replace(pane, tile_map_note="This kernel visits no tiles of scores.")
+    if spec.paged or spec.split:
+        return replace(pane, tile_map_note="No tile map is made of calls with pages or splits.")
+    try:
+        found = _map_of(spec, plan, inputs)
+    except FlashgenError as error:
+        return replace(pane, tile_map_note=f"There is no tile map: {error.what}; {error.numbers}.")
+    if found.tiles > MOST_CELLS:
+        note = f"{found.tiles:,} tiles are too many for the page, which holds {MOST_CELLS:,}."
+        return replace(pane, tile_map_note=f"There is no tile map: {note} A smaller --shape.")
+    scores = sum(_scores(each.place) for each in found.heads)
+    note = ""
+    if scores > MAP_SCORES:
+        note = f"Single scores are left out: {scores:,}, and the page holds {MAP_SCORES:,}."
+    data = _data(found, spec, profile, whole=scores <= MAP_SCORES)
+    return replace(pane, tile_map=data, tile_map_note=note)
+
+
+def _map_of(spec: AttentionSpec, plan: Plan, inputs: Inputs) -> TileMap:
+    q, k, _ = inputs.operands
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    options = inputs.options
+    kernel = plan.kernel if plan.owns_keys or plan.kernel == "dq" else "forward"
+    return visualize(
+        spec,
+        sizes,
+        arch=plan.arch,
+        tile=(plan.queries_per_tile, plan.block_k),
+        kernel=kernel,
+        q_offset=options.get("q_offset", 0),
+        k_offset=options.get("k_offset", 0),
+        captures={**(options.get("scalars") or {}), **(options.get("tensors") or {})},
+    )
+
+
+def _scores(place: Any) -> int:
+    return int(place.queries.length * place.keys.length)
+
+
+def _data(
+    found: TileMap, spec: AttentionSpec, profile: Profile, *, whole: bool
+) -> Mapping[str, Any]:
+    drawing = found.drawing()
+    plan = profile.plan
+    per_tile = multiply_adds_of(plan, plan.queries_per_tile * plan.block_k)
+    counted = profile.totals.tensor_multiply_adds / per_tile if per_tile else None
+    return {
+        "tile": list(found.tile),
+        "packed": spec.packed,
+        "owns": "keys" if plan.owns_keys else "queries",
+        "visits": found.tiles - found.counts["empty"],
+        "counted": None if counted is None else round(counted, 2),
+        "tiles": found.tiles,
+        "kept": found.kept,
+        "legend": [
+            {"code": int(e.code), "style": e.style, "text": e.text, "count": e.count}
+            for e in drawing.legend
+        ],
+        "notes": list(drawing.notes),
+        "heads": [_of_heads(found, each, whole=whole) for each in found.heads],
+    }
+
+
+def _of_heads(found: TileMap, each: Any, *, whole: bool) -> dict[str, Any]:
+    rows, columns = each.kinds.shape
+    bits = None
+    if whole and each.kinds.size:
+        b, h = each.pairs[0]
+        kept = found.zoom(0, 0, size=max(rows, columns), batch=b, head=h).elements
+        bits = base64.b64encode(np.packbits(kept).tobytes()).decode()
+    axes = (each.place.queries, each.place.keys)
+    return {
+        "pairs": [list(pair) for pair in each.pairs],
+        "rows": rows,
+        "columns": columns,
+        "kinds": "".join(map(str, each.kinds.ravel().tolist())),
+        "queries": [axes[0].offset, axes[0].length],
+        "keys": [axes[1].offset, axes[1].length],
+        "scores": bits,
+    }

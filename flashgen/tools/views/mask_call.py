@@ -1,0 +1,159 @@
+"""The call of which a picture shows the mask: its mask, sizes, captured values and tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+
+from flashgen.calls.cpu.chunks import SequenceRows, sequences
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
+from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.analysis.tile_walk import TileAxis, exact, numbers_of
+from flashgen.spec.language import B, H
+from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile import array_of
+from flashgen.tools.profile.visited_tiles import live_blocks
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+Pair = tuple[int, int]
+"""A batch entry and a query head; with packed sequences, a sequence and a query head."""
+
+
+@dataclass(frozen=True)
+class KernelTile:
+    """The tile of a kernel, and how the kernel walks it.
+
+    Attributes:
+        block_q, block_k: query rows of one head and keys of a tile.
+        owns_keys: whether a thread block owns keys and visits query tiles, not the reverse.
+        kernel: the kernel's name, as in `flashgen.kernels.planner.Plan`.
+        origin: where the sizes come from, in words.
+    """
+
+    block_q: int
+    block_k: int
+    owns_keys: bool
+    kernel: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Batch entries and heads whose tiles are the same, and the axes of these tiles.
+
+    Attributes:
+        first: the pair whose tiles are computed.
+        pairs: all pairs with the same tiles.
+        entries: the number of batch entries, or of packed sequences, which mods see.
+        queries, keys: the axes.
+    """
+
+    first: Pair
+    pairs: tuple[Pair, ...]
+    entries: int
+    queries: TileAxis
+    keys: TileAxis
+
+
+@dataclass(frozen=True, eq=False)
+class MaskCall:
+    """A mask with the sizes and the values of a call, checked.
+
+    Attributes:
+        spec: the spec, without what no mask depends on: score, sink, dropout and pages.
+        mask: the analysis of its mask, for the axis that the kernel walks.
+        problem: the checked sizes and scalars.
+        tensors: the captured tensors of the mask, on the CPU, with those of a block layout and
+            with offsets that are tensors.
+        tile: the kernel's tile.
+    """
+
+    spec: AttentionSpec
+    mask: MaskAnalysis
+    problem: CheckedCall
+    tensors: Mapping[str, torch.Tensor]
+    tile: KernelTile
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """The tensors that masks read, as NumPy arrays, by name."""
+        lists = LAYOUT_LISTS if self.spec.block_sparse is not None else ()
+        read = {name: t for name, t in self.tensors.items() if name not in lists}
+        return {name: array_of(tensor) for name, tensor in read.items()}
+
+    @cached_property
+    def _used(self) -> frozenset[sympy.Symbol]:
+        mask = self.mask
+        intervals = [each for each in (mask.reach, mask.full) if each is not None]
+        ends = [end for each in intervals for end in (each.lo, each.hi) if end is not None]
+        parts = (mask.expr, mask.may, mask.must, *ends)
+        return frozenset().union(*(part.free_symbols for part in parts))
+
+    def axes_of(self, rows: SequenceRows) -> tuple[TileAxis, TileAxis]:
+        """The axes of queries and keys of a sequence."""
+        return tuple(  # type: ignore[return-value]
+            TileAxis(len(range(*part.indices(length))), block, offset)
+            for part, length, block, offset in zip(
+                (rows.queries, rows.keys),
+                (self.problem.seq_q, self.problem.seq_k),
+                (self.tile.block_q, self.tile.block_k),
+                rows.offsets,
+                strict=True,
+            )
+        )
+
+    def places(self, batch: int | None, head: int | None) -> Iterator[Place]:
+        """The pairs of the call, or those of one batch entry or head, in groups of equal tiles."""
+        p, sparse = self.problem, self.spec.block_sparse
+        lines = (1, 1)
+        if sparse is not None:
+            given = self.tensors.get(LAYOUT)
+            by_head = (p.batch, p.heads) if sparse.by_head else (1, 1)
+            lines = by_head if given is None else (given.shape[0], given.shape[1])
+        by_entry = B in self._used or lines[0] > 1
+        by_head_of_call = H in self._used or lines[1] > 1
+        heads = range(p.heads_q) if head is None else range(head, head + 1)
+        entries = range(p.batch) if batch is None else range(batch, batch + 1)
+        entries = entries if heads else range(0)
+        for rows in sequences(self.spec, p.batch, self.tensors, (p.q_offset, p.k_offset)):
+            here = [b for b in entries if rows.place is None or rows.place[0] == b]
+            count = p.batch if rows.place is None else rows.place[1]
+            queries, keys = self.axes_of(rows)
+            for some in [[b] for b in here] if by_entry else [here] if here else []:
+                for h in [[h] for h in heads] if by_head_of_call else [list(heads)]:
+                    pairs = tuple((b, each) for b in some for each in h)
+                    yield Place(pairs[0], pairs, count, queries, keys)
+
+    def values(self, place: Place) -> dict[sympy.Symbol, Any]:
+        """The values of the sizes, scalars, tensors, b and h of a place, by symbol."""
+        sizes = place.entries, self.problem.heads_q, place.queries.length, place.keys.length
+        known: dict[Any, Any] = {**numbers_of(self.spec, sizes, dict(self.problem.scalars))}
+        known |= {t.symbol: self.arrays[t.name] for t in self.spec.tensors if t.name in self.arrays}
+        b, h = place.first
+        return {symbol: exact(value) for symbol, value in (known | {B: b, H: h}).items()}
+
+    def live_blocks(self, place: Place) -> Array | None:
+        """Bool [batch or 1, heads or 1, rows, columns] of the block layout; None without one."""
+        p = self.problem
+        of_place = CheckedCall(
+            place.entries,
+            *(p.heads_q, p.heads_kv, place.queries.length, place.keys.length),
+            *(p.head_dim, p.head_dim_v, place.queries.offset, place.keys.offset),
+            *(p.scale, p.scalars),
+        )
+        return live_blocks(self.spec, of_place, self.arrays)
+
+    def with_layout(self, place: Place) -> dict[sympy.Symbol, Any]:
+        """`values` with the live blocks, for the evaluation of ``spec.keep``."""
+        live = self.live_blocks(place)
+        extra = {} if live is None else {LAYOUT_TENSORS[0].symbol: live}
+        return {**self.values(place), **extra}

@@ -1,0 +1,214 @@
+"""The kind of every tile: what the kernel does in it, and which scores of it the mask keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import sympy
+
+from flashgen.spec.analysis import evaluate
+from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileWalk
+from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
+from flashgen.tools.profile.visited_tiles import listed_blocks, visits_of
+from flashgen.tools.views.mask_call import MaskCall, Place
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ELEMENTS = 1 << 25
+"""Scores at which masks of mixed tiles are evaluated for one picture: some seconds of time."""
+
+_AT_ONCE = 1 << 19
+
+_SAMPLES = 8
+"""Queries and keys of a tile at which masks are evaluated first where tiles are many."""
+
+
+class Kind(IntEnum):
+    """What a kernel does in a tile, and the exact class where it differs."""
+
+    SKIPPED = 0
+    FULL = 1
+    MIXED = 2
+    FULL_BUT_MASKED = 3
+    EMPTY_BUT_VISITED = 4
+    NOT_DECIDED = 5
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The kinds of the tiles of a place.
+
+    Attributes:
+        kinds: uint8 [query tiles, key tiles], of `Kind`.
+        kept: the number of scores that the mask keeps; None where it was not counted.
+        evaluated: the number of scores at which the mask was evaluated.
+    """
+
+    kinds: Array
+    kept: int | None
+    evaluated: int
+
+
+def classify(call: MaskCall, place: Place, budget: int) -> Classified:
+    """The kinds of the tiles of a place.
+
+    Tiles that the kernel skips and those in which it does not evaluate the mask are decided by the
+    analysis, as in the kernel. The exact class of the others is found by evaluating the mask at
+    every score. If there are more than ``budget`` such scores, tiles with a kept and a masked score
+    among a few samples are found first; those that remain beyond the budget are not decided, unless
+    the analysis proves that its bounds are exact.
+    """
+    visited, full = _by_kernel(call, place)
+    kinds = np.where(visited, np.where(full, Kind.FULL, Kind.MIXED), Kind.SKIPPED).astype(np.uint8)
+    masked = np.nonzero(kinds == Kind.MIXED)
+    tile = (call.tile.block_q, call.tile.block_k)
+    scores = len(masked[0]) * tile[0] * tile[1]
+    if scores <= budget:
+        some, every, kept = _evaluated(call, place, masked, tile)
+        kinds[masked] = _kinds_of(some, every)
+        rows, columns = _lengths(place.queries), _lengths(place.keys)
+        in_full = int((full & visited).astype(np.int64).dot(columns).dot(rows))
+        return Classified(kinds, in_full + kept, scores)
+    if call.mask.reach_exact and call.mask.full_exact and call.spec.block_sparse is None:
+        return Classified(kinds, _kept_by_rows(call, place), 0)
+    few = min(tile[0], _SAMPLES), min(tile[1], _SAMPLES)
+    samples = len(masked[0]) * few[0] * few[1]
+    kinds[masked] = Kind.NOT_DECIDED
+    if samples > budget:
+        return Classified(kinds, _kept_by_rows(call, place), 0)
+    some, every, _ = _evaluated(call, place, masked, few)
+    kinds[masked] = np.where(some & ~every, Kind.MIXED, Kind.NOT_DECIDED)
+    left = tuple(each[~some | every] for each in masked)
+    scores = len(left[0]) * tile[0] * tile[1]
+    if samples + scores <= budget:
+        some, every, _ = _evaluated(call, place, left, tile)
+        kinds[left] = _kinds_of(some, every)
+        samples += scores
+    return Classified(kinds, _kept_by_rows(call, place), samples)
+
+
+def _kinds_of(some: Array, every: Array) -> Array:
+    """The kinds of tiles that a kernel masks, by whether some and all of their scores are kept."""
+    partly = np.where(some, Kind.MIXED, Kind.EMPTY_BUT_VISITED)
+    return np.where(every, Kind.FULL_BUT_MASKED, partly).astype(np.uint8)
+
+
+def elements_of(call: MaskCall, place: Place, queries: range, keys: range) -> Array:
+    """Which scores the mask and the block layout keep: bool [queries, keys].
+
+    Args:
+        queries, keys: positions, counted from 0.
+    """
+    q = np.array(queries, dtype=np.int64)[:, None] + place.queries.offset
+    k = np.array(keys, dtype=np.int64)[None] + place.keys.offset
+    with np.errstate(all="ignore"):
+        found = evaluate(call.spec.keep, {**call.with_layout(place), Q: q, K: k})
+    return np.broadcast_to(np.asarray(found, dtype=bool), (len(queries), len(keys)))
+
+
+def _lengths(axis: TileAxis) -> Array:
+    return np.array([stop - start for start, stop in axis.tiles()], dtype=np.int64)
+
+
+def _by_kernel(call: MaskCall, place: Place) -> tuple[Array, Array]:
+    """Which tiles the kernel visits, and in which it evaluates no mask: bool [queries, keys]."""
+    owns_keys = call.tile.owns_keys
+    b, h = place.first
+    live = call.live_blocks(place)
+    env = {**call.values(place), B: np.array([[b]]), H: np.array([[h]])}
+    walk = TileWalk(call.mask, env.items(), place.queries, place.keys, owns_keys)
+    in_whole = h + call.problem.first_head
+    listed = listed_blocks(call.spec, live, b, in_whole, by_column=owns_keys)
+    layout = None
+    if listed is not None:
+        layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
+    visited, full = [], []
+    for visit in visits_of(walk, listed):
+        tiles = np.zeros(len(walk.walked.corners()[0]), dtype=bool)
+        tiles[visit.tiles] = True
+        visited.append(tiles)
+        full.append(tiles & _unmasked(walk, layout, visit.start, visit.stop))
+    found = np.array(visited), np.array(full)
+    return (found[0].T, found[1].T) if owns_keys else found
+
+
+def _unmasked(walk: TileWalk, layout: BlockLayoutTiles | None, start: int, stop: int) -> Array:
+    """In which walked tiles the kernel evaluates no mask, by the condition that it evaluates.
+
+    `kernels.codegen.walk` emits it: a range of keys where there is one, else a condition on the
+    corners of the tile; the tile has all its keys, and if blocks own keys, all its queries.
+    """
+    mask, walked, owned = walk.mask, walk.walked, walk.owned
+    first, last = walked.corners()
+    starts = np.arange(0, walked.length, walked.block)
+    found = starts + walked.block <= walked.length
+    if walk.owns_keys:
+        found = found & (start + owned.block <= owned.length)
+    corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
+    if mask.full is not None and mask.full_exact:
+        lo, hi = walk.ends(mask.full, start, stop)
+        if lo is not None:
+            found = found & (lo <= starts)
+        if hi is not None:
+            found = found & (starts + walked.block <= hi)
+    elif not mask.always:
+        ends = ((K_LO, K_HI), (Q_LO, Q_HI))[:: 1 if walk.owns_keys else -1]
+        values = dict(zip((*ends[0], *ends[1]), (*corners, first, last), strict=True))
+        with np.errstate(all="ignore"):
+            every = np.asarray(evaluate(mask.must, {**walk.env, **values}), dtype=bool)
+        found = found & np.broadcast_to(every.reshape(-1) if every.ndim else every, found.shape)
+    if layout is not None:
+        found = found & layout.of_tiles(corners, (first, last))[1][0]
+    return found
+
+
+def _evaluated(
+    call: MaskCall, place: Place, tiles: tuple[Array, ...], points: tuple[int, int]
+) -> tuple[Array, Array, int]:
+    """Whether some score and whether every score of these tiles is kept, and how many are.
+
+    Args:
+        tiles: the rows and the columns of the tiles.
+        points: the queries and keys of a tile at which the mask is evaluated, evenly spaced.
+    """
+    sizes = call.tile.block_q, call.tile.block_k
+    values = call.with_layout(place)
+    some, every = np.zeros((2, len(tiles[0])), dtype=bool)
+    kept = 0
+    lines, across = (
+        np.linspace(0, size - 1, count).round().astype(np.int64)
+        for size, count in zip(sizes, points, strict=True)
+    )
+    step = max(1, _AT_ONCE // (points[0] * points[1]))
+    for start in range(0, len(tiles[0]), step):
+        row, column = (each[start : start + step, None, None] for each in tiles)
+        q, k = row * sizes[0] + lines[:, None], column * sizes[1] + across
+        inside = (q < place.queries.length) & (k < place.keys.length)
+        places = {Q: q + place.queries.offset, K: k + place.keys.offset}
+        with np.errstate(all="ignore"):
+            keeps = np.asarray(evaluate(call.spec.keep, {**values, **places}), dtype=bool)
+        within = keeps & inside
+        some[start : start + step] = within.any((1, 2))
+        every[start : start + step] = (keeps | ~inside).all((1, 2))
+        kept += int(within.sum())
+    return some, every, kept
+
+
+def _kept_by_rows(call: MaskCall, place: Place) -> int | None:
+    """The number of kept scores where each row (or column) keeps one known range."""
+    row = call.mask.row
+    if row is None or call.spec.block_sparse is not None:
+        return None
+    owned, walked = (place.queries, place.keys)[:: -1 if call.tile.owns_keys else 1]
+    at = {K if call.tile.owns_keys else Q: np.arange(owned.length, dtype=np.int64) + owned.offset}
+    values = {**call.values(place), **at}
+
+    def end(expr: sympy.Expr | None, default: int) -> Array:
+        found = default if expr is None else evaluate(expr, values) - walked.offset
+        inside: Array = np.clip(np.broadcast_to(found, owned.length), 0, walked.length)
+        return inside
+
+    return int(np.maximum(end(row.hi, walked.length) - end(row.lo, 0), 0).sum())

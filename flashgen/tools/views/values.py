@@ -1,0 +1,134 @@
+"""The values that a report shows: frozen, made before any page is.
+
+A page has one side, or two that are compared; a side is one call, with a pane for each kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.kernels.compile import Resources
+from flashgen.kernels.pipeline import Build
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.duration import Duration
+from flashgen.kernels.planner.kernel_plan import SmemRegion
+from flashgen.tools.views.code import KernelCode
+
+if TYPE_CHECKING:
+    from flashgen.reference import Verdict
+    from flashgen.tools.profile import Profile
+
+Row = tuple[str, str]
+"""The name of a fact, and its value."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that two reports can be compared by.
+
+    Attributes:
+        unit: "B", "s", "clk", "%" or "" for a number.
+        counted: "counted" by the emulator, "static" in the plan or the compiled file, or
+            "predicted" by the model.
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    origin: str = "counted"
+
+
+@dataclass(frozen=True)
+class ErrorHistogram:
+    """The differences of one result from the float64 oracle.
+
+    Attributes:
+        name: the result, such as "out" or "dq".
+        verdict: the outcome of the error rule.
+        exponents: the bins: bin i counts errors of [10^e, 10^(e+1)), except for the first, which
+            counts all smaller ones, 0 included.
+        found, ordinary: elements per bin, of the kernel and of PyTorch in the operands' dtype.
+    """
+
+    name: str
+    verdict: Verdict
+    exponents: tuple[int, ...]
+    found: tuple[int, ...]
+    ordinary: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelPane:
+    """Everything that is shown of one launch.
+
+    Attributes:
+        title: the role of the kernel, unique in the side: "forward", "dkdv".
+        facts: grid, block and others in words.
+        profile: what the emulator counted; None where the launch was not counted.
+        duration: the predicted duration of the launch; None without a prediction.
+        shape: the shape of that launch, where it is not the one that was executed; else "".
+        tile_map: the tile map as data for the page; None without one.
+        tile_map_note: why there is no tile map, or what it leaves out.
+        notes: what is missing here, and why.
+    """
+
+    title: str
+    build: Build
+    code: KernelCode
+    facts: tuple[Row, ...]
+    figures: tuple[Figure, ...]
+    profile: Profile | None = None
+    duration: Duration | None = None
+    shape: str = ""
+    tile_map: Mapping[str, Any] | None = None
+    tile_map_note: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.build.source.name
+
+    @property
+    def plan(self) -> Plan:
+        return self.build.plan
+
+    @property
+    def resources(self) -> Resources:
+        return self.build.binary.resources
+
+    @property
+    def smem(self) -> tuple[SmemRegion, ...]:
+        return self.plan.smem_map
+
+
+@dataclass(frozen=True)
+class Side:
+    """The report of one call.
+
+    Attributes:
+        title: what tells the sides of a comparison apart.
+        call: the call in rows: spec, shape, captured tensors, backend.
+        errors: the histogram of each result; () where no oracle was computed.
+        versions: the versions of what made the report.
+    """
+
+    title: str
+    call: tuple[Row, ...]
+    kernels: tuple[KernelPane, ...]
+    errors: tuple[ErrorHistogram, ...] = ()
+    errors_note: str = ""
+    versions: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report of one call, or the comparison of two."""
+
+    title: str
+    sides: tuple[Side, ...]
+
+    @property
+    def compares(self) -> bool:
+        return len(self.sides) > 1

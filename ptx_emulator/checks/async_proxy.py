@@ -1,0 +1,289 @@
+"""Races of asynchronous accesses to shared memory, by bulk copies and wgmma.
+
+These accesses use the asynchronous proxy. They start with an instruction and end at an unknown time
+before the wait that covers them. Three errors are possible:
+
+- the access is not ordered after an access of another warp to the same bytes (an ordinary race);
+- the bytes were written by an ordinary store without a fence.proxy.async in between;
+- another access to the same bytes is not ordered after the end of the asynchronous access.
+
+Asynchronous accesses are executed by *agents*: the copies of one mbarrier, the wgmma of one
+warpgroup, the bulk stores of one thread. Each agent has a column in the vector clocks of the warps
+(:mod:`clocks`) and its own increasing time: a warp whose column holds t is ordered after all
+accesses of the agent up to time t. A wait sets the column, and every synchronisation between warps
+propagates it. An access that is not covered by a column counts as still in progress, so the result
+of the check does not depend on the order in which the emulator executes warps and copies.
+
+The time of a read is assigned when it starts (:meth:`AsyncProxy.read`), and a wait publishes it
+(:meth:`Clocks.order_after`). A write is in flight when it starts (:meth:`AsyncProxy.write`), and
+its time is assigned when it completes (:meth:`AsyncProxy.completed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.checks.clocks import WARP, room
+from ptx_emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
+from ptx_emulator.errors import UninitialisedRead, way_out
+from ptx_emulator.state.memory import Array
+
+IN_FLIGHT = np.int64(1) << 62  # the time of a write that is in flight
+_FEW = 16  # most different writers per access that are compared one by one
+_RACE = "race in shared memory: "
+_FENCE = (
+    "execute fence.proxy.async.shared::cta in the writing warp, after its stores and before the "
+    "barrier that the issuing thread passes"
+)
+
+
+class AsyncProxy:
+    """Asynchronous accesses of a wave; uses the shadow of `SharedRaces`."""
+
+    def __init__(
+        self, shadow: SharedShadow, against_ordinary_reads: Callable[[SharedAccess], None]
+    ) -> None:
+        self.shadow = shadow
+        self._against_ordinary_reads = against_ordinary_reads
+        self.machine = shadow.machine
+        self.clocks = shadow.clocks
+        self._columns: dict[tuple[Any, ...], int] = {}
+        self._names: dict[int, str] = {}
+        # Of each asynchronous read: the column of its agent, and the instruction. The index of a
+        # read is its time.
+        self._reads = 0
+        self._reader = np.zeros(64, np.int64)
+        self._reader_pc = np.zeros(64, np.int64)
+        self._tables: dict[str, Array] = {}  # time of the last read of each vector
+        self._table_of: dict[int, str] = {}
+        self._readers = np.zeros(0, np.int64)  # columns of agents that have read
+        self._last_read = np.zeros((0, len(shadow.clocks.seen)), np.int64)  # its time, per block
+        # Of each asynchronous write: the column of its agent, and its time.
+        self._writes = 0
+        self._write_column = np.zeros(64, np.int64)
+        self._write_time = np.zeros(64, np.int64)
+
+    # ---- agents and order
+
+    def agent(self, kind: str, number: Any, name: str = "") -> int:
+        """The column of an agent, the same in all blocks; its name in messages is that of the
+        first call, such as "wgmma of warpgroup 0".
+        """
+        column = self._columns.get((kind, number))
+        if column is None:
+            column = self._columns[kind, number] = self.clocks.new_column()
+            self._names[column] = name or f"{kind} {number}"
+            # Bulk stores of different threads rarely read the same bytes: they share a table.
+            self._table_of[column] = kind if kind == "bulk" else f"{kind} {number}"
+        return column
+
+    # ---- accesses
+
+    def read(self, a: SharedAccess, column: int) -> int:
+        """Checks reads by the agent of a column, which start now.
+
+        Returns:
+            The time of these reads, for `Clocks.order_after` when they have been waited for.
+
+        Raises:
+            UninitialisedRead: bytes that were never written.
+            RaceError: a write is not ordered before, or not visible to the proxy.
+        """
+        if not len(a.where):
+            return 0  # the boxes lie outside the tensor
+        self._against_writes(a, "read")
+        self._reads += 1
+        time = self._reads
+        self._reader, self._reader_pc = room(time + 1, self._reader, self._reader_pc)
+        self._reader[time], self._reader_pc[time] = column, a.pc
+        table = self._tables.get(self._table_of[column])
+        if table is None:
+            table = self._tables[self._table_of[column]] = np.zeros(self.shadow.count, np.uint32)
+        self.shadow.put(table, a.where, a.size, np.uint32(time))
+        if column not in self._readers:
+            self._readers = np.append(self._readers, column)
+            self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
+        first = a.rows if a.rows.ndim == 1 else a.rows[:, 0]
+        blocks = self.machine.row_cluster[first]
+        self._last_read[np.flatnonzero(self._readers == column), blocks] = time
+        return time
+
+    def write(self, a: SharedAccess, column: int | Array) -> Array:
+        """Checks writes, which start now and are in flight until `completed`.
+
+        The column of their agents may be one for all writes, or one per write (g,).
+
+        Returns:
+            The numbers of these writes (g,), for `completed`.
+
+        Raises:
+            RaceError: an earlier access is not ordered before, or a write not visible to the proxy.
+        """
+        self._against_writes(a, "write")
+        self._against_ordinary_reads(a)
+        self.against_reads(a)
+        count = len(a.where)
+        numbers = self._writes + np.arange(count)
+        self._writes += count
+        self._write_column, self._write_time = room(
+            self._writes, self._write_column, self._write_time
+        )
+        self._write_column[numbers] = column
+        self._write_time[numbers] = IN_FLIGHT
+        stamps = (numbers + int(ASYNC)).astype(np.uint32)
+        shadow = self.shadow
+        shadow.put(shadow.written, a.where, a.size, stamps)
+        shadow.put(shadow.writer_pc, a.where, a.size, np.int32(a.pc))
+        if len(np.unique(a.rows // shadow.warps)) < count:
+            lost = shadow.take(shadow.written, a.where, a.size) != stamps[:, None]
+            if lost.any():
+                what = f"{_RACE}threads start asynchronous writes of the same bytes together"
+                way_out = "execute it in one elected thread"
+                shadow.fail(a, lost, what, f"{count} threads execute this instruction", way_out)
+        return numbers
+
+    def completed(self, numbers: Array, times: Array) -> None:
+        """Writes have completed: they precede what is ordered after these times of their agent."""
+        self._write_time[numbers] = times
+
+    # ---- checks
+
+    def known(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+        """Whether warps are ordered after the asynchronous writes with these stamps."""
+        number = stamps.astype(np.int64) - int(ASYNC)
+        real = (number >= 0) & (number < self._writes)
+        return real & self.has_completed(blocks, warps, np.where(real, number, 0))
+
+    def has_completed(self, blocks: Array, warps: Array, numbers: Any) -> Array:
+        """Whether warps are ordered after the asynchronous writes with these numbers."""
+        seen = self.clocks.seen[blocks, warps, self._write_column[numbers]]
+        return np.asarray(seen >= self._write_time[numbers])
+
+    def _against_writes(self, a: SharedAccess, verb: str) -> None:
+        stamps = self.shadow.take(self.shadow.written, a.where, a.size)
+        together = a.rows.reshape(len(a.rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
+        if self._visible(together, _different(stamps)[:, None], verb)[0].all():
+            self.shadow.lanes_against_writes(a, stamps, verb)
+            return
+        fine, unfenced = self._visible(together, stamps[:, None], verb)
+        if "cp_async_proxy" in self.machine.allow:
+            fine |= unfenced & self._by_copies(a, True)[:, None]
+            if fine.all():
+                return
+        place, member, which = (int(i) for i in np.argwhere(~fine)[0])
+        first = np.zeros(stamps.shape, bool)
+        first[place, which] = True
+        self._report_write(
+            a, first, int(stamps[place, which]), unfenced[place, member, which], verb
+        )
+
+    def _by_copies(self, a: SharedAccess, which: Any) -> Array:
+        """The vectors (g, vectors) of ``which`` that a cp.async wrote last."""
+        code = self.machine.program.code
+        writers = self.shadow.take(self.shadow.writer_pc, a.where, a.size)
+        copies = [pc for pc in np.unique(writers).tolist() if code[pc].op == "cp"]
+        return np.asarray(np.isin(writers, copies) & which)
+
+    def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
+        """(correct, ordered but not fenced) for writes with these stamps."""
+        blocks, warps = np.divmod(rows, self.shadow.warps)
+        agent, clock = self.clocks.decode(stamps)
+        seen = self.clocks.seen
+        ordinary = stamps < ASYNC
+        ordered = ordinary & ((agent == warps) | (clock <= seen[blocks, warps, agent]))
+        fenced = clock <= seen[blocks, warps, agent + self.shadow.warps]
+        fine = ordered & fenced
+        if not ordinary.all():
+            fine |= self.known(blocks, warps, stamps)
+        if verb == "write" or "uninitialised_rows" in self.machine.allow:
+            fine |= stamps == NEVER
+        return fine, ordered & ~fenced
+
+    def against_reads(self, a: SharedAccess) -> None:
+        """Checks that writes are ordered after asynchronous reads, of the same warp too."""
+        if not self._reads:
+            return
+        blocks, warps = np.divmod(a.rows, self.shadow.warps)
+        seen = self.clocks.seen[blocks, warps]
+        unseen = seen[:, self._readers] < self._last_read[:, blocks].T
+        if not unseen.any():
+            return
+        unsafe = self._readers[unseen.any(axis=0)].tolist()
+        for name in dict.fromkeys(self._table_of[column] for column in unsafe):
+            times = self.shadow.take(self._tables[name], a.where, a.size)
+            late = times > np.take_along_axis(seen, self._reader[times], axis=1)
+            if late.any():
+                time = int(times[late][0])
+                reader = self.machine.program.describe(int(self._reader_pc[time]))
+                self.shadow.fail(
+                    a,
+                    late,
+                    f"{_RACE}a write may overtake an asynchronous read",
+                    f"{self._names[int(self._reader[time])]} may still read there: {reader}",
+                    "wait for that read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
+                    "and pass a barrier with the warp that writes",
+                )
+
+    # ---- messages
+
+    def describe(self, stamp: int) -> str:
+        """The agent of an asynchronous write, and why the write is not visible yet."""
+        number = stamp - int(ASYNC)
+        if stamp == FLIGHT:
+            return "a cp.async that has not been waited for writes there"
+        if not 0 <= number < self._writes:
+            return "an mbarrier lies there"
+        name = self._names[int(self._write_column[number])]
+        flying = self._write_time[number] == IN_FLIGHT
+        state = "which is still in flight" if flying else "whose completion this warp has not seen"
+        return f"{name} writes there, {state}"
+
+    def _report_write(
+        self, a: SharedAccess, bad: Array, stamp: int, unfenced: bool, verb: str
+    ) -> None:
+        shadow = self.shadow
+        if stamp == NEVER:
+            shadow.fail(
+                a,
+                bad,
+                "shared memory is read that was never written",
+                "an asynchronous read",
+                "write it first, and check the address and the bytes that were copied"
+                + way_out("uninitialised_rows"),
+                UninitialisedRead,
+            )
+        writer = f"{self.machine.member_name(stamp & WARP)} writes there"
+        agent = self.describe(stamp) if stamp >= ASYNC else writer
+        problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
+        if unfenced:
+            problem = (
+                f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a proxy "
+                "fence"
+            )
+            advice = _FENCE
+            if self._by_copies(a, bad).any():
+                advice += way_out("cp_async_proxy")
+        elif stamp >= ASYNC:
+            advice = (
+                "wait for it first, in the issuing warp or in one that it passes a barrier with"
+            )
+        else:
+            advice = "separate the two accesses by a barrier that both warps pass"
+            if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & WARP).any():
+                advice += way_out("wgmma_rows_syncwarp")
+        writer = self.machine.program.describe(int(shadow.writer_pc[shadow.first(a, bad)[0]]))
+        shadow.fail(a, bad, problem, f"{agent}: {writer}", advice)
+
+
+def _different(stamps: Array) -> Array:
+    """The distinct values of each row, possibly repeated; the rows themselves if they are many."""
+    found, last = [stamps.min(axis=1)], stamps.max(axis=1)
+    while (found[-1] < last).any():
+        if len(found) == _FEW:
+            return stamps
+        beyond = np.where(stamps > found[-1][:, None], stamps, NEVER)
+        found.append(np.minimum(beyond.min(axis=1), last))
+    return np.stack(found, axis=1)

@@ -1,0 +1,259 @@
+"""Vector clocks of the warps of each block: which accesses are ordered by barriers.
+
+Every warp has a clock that advances when it arrives at a barrier. ``seen[b, w, v]`` is the newest
+clock of warp v that warp w of block b is ordered after. An access of warp v stamped with clock t
+happened before the current access of warp w if and only if t <= seen[b, w, v]. This does not depend
+on the order in which the emulator executes the warps (Fidge 1988, Mattern 1989; stamps as in
+FastTrack, Flanagan and Freund, 2009).
+
+Kernels with asynchronous copies have more columns. ``seen[b, w, warps + v]`` is the newest clock of
+warp v whose writes are visible to asynchronous accesses issued by warp w (fence.proxy.async). They
+are followed by one column per asynchronous agent, such as an mbarrier, with the newest time of the
+agent that w is ordered after. Synchronisation between warps propagates all columns.
+
+A fence.sc (membar, __threadfence) holds for all threads that are ordered after it, not only for its
+own: were a later fence.sc of a reader before it in the order of these fences, then the write of the
+flag would come after its own reader. Each scope of such fences has ``warps`` further columns, the
+newest clocks before one of them that w is ordered after.
+
+The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
+lanes are not ordered, see `shadow`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx_emulator.state.memory import Array
+
+CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
+ATOMIC = 1 << 9
+WARP = ATOMIC - 1
+_NO_OTHERS = (1 << 21) - 1  # higher than clocks become
+NAMED_BARRIERS = 16  # of a block
+
+
+class Clocks:
+    """Clocks of the blocks of one wave.
+
+    Blocks of a cluster share memory and barriers: a cluster of several counts as one block with the
+    warps of all, and each of its ``ranks`` has slots for its named barriers.
+    """
+
+    def __init__(self, blocks: int, warps: int, proxy: bool = False, ranks: int = 1) -> None:
+        self.warps = warps
+        # Number of columns in use; the arrays may have more.
+        self.columns = 2 * warps if proxy else warps
+        self.seen = np.zeros((blocks, warps, self.columns), np.int64)
+        self._own = np.arange(warps)
+        self.seen[:, self._own, self._own] = 1
+        self.published = np.zeros((blocks, NAMED_BARRIERS * ranks, self.columns), np.int64)
+        self.floor_stamp = np.zeros(blocks * warps, np.uint32)
+        self.clock = np.ones(blocks * warps, np.int64)
+        self.synced = np.ones(blocks * warps, np.int64)
+        # The lower of `floor_stamp` and the first stamp that is not ordered between lanes.
+        self.lane_floor = np.zeros(blocks * warps, np.uint32)
+        self.fenced: dict[int, Array] = {}
+        self.released: dict[tuple[int, int], Array] = {}
+        self._polled: dict[int, Array] = {}  # by warp: what its next fence acquires
+        # By scope of fence.sc, the block (0) and the device (1): the first of its columns.
+        self._sequential: list[int | None] = [None, None]
+        self._refresh(np.arange(blocks))
+
+    def new_column(self) -> int:
+        """A column for one more asynchronous agent."""
+        column = self.columns
+        self.columns += 1
+        if self.columns > self.seen.shape[2]:
+            more = max(16, column)
+            self.seen = _widened(self.seen, more)
+            self.published = _widened(self.published, more)
+            self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
+            self.released = {at: _widened(known, more) for at, known in self.released.items()}
+            self._polled = {row: _widened(known, more) for row, known in self._polled.items()}
+        return column
+
+    def new_slots(self, count: int) -> int:
+        """Adds ``count`` slots of published clocks per block; returns the number of the first."""
+        blocks, first, columns = self.published.shape
+        more = np.zeros((blocks, count, columns), np.int64)
+        self.published = np.concatenate([self.published, more], axis=1)
+        return first
+
+    def _refresh(self, blocks: Array) -> None:
+        """Updates the cached clock of each warp, and the stamp below which all is ordered."""
+        seen = self.seen[blocks, :, : self.warps]
+        clock = seen[:, self._own, self._own]
+        others = seen
+        others[:, self._own, self._own] = _NO_OTHERS
+        floor = others.min(axis=2)
+        rows = blocks[:, None] * self.warps + self._own
+        self.clock[rows] = clock
+        self.floor_stamp[rows] = (floor + 1) << CLOCK_SHIFT
+        self.lane_floor[rows] = np.minimum(floor + 1, self.synced[rows]) << CLOCK_SHIFT
+
+    def barrier_of_all(self, blocks: Array) -> None:
+        """A barrier of all warps of the blocks: orders all earlier before all later accesses."""
+        newest = self.seen[blocks][:, self._own, self._own].max(axis=1)
+        # The other columns are not clocks of warps: all warps get their maximum.
+        rest = self.seen[blocks, :, self.warps :].max(axis=1, keepdims=True)
+        self.seen[blocks, :, self.warps :] = rest
+        self.seen[blocks, :, : self.warps] = newest[:, None, None]
+        self.seen[blocks[:, None], self._own, self._own] = newest[:, None] + 1
+        self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
+        self._refresh(blocks)
+
+    def release(self, rows: Array, group: int, slot: int) -> None:
+        """Orders the warps that waited at a completed barrier after all warps that arrived."""
+        self.acquire(rows, np.full(len(rows), slot))
+        self.published[group, slot] = 0
+
+    def publish(self, rows: Array, slots: Array) -> None:
+        """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
+        blocks, warps = np.divmod(rows, self.warps)
+        np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
+        self.tick(np.unique(rows))
+
+    def of(self, rows: Array) -> Array:
+        """A copy of the clocks of warps (n, columns)."""
+        return np.array(self.seen[np.divmod(rows, self.warps)])
+
+    def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
+        """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
+        columns = known.shape[1]  # agents may have been added since
+        blocks = rows // self.warps
+        np.maximum.at(self.published[:, :, :columns], (blocks, slots), known)
+
+    def acquire(self, rows: Array, slots: Array) -> None:
+        """Orders warps (n,) after what was published in slots (n,) of their blocks."""
+        blocks, warps = np.divmod(rows, self.warps)
+        own, given = self.seen[blocks, warps, warps], self.published[blocks, slots]
+        np.maximum.at(self.seen, (blocks, warps), given)
+        self.seen[blocks, warps, warps] = own
+        # What lanes of the warp itself have published precedes what its other lanes do now.
+        np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
+        self._refresh(np.unique(blocks))
+
+    def forgo(self, row: int, before: Array, after: Array) -> None:
+        """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
+        block, warp = divmod(row, self.warps)
+        known = self.seen[block, warp]
+        others = np.arange(len(after)) != warp
+        if (known[: len(after)] == after)[others].all() and not known[len(after) :].any():
+            known[: len(before)][others] = before[others]
+            self._refresh(np.array([block]))
+
+    def order_after(self, rows: Array, column: int, time: Array | int) -> None:
+        """Orders distinct warps (n,) after a time, or times (n,), of an asynchronous agent."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, column] = np.maximum(self.seen[blocks, warps, column], time)
+
+    def tick(self, rows: Array) -> None:
+        """Advances the clocks of warps: later accesses are not covered by what they published."""
+        blocks, warps = np.divmod(rows, self.warps)
+        self.seen[blocks, warps, warps] += 1
+        self._refresh(np.unique(blocks))
+
+    def sync_lanes(self, rows: Array) -> None:
+        """The lanes of these distinct warps have synchronised."""
+        self.synced[rows] = self.clock[rows] + 1
+        self.tick(rows)
+
+    def fence_proxy(self, rows: Array) -> None:
+        """fence.proxy.async: makes all writes visible to these warps visible to the proxy."""
+        blocks, warps = np.divmod(rows, self.warps)
+        known = self.seen[blocks, warps]
+        mine, proxy = known[:, : self.warps], known[:, self.warps : 2 * self.warps]
+        np.maximum(proxy, mine, out=proxy)
+        self.seen[blocks, warps] = known
+        self.tick(rows)
+
+    def fence_sequential(self, rows: Array, device: bool) -> None:
+        """A fence.sc of block or of device scope, before `fence`."""
+        blocks, warps = np.divmod(rows, self.warps)
+        for scope in range(1 + device):
+            if self._sequential[scope] is None:
+                self._sequential[scope] = min([self.new_column() for _ in range(self.warps)])
+            own, place = self.seen[blocks, warps, : self.warps], self._columns(scope)
+            self.seen[blocks, warps, place] = np.maximum(self.seen[blocks, warps, place], own)
+
+    def before_sequential(self, row: int, device: bool) -> Array | None:
+        """The clocks (warps,) before each fence.sc that a warp is ordered after; None without."""
+        if self._sequential[device] is None:
+            return None
+        return np.array(self.seen[divmod(row, self.warps)][self._columns(device)])
+
+    def _columns(self, scope: int) -> slice:
+        first = self._sequential[scope]
+        assert first is not None
+        return slice(first, first + self.warps)
+
+    def fence(self, rows: Array) -> None:
+        """A fence: the next strong access of each warp releases its current clocks.
+
+        What the warp has polled before happened before its accesses from now on.
+        """
+        for row in rows.tolist():
+            if row in self._polled:
+                self._join(row, self._polled.pop(row))
+            self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
+        self.tick(rows)
+
+    def _join(self, row: int, given: Array) -> None:
+        block, warp = divmod(row, self.warps)
+        known = self.seen[block, warp]
+        own = known[warp]
+        self.synced[row] = max(self.synced[row], given[warp] + 1)
+        np.maximum(known, given, out=known)
+        known[warp] = own
+
+    def synchronise(self, rows: Array, places: Array, poll: bool = False) -> None:
+        """Strong accesses: each acquires what was released at its address, and releases.
+
+        A ``poll`` acquires it at the next fence of its warp.
+        """
+        before = self.seen.copy()
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            block = row // self.warps
+            slot = self.released.get((block, place))
+            if slot is not None and poll:
+                self._polled[row] = np.maximum(slot, self._polled.get(row, 0))
+            elif slot is not None:
+                self._join(row, slot)
+            given = self._offered(row)
+            if given is not None:
+                self.released[block, place] = given if slot is None else np.maximum(slot, given)
+        if (before != self.seen).any():
+            self._refresh(np.unique(rows // self.warps))
+
+    def _offered(self, row: int) -> Array | None:
+        """What a strong access of a warp releases; None for nothing."""
+        given, others = self.fenced.get(row), self.before_sequential(row, False)
+        if others is None or not others.any():
+            return given
+        known = np.zeros(self.seen.shape[2], np.int64)
+        known[: self.warps] = known[self._columns(0)] = others
+        return known if given is None else np.maximum(known, given)
+
+    def decode(self, stamps: Array) -> tuple[Array, Array]:
+        """The warp and the clock of each stamp."""
+        stamps = stamps.astype(np.int64, copy=False)
+        return np.minimum(stamps & WARP, self.warps - 1), stamps >> CLOCK_SHIFT
+
+    def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+        """Whether the accesses with these stamps happened before those of ``warps`` now."""
+        agent, clock = self.decode(stamps)
+        return (agent == warps) | (clock <= self.seen[blocks, warps, agent])  # type: ignore[no-any-return]
+
+
+def _widened(values: Array, more: int) -> Array:
+    """``values`` with ``more`` further columns of zeros."""
+    return np.concatenate([values, np.zeros((*values.shape[:-1], more), values.dtype)], axis=-1)
+
+
+def room(count: int, *tables: Array) -> list[Array]:
+    """The tables, extended to at least ``count`` entries."""
+    return [
+        t if count <= len(t) else np.concatenate([t, np.zeros(max(count, len(t)), t.dtype)])
+        for t in tables
+    ]

@@ -1,0 +1,461 @@
+"""Global memory: races between lanes and warps of a block, and between blocks of the launch.
+
+Within a block, barriers order accesses (see :mod:`clocks`), between blocks only fences with atomics
+(:mod:`block_order`), between the lanes of a warp what synchronises them (:mod:`shadow`). Atomics
+never race with each other.
+
+Reads of a buffer that has not been written are only stored in a list, because most buffers are
+inputs. Of each vector the checker keeps the lane of the last write and of the last read, as its
+number plus one; 0 is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ptx_emulator.checks.block_order import BLOCK_SHIFT, LOW, BlockOrder, block_of
+from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, Clocks
+from ptx_emulator.checks.copy_sources import CopySource, check_write
+from ptx_emulator.checks.shadow import SYNCHRONISE_LANES, VOLATILE
+from ptx_emulator.errors import RaceError
+from ptx_emulator.state.cohort import Cohort, SingleThreads, spread
+from ptx_emulator.state.memory import Array, sparse_zeros
+from ptx_emulator.state.wave import Site, Wave
+
+_EVERY, _SEVERAL = 33, 34  # all lanes access the vector together; several do, one by one
+_WARP = 0xFFFFFFF << BLOCK_SHIFT | WARP  # the bits of a stamp that name the block and the warp
+LANES_OF_A_WARP = (
+    "lanes of one warp access the same bytes, one of them writes, and nothing synchronises them in "
+    "between"
+)
+
+
+class GlobalLanes:
+    """The lanes of the last accesses to ``count`` vectors of device memory."""
+
+    def __init__(self, machine: Wave, count: int) -> None:
+        self.machine = machine
+        self.tracks = "warp_synchronous" not in machine.allow
+        self.writer, self.reader = (sparse_zeros(count, np.uint8) for _ in range(2))
+
+    def of(self, cohort: Cohort, accesses: int, lanes: Any, vectors: int) -> Array:
+        """The lane of each vector of an instruction with this many accesses and vectors, flat."""
+        if isinstance(cohort, SingleThreads):
+            lane = np.repeat(cohort.lane + 1, accesses // cohort.n)
+        elif lanes is not None:
+            lane = np.nonzero(spread(lanes, cohort.n))[1] + 1
+        elif accesses == 32 * cohort.n:
+            lane = np.tile(np.arange(1, 33), cohort.n)
+        else:
+            lane = np.full(accesses, _EVERY)
+        found: Array = np.repeat(lane.astype(np.uint8), vectors // max(1, accesses))
+        return found
+
+    def unordered(
+        self, verb: str, vectors: Array, lane: Array, before: Array, stamps: Array, rows: Array
+    ) -> Array:
+        """Which accesses conflict with an earlier one of another lane of their warps.
+
+        Args:
+            verb: "read" after write, "write" after write, or "overtake": write after read.
+            before, stamps: of the earlier accesses and of these, see `global_races`.
+        """
+        races = self.machine.shared_races
+        assert races is not None
+        same: Array = ((before ^ stamps) & _WARP) == 0
+        same &= (before & LOW) >> CLOCK_SHIFT >= races.clocks.synced[rows]
+        if not same.any() or not self.tracks:
+            return np.zeros(len(same), bool)
+        earlier = (self.reader if verb == "overtake" else self.writer).take(vectors)
+        same &= (earlier != lane) & (earlier != 0)
+        if verb != "read":
+            same &= lane != _EVERY
+        if verb != "overtake":
+            same &= earlier != _EVERY
+        for place in np.flatnonzero(same) if races.partial else ():
+            seen = races.partial.get(int(rows[place]))
+            if seen is not None and earlier[place] < _EVERY:
+                known = seen[:, int(earlier[place]) - 1]
+                known = known >= (int(before[place]) & LOW) >> CLOCK_SHIFT
+                mine = int(lane[place])
+                same[place] = not (known.all() if mine == _EVERY else known[mine - 1])
+        return same
+
+    def note_reads(self, vectors: Array, lane: Array, before: Array, stamps: Array) -> None:
+        """Records reads; ``before`` holds the stamps of the last reads of the vectors."""
+        old = self.reader.take(vectors)
+        again = (old != 0) & (old != lane) & (((before ^ stamps) & (_WARP | LOW)) == 0)
+        self.reader[vectors] = lane
+        again |= self.reader.take(vectors) != lane
+        self.reader[vectors[again]] = _SEVERAL
+
+    def note_writes(self, vectors: Array, lane: Array) -> None:
+        """Records writes."""
+        self.writer[vectors] = lane
+
+
+_MANY_WARPS = 1 << 60
+_MANY_BLOCKS = 1 << 61
+_RACING = 1 << 62  # volatile, see `PtxProgram.racing`
+_FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
+_LOG_BYTES = 128 << 20
+_PROBLEMS = {
+    "read": "a read and a write of {} are not ordered",
+    "write": "a write and a write of {} are not ordered",
+    "overtake": "a write may overtake a read of {}",
+}
+
+
+class _Access(NamedTuple):
+    """One instruction; ``vectors`` to ``rows`` have an entry per vector of the shadow."""
+
+    site: Site
+    lanes: Any
+    size: int
+    vectors: Array
+    lane: Array
+    stamps: Array
+    rows: Array
+    strong: bool
+    racing: bool
+    bulk: bool = False
+
+
+class GlobalRaces:
+    """Shadow of all device memory of a launch."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self.shift = machine.program.accesses.global_vector.bit_length() - 1
+        self.written: set[int] = set()  # indices of allocations that were written
+        self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
+        self.log_bytes = 0
+        count = (len(machine.memory.flat.bytes) >> self.shift) + 1
+        self.write_stamp = sparse_zeros(count, np.int64)
+        self.read_stamp = sparse_zeros(count, np.int64)
+        self.write_pc = sparse_zeros(count, np.int32)
+        self.lanes = GlobalLanes(machine, count)
+        # The last load by .nc of each vector, plus 1; None while there is none.
+        self.read_only: Array | None = None
+        self.order = BlockOrder(machine)
+
+    @property
+    def clocks(self) -> Clocks:
+        """The clocks of the running wave."""
+        assert self.machine.shared_races is not None
+        return self.machine.shared_races.clocks
+
+    # ---- entry points; offsets are (n, k), or one per active lane
+
+    def read(
+        self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, noted: bool = True
+    ) -> None:
+        """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
+        touched = self.machine.memory.touched
+        unwritten = not self.written.intersection(touched)
+        if unwritten and not noted:
+            return
+        rows, flat = self._flatten(cohort, offset, lanes)
+        strong = pc in self.machine.program.accesses.strong
+        if strong:
+            self.order.synchronise(rows, flat, pc)
+        racing = strong and pc in self.machine.program.racing
+        stamps = self._stamps(rows, strong, racing)
+        if unwritten:
+            self._log(touched, flat, stamps, size, pc)
+            return
+        accesses = len(flat)
+        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
+        lane = self.lanes.of(cohort, accesses, lanes, len(vectors))
+        access = _Access(Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing)
+        before = self.write_stamp.take(vectors)
+        if before.any():
+            if pc in self.machine.program.accesses.read_only:
+                self._report_read_only(access, before != 0, self.write_pc)
+            self._check(access, before, "read")
+        if noted:
+            self._note_reads(vectors, stamps, pc, rows, lane)
+            self._accessed(cohort)
+
+    def note_copy(self, source: CopySource, rows: Array, flat: Array, clock: Array) -> None:
+        """Warps ``rows`` (k,) have waited for a cp.async that read at ``flat`` (k,).
+
+        ``clock`` (k,) is an earlier time of each warp at which it counts as complete, or 0.
+        """
+        touched, size, pc = source.touched, source.size, source.pc
+        stamps = self._stamps(rows, False)
+        if clock.any():
+            own = (self.clocks.clock[rows] - clock) << CLOCK_SHIFT
+            stamps = np.where(clock > 0, stamps - own, stamps)
+        if not self.written.intersection(touched):
+            self._log(touched, flat, stamps, size, pc)
+            return
+        vectors, stamps, _ = self._vectors(flat, stamps, rows, size)
+        self._note_reads(vectors, stamps, pc)
+
+    def _log(self, touched: list[int], flat: Array, stamps: Array, size: int, pc: int) -> None:
+        for place in touched:
+            self.log.setdefault(place, []).append((flat, stamps, size, pc))
+        self.log_bytes += flat.nbytes + stamps.nbytes
+        if self.log_bytes > _LOG_BYTES:
+            for place in list(self.log):
+                self._unlog(place)
+            self.log_bytes = 0
+
+    def write(
+        self,
+        cohort: Cohort,
+        offset: Any,
+        size: int,
+        pc: int,
+        lanes: Any,
+        strong: bool = False,
+        bulk: bool = False,
+    ) -> None:
+        """Checks and records writes; those of a ``bulk`` copy end with `complete`."""
+        rows, flat = self._flatten(cohort, offset, lanes)
+        if not len(flat):
+            return
+        for place in self.machine.memory.touched:
+            if place not in self.written:
+                self.written.add(place)
+                self._unlog(place)
+        check_write(self.machine, Site(cohort, pc), rows, flat, size)
+        strong = strong or pc in self.machine.program.accesses.strong
+        if strong:
+            self.order.synchronise(rows, flat, pc)
+        racing = strong and pc in self.machine.program.racing
+        stamps = self._stamps(rows, strong, racing)
+        accesses = len(flat)
+        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
+        lane = self.lanes.of(cohort, accesses, lanes, len(vectors))
+        access = _Access(
+            Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing, bulk
+        )
+        if self.read_only is not None:
+            reader = self.read_only.take(vectors)
+            if reader.any():
+                self._report_read_only(access, reader != 0, self.read_only)
+        for earlier, verb in ((self.write_stamp, "write"), (self.read_stamp, "overtake")):
+            before = earlier.take(vectors)
+            if before.any():
+                self._check(access, before, verb)
+        if bulk:
+            stamps = stamps | _FLYING << CLOCK_SHIFT
+        self.write_stamp[vectors] = stamps
+        self.write_pc[vectors] = pc
+        self.lanes.note_writes(vectors, lane)
+        self._accessed(cohort)
+        left = self.write_stamp.take(vectors)
+        if not strong and (left != stamps).any():
+            self._report(access, left != stamps, left, _PROBLEMS["write"], together=True)
+
+    def atomic(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
+        self.write(cohort, offset, size, pc, lanes, strong=True)
+
+    def complete(self, cohort: Cohort, offset: Any, size: int) -> None:
+        """The threads of bulk stores have waited for them: the bytes are written now."""
+        rows, flat = self._flatten(cohort, offset, None)
+        vectors, stamps, _ = self._vectors(flat, self._stamps(rows, False), rows, size)
+        before = self.write_stamp.take(vectors)
+        same = (block_of(before) == block_of(stamps)) & ((before ^ stamps) & WARP == 0)
+        same &= _flying(before)
+        self.write_stamp[vectors[same]] = (stamps | before & ATOMIC)[same]
+
+    # ---- parts
+
+    def _accessed(self, cohort: Cohort) -> None:
+        """The lanes of these warps have accesses that nothing has synchronised."""
+        assert self.machine.shared_races is not None
+        self.machine.shared_races.accessed[cohort.rows] = True
+
+    def _check(self, a: _Access, before: Array, verb: str) -> None:
+        """Checks that accesses are ordered after earlier ones, with the stamps ``before``."""
+        excused: Any = False
+        flying = _flying(before)
+        if verb != "overtake" and not a.bulk and flying.any():
+            if a.strong:
+                flying &= (before & ATOMIC) == 0
+            if flying.any():
+                self._report_flying(a, flying, verb)
+        if a.strong:
+            # Strong accesses need no order, but volatile ones that are no polls.
+            excused = (before & ATOMIC) != 0
+            if a.racing and verb != "write":
+                excused &= (before & _RACING) == 0
+            if (excused | (before == 0)).all():
+                return
+        bad = self._unordered(before, a.stamps, a.rows, excused)
+        if bad.any():
+            self._report(a, bad, before, _PROBLEMS[verb])
+        bad = self.lanes.unordered(verb, a.vectors, a.lane, before, a.stamps, a.rows) & ~excused
+        if bad.any():
+            self._report(a, bad, before, LANES_OF_A_WARP)
+
+    def _flatten(self, cohort: Cohort, offset: Any, lanes: Any) -> tuple[Array, Array]:
+        if lanes is None:
+            width = offset.shape[1] if offset.ndim else 1
+            full = np.broadcast_to(offset, (cohort.n, width))
+            return np.repeat(cohort.rows, width), full.reshape(-1)
+        row, _ = np.nonzero(spread(lanes, cohort.n))
+        return cohort.rows[row], offset
+
+    def _stamps(self, rows: Array, strong: bool, racing: bool = False) -> Array:
+        m = self.machine
+        block = m.cluster_ids[m.row_cluster[rows]] + 1
+        low = self.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
+        return block << BLOCK_SHIFT | low | (ATOMIC if strong else 0) | (_RACING if racing else 0)
+
+    def _vectors(
+        self, flat: Array, stamps: Array, rows: Array, size: int
+    ) -> tuple[Array, Array, Array]:
+        many = max(1, size >> self.shift)
+        first = flat >> self.shift
+        if many == 1:
+            return first, stamps, rows
+        vectors = (first[:, None] + np.arange(many)).reshape(-1)
+        return vectors, np.repeat(stamps, many), np.repeat(rows, many)
+
+    def _unordered(self, before: Array, stamps: Array, rows: Array, excused: Any) -> Array:
+        """Which earlier accesses are not ordered before these ones; at least one is a write."""
+        m, clocks = self.machine, self.clocks
+        low = before & LOW
+        known = clocks.ordered(m.row_cluster[rows], m.row_member[rows], low)
+        many = (before & _MANY_WARPS) != 0
+        if many.any():
+            known = np.where(
+                many, low >> CLOCK_SHIFT < clocks.floor_stamp[rows] >> CLOCK_SHIFT, known
+            )
+        other_block = block_of(before) != block_of(stamps)
+        apart = other_block | ((before & _MANY_BLOCKS) != 0)
+        bad = (before != 0) & (apart | ~known) & ~excused
+        if self.order.tracks_fences and bad.any():
+            for place in np.flatnonzero(bad & apart):
+                fenced = self.order.has_ordered(int(rows[place]), int(before[place]))
+                bad[place] = not fenced or not (other_block[place] or known[place])
+        return bad  # type: ignore[no-any-return]
+
+    def _note_reads(
+        self,
+        vectors: Array,
+        stamps: Array,
+        pc: int,
+        rows: Array | None = None,
+        lane: Array | None = None,
+    ) -> None:
+        if pc in self.machine.program.accesses.read_only:
+            if self.read_only is None:
+                self.read_only = sparse_zeros(len(self.write_stamp), np.int32)
+            self.read_only[vectors] = pc + 1
+        old = self.read_stamp.take(vectors)
+        if lane is not None:
+            self.lanes.note_reads(vectors, lane, old, stamps)
+        self.read_stamp[vectors] = stamps
+        now = self.read_stamp.take(vectors)
+        block = block_of(stamps)
+        other = (old != 0) & (block_of(old) != block)
+        if rows is not None and self.order.tracks_fences:
+            for place in np.flatnonzero(other):
+                other[place] = not self.order.has_ordered(int(rows[place]), int(old[place]))
+        other |= block_of(now) != block
+        flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
+        same_time = (old & LOW) >> CLOCK_SHIFT == (stamps & LOW) >> CLOCK_SHIFT
+        warps = (
+            (old != 0)
+            & (block_of(old) == block)
+            & ~other
+            & same_time
+            & ((old ^ stamps) & WARP != 0)
+        )
+        warps |= (now ^ stamps) & WARP != 0
+        flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
+        marked = flags != 0
+        if marked.any():
+            np.bitwise_or.at(self.read_stamp, vectors[marked], flags[marked])
+
+    def _unlog(self, place: int) -> None:
+        """Moves the listed reads of a buffer into the shadow, before its first write."""
+        for flat, stamps, size, pc in self.log.pop(place, []):
+            vectors, wide, _ = self._vectors(flat, stamps, flat, size)
+            self._note_reads(vectors, wide, pc)
+
+    def _origin(self, a: _Access, which: int) -> Site:
+        """The thread of one vector of an access."""
+        many, n = max(1, a.size >> self.shift), a.site.cohort.n
+        if a.lanes is None:
+            row, lane = divmod(which // many, len(a.vectors) // many // n)
+        else:
+            row, lane = (int(i) for i in np.argwhere(spread(a.lanes, n))[which // many])
+        return a.site._replace(row=row, lane=lane)
+
+    def _place(self, vector: int) -> str:
+        return self.machine.memory.describe((vector << self.shift) + self.machine.memory.base)
+
+    def _report_flying(self, a: _Access, bad: Array, verb: str) -> NoReturn:
+        """Raises for a vector of a bulk store that may not have been written yet."""
+        first = int(np.argmax(bad))
+        vector = int(a.vectors[first])
+        self.machine.fail(
+            RaceError,
+            f"race in global memory: a {verb} of bytes that a bulk copy out of shared memory may "
+            "still write",
+            self._origin(a, first),
+            f"{self._place(vector)}; the copy: "
+            + self.machine.program.describe(int(self.write_pc[vector])),
+            "execute cp.async.bulk.wait_group, without .read, in the thread of the copy, and then "
+            "a barrier with that thread",
+        )
+
+    def _report_read_only(self, a: _Access, bad: Array, others: Array) -> NoReturn:
+        """Raises for a vector that one instruction reads by .nc and another one writes."""
+        m, first = self.machine, int(np.argmax(bad))
+        vector, reads = int(a.vectors[first]), others is self.write_pc
+        other = int(others[vector]) - (not reads)
+        m.fail(
+            RaceError,
+            "a load by .nc (ld.global.nc, __ldg, const __restrict__) of memory that the kernel "
+            "writes: PTX requires that it is read-only while the kernel runs",
+            self._origin(a, first),
+            f"{self._place(vector)}; {'written' if reads else 'read'} at "
+            + m.program.describe(other),
+            "load it without .nc: no __ldg, and no __restrict__ on pointers to the same memory",
+        )
+
+    def _report(
+        self, a: _Access, bad: Array, before: Array, problem: str, together: bool = False
+    ) -> NoReturn:
+        """Raises for the first vector that ``bad`` marks; ``before`` holds the earlier stamps.
+
+        ``together``: one instruction makes both accesses.
+        """
+        m = self.machine
+        first = int(np.argmax(bad))
+        stamp, vector, site = int(before[first]), int(a.vectors[first]), self._origin(a, first)
+        block = block_of(stamp) - 1
+        if stamp & _MANY_BLOCKS:
+            who = "several blocks"
+        elif block != int(m.cluster_ids[m.row_cluster[site.cohort.rows[site.row]]]):
+            who = f"block {block}"
+        else:
+            who = f"another warp of the {'block' if m.cluster_size == 1 else 'cluster'}"
+        numbers = self._place(vector)
+        if problem != _PROBLEMS["overtake"]:
+            numbers += f"; written at {m.program.describe(int(self.write_pc[vector]))}"
+        advice = (
+            "write these bytes in one block only, use atomics, or order the accesses (a barrier "
+            "within a block; another launch, or a fence and an atomic, between blocks)"
+        )
+        if problem is LANES_OF_A_WARP:
+            advice = SYNCHRONISE_LANES
+        elif problem == _PROBLEMS["write"]:
+            advice += m.forgives_store(site, together)
+        if a.racing:
+            numbers += VOLATILE
+        m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, advice)
+
+
+def _flying(stamps: Array) -> Array:
+    """Which writes are those of bulk copies that have not been waited for."""
+    return (stamps & LOW) >> CLOCK_SHIFT == _FLYING  # type: ignore[no-any-return]

@@ -1,0 +1,147 @@
+"""Waits for a phase of an mbarrier that may come two phases late.
+
+A wait by parity distinguishes a phase from the next one, but not from the one after that: a warp
+that comes after the next phase has completed as well finds the parity that it started with, and
+waits for a phase that may never complete. So something must order every wait before the end of the
+next phase, and this checker requires it in whatever order the warps of this launch came: when a
+phase completes, the vector clocks (`clocks`) that its arrivals published must cover the waits for
+the phase before; and when a warp waits, for the first time too, no phase may have completed but
+those that it is ordered after, the one that it waits for, and none after that.
+
+The four warps of a warpgroup execute wgmma together, so the arrival of one of them after a wgmma
+shows that the others have waited, too.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from ptx_emulator.errors import RaceError
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Wave
+
+_NEVER = -9  # of a phase: the warp has not waited for this mbarrier
+_UNSEEN = np.int64(1) << 60
+
+
+class LateWaits:
+    """The latest wait of each warp of a wave for each mbarrier; tables are (barriers, warps)."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        rows = len(machine.row_block)
+        self.phase = np.zeros((0, rows), np.int64)
+        self.clock, self.pc = self.phase.copy(), self.phase.copy()
+        # Whether the warp has arrived at the mbarrier itself.
+        self.arrives = np.zeros((0, rows), bool)
+        # Clocks of the four warps of the warpgroup at its first wgmma after the wait.
+        self.group_clock = np.zeros((0, rows, 4), np.int64)
+        # Clocks of the threads that started copies, when they did: (barriers, blocks, warps).
+        self.issuers = np.zeros((0, len(machine.blocks), machine.cluster_warps), np.int64)
+        self._open = np.zeros(rows, bool)  # warps that have waited since their last wgmma
+
+    def add(self) -> None:
+        """Adds a row for one more mbarrier."""
+        rows = len(self._open)
+        self.phase = np.concatenate([self.phase, np.full((1, rows), _NEVER)])
+        none = np.zeros((1, rows), np.int64)
+        self.clock, self.pc = (np.concatenate([t, none]) for t in (self.clock, self.pc))
+        self.arrives = np.concatenate([self.arrives, none.astype(bool)])
+        more = np.zeros((1, *self.issuers.shape[1:]), np.int64)
+        self.issuers = np.concatenate([self.issuers, more])
+        unseen = np.full((1, rows, 4), _UNSEEN)
+        self.group_clock = np.concatenate([self.group_clock, unseen])
+
+    def forget(self, k: Array, b: Array) -> None:
+        """These mbarriers are initialised again."""
+        rows = b[:, None] * self.machine.warps + np.arange(self.machine.warps)
+        self.phase[k[:, None], rows] = _NEVER
+
+    def note(self, k: Array, rows: Array, pc: int) -> None:
+        """Records that warps ``rows`` have seen the latest phases of mbarriers ``k`` complete."""
+        m = self.machine
+        assert m.shared_races is not None
+        phase = m.mbarriers.phase[k, m.row_block[rows]] - 1
+        self.phase[k, rows], self.pc[k, rows] = phase, pc
+        self.clock[k, rows] = m.shared_races.clocks.clock[rows]
+        self.group_clock[k, rows] = _UNSEEN
+        self._open[rows] = True
+
+    def wgmma(self, rows: Array) -> None:
+        """Whole warpgroups execute a wgmma."""
+        if not self._open[rows].any():
+            return
+        self._open[rows] = False
+        races = self.machine.shared_races
+        assert races is not None
+        clocks = np.repeat(races.clocks.clock[rows].reshape(-1, 4), 4, axis=0)
+        table = self.group_clock[:, rows]
+        self.group_clock[:, rows] = np.where(table == _UNSEEN, clocks, table)
+
+    def delivered(self, k: Array, b: Array, known: Array) -> None:
+        """Copies for these mbarriers are complete; their threads had the clocks ``known``."""
+        np.maximum.at(self.issuers, (k, b), known[:, : self.machine.cluster_warps])
+
+    def check(self, k: Array, b: Array, published: Array) -> None:
+        """Checks the waits for the phases before those that have just completed.
+
+        Args:
+            k, b: mbarriers and blocks.
+            published: clocks of the warps that arrived in them (n, columns).
+
+        Raises:
+            RaceError: nothing orders a wait before the end of the next phase.
+        """
+        m = self.machine
+        warps = np.arange(m.warps)
+        at = (k[:, None], b[:, None] * m.warps + warps)
+        before = self.phase[at] == m.mbarriers.phase[k, b][:, None] - 2
+        published = np.maximum(published[:, : m.cluster_warps], self.issuers[k, b])
+        each = np.arange(len(k))[:, None]
+        first = (b % m.cluster_size * m.warps)[:, None]
+        late = before & (published[each, first + warps] < self.clock[at])
+        if not late.any():
+            return
+        members = np.minimum(warps[:, None] // 4 * 4 + np.arange(4), m.warps - 1)
+        known = published[each[:, :, None], first[:, :, None] + members]
+        late &= ~(known >= self.group_clock[at]).any(axis=2)
+        if not late.any():
+            return
+        place, warp = (int(i) for i in np.argwhere(late)[0])
+        number, row = int(k[place]), int(b[place]) * m.warps + warp
+        self._report(row, number, int(self.phase[number, row]), int(self.pc[number, row]))
+
+    def require_in_time(self, rows: Array, k: Array, parity: Array, pc: int) -> None:
+        """Checks waits (n,) of warps for mbarriers by parity, whether they succeed or not.
+
+        A warp that is ordered after the first ``known`` phases waits for the next one, or for the
+        one before that: the parity says for which. Warps that arrive at an mbarrier themselves may
+        know more than that, and are not checked here.
+
+        Raises:
+            RaceError: a later phase has completed, which this warp need not have seen.
+        """
+        m = self.machine
+        assert m.shared_races is not None
+        b = m.row_block[rows]
+        columns = m.mbarriers.columns[k, b % m.cluster_size]
+        known = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
+        phase = known - ((known ^ parity) & 1)
+        late = (m.mbarriers.phase[k, b] > phase + 1) & ~self.arrives[k, rows]
+        if late.any():
+            first = int(np.argmax(late))
+            self._report(int(rows[first]), int(k[first]), int(phase[first]), pc)
+
+    def _report(self, row: int, number: int, phase: int, pc: int) -> NoReturn:
+        m = self.machine
+        raise RaceError(
+            "an mbarrier may be two phases ahead of a warp that waits for it: the warp finds the "
+            "same parity again",
+            where=m.place(row, None, pc),
+            numbers=f"mbarrier at shared offset {m.mbarriers.addresses[number]}: this warp waits "
+            f"for phase {phase}, and nothing orders its wait before the end of phase {phase + 1}",
+            way_out="let the warp that waits arrive, at this or another barrier, before the next "
+            "phase can complete: one warp's arrival does not show that others have waited",
+        )

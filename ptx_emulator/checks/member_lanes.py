@@ -1,0 +1,141 @@
+"""The lanes that take part in warp-wide instructions: member masks, shuffles, whole warps.
+
+PTX leaves undefined what a lane outside its own member mask does, what lanes of one mask do that
+give different masks, what a shuffle reads from a lane that does not execute it with the same mask,
+and what .aligned instructions do in a part of a warp.
+
+The value that a shuffle takes from such a lane may be computed with as long as it is not used: in
+sums by shfl.down over a part of a warp the upper lanes hold such values. So it counts as undefined
+(`PtxProgram.strays`), as a register does that was never written. Where the mask is constant and
+names all lanes of whole warps, and some have exited, the shuffle itself is the error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ptx_emulator.errors import BarrierDivergence, UninitialisedRead
+from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Site, Wave, ranges_text
+
+LANES = np.arange(32, dtype=np.uint32)
+
+
+class _Stray(NamedTuple):
+    """The lanes ``bad`` (n, 32) of a cohort that a shuffle filled from lanes that take no part."""
+
+    cohort: Cohort
+    bad: Array
+    source: Array
+    members: Array
+
+
+class MemberLanes:
+    """Checks of one wave; keeps of each shuffle the last values that are undefined."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self._strays: dict[int, _Stray] = {}
+
+    def require(self, cohort: Cohort, mask: Any, lanes: Any, pc: int) -> None:
+        """Checks that the lanes that execute a .sync instruction are in their member masks, and
+        that the lanes of a mask have the same mask.
+
+        Raises:
+            BarrierDivergence: not so.
+        """
+        here, given = active(cohort, lanes), np.asarray(mask)
+        outside = (given >> LANES) & np.uint32(1) == 0
+        if (outside & here).any():
+            row, lane = first_bad(cohort, lanes, outside)
+            self.machine.fail(
+                BarrierDivergence,
+                "a lane executes an instruction whose member mask does not contain it",
+                Site(cohort, pc, row, lane),
+                f"member mask {int(spread(mask, cohort.n)[row, lane]):#010x}",
+                "name every lane that executes it, or branch around it in the other lanes",
+            )
+        if given.ndim < 2 or given.shape[1] == 1:
+            return
+        masks = spread(given, cohort.n)
+        differ = masks[:, :, None] != masks[:, None, :]
+        differ &= (masks[:, :, None] >> LANES) & np.uint32(1) != 0
+        differ &= here[:, :, None] & here[:, None, :]
+        if differ.any():
+            row, lane, other = (int(i) for i in np.argwhere(differ)[0])
+            self.machine.fail(
+                BarrierDivergence,
+                "lanes of one member mask execute an instruction with different member masks",
+                Site(cohort, pc, row, lane),
+                f"member mask {int(masks[row, lane]):#010x}; lane {other}, which it contains, has "
+                f"{int(masks[row, other]):#010x}",
+                "give all lanes that exchange with each other the same mask",
+            )
+
+    def taking_part(
+        self, cohort: Cohort, source: Array, mask: Any, lanes: Any, pc: int, used: bool
+    ) -> Any:
+        """Whether the lane that each lane reads, ``source``, is in its mask and executes a shuffle.
+
+        Otherwise the result is undefined, which is an error if it is ``used``.
+        """
+        source = np.broadcast_to(source, (cohort.n, 32))
+        members = spread(mask, cohort.n)
+        good = (members >> source.astype(np.uint32)) & np.uint32(1) != 0
+        executing = active(cohort, lanes)
+        good &= np.take_along_axis(executing, source, axis=1)
+        bad = ~good & executing
+        if not bad.any():
+            return np.True_
+        self._strays[pc] = stray = _Stray(cohort, bad, source, members)
+        if used:
+            row, lane = (int(i) for i in np.argwhere(bad)[0])
+            self._report(pc, stray, row, lane, "")
+        return good
+
+    def blame_shuffle(self, site: Site) -> None:
+        """Raises if the undefined value that a lane uses may come from a shuffle."""
+        warp = site.cohort.rows[site.row]
+        used = f"; the result is used by {self.machine.program.describe(site.pc)}"
+        for pc, stray in reversed(self._strays.items()):
+            for row in np.flatnonzero(stray.cohort.rows == warp).tolist():
+                lanes = np.flatnonzero(stray.bad[row]).tolist()
+                if lanes:
+                    self._report(
+                        pc, stray, row, site.lane if site.lane in lanes else lanes[0], used
+                    )
+
+    def _report(self, pc: int, stray: _Stray, row: int, lane: int, used: str) -> NoReturn:
+        source, members = int(stray.source[row, lane]), int(stray.members[row, lane])
+        why = "does not execute it" if members >> source & 1 else "is outside"
+        self.machine.fail(
+            UninitialisedRead,
+            "a shuffle reads a lane that is outside its member mask or does not execute it: its "
+            "result is undefined",
+            Site(stray.cohort, pc, row, lane),
+            f"lane {source} {why}, member mask {members:#010x}{used}",
+            "let every lane that others read execute the shuffle, and name it in the mask",
+        )
+
+    def require_whole_warp(self, cohort: Cohort, pc: int) -> None:
+        """Checks that no lane of a warp is missing at an instruction with .aligned.
+
+        Raises:
+            BarrierDivergence: lanes have exited, or the block ends within the warp.
+        """
+        m, there = self.machine, cohort.full_mask()
+        row = int(np.argmin(there.all(axis=1)))
+        if there[row].all():
+            return
+        m.fail(
+            BarrierDivergence,
+            f"a part of a warp executes {m.program.code[pc].op}, which all 32 threads of a warp "
+            "must execute (.aligned)",
+            Site(cohort, pc, row),
+            f"lanes {ranges_text(there[row])} execute it; the others have exited, or the block of "
+            f"{m.threads} threads does not have them",
+            "branch around it in whole warps only, and let no lane exit before it",
+        )

@@ -1,0 +1,80 @@
+"""The instructions of a kernel by the lines of its PTX, with the lines of the source of each."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from ptx_emulator.counters.totals import Counters, Place
+from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.ptx.program import PtxProgram
+
+
+@dataclass(frozen=True)
+class PtxLine:
+    """A line of PTX with instructions, and the work that a launch counted for it.
+
+    Attributes:
+        line: the number of the line in the PTX text, from 1.
+        last: the last line of the instruction, which is ``line`` for most.
+        place: the file and line that ``.loc`` names; line 0 without a ``.loc``.
+        outer: the file and line of the kernel at which the code of ``place`` is inlined.
+        warps: warp instructions.
+        sectors: 32-byte sectors of global memory.
+        conflicts: wavefronts of shared memory in excess of the minimum.
+        global_bytes, shared_bytes: bytes that lanes moved.
+    """
+
+    line: int
+    last: int
+    place: Place
+    outer: Place
+    warps: int = 0
+    sectors: int = 0
+    conflicts: int = 0
+    global_bytes: int = 0
+    shared_bytes: int = 0
+
+
+def ptx_lines(program: PtxProgram, counters: Counters | None = None) -> tuple[PtxLine, ...]:
+    """The lines of a kernel's PTX that have instructions, sorted.
+
+    Several instructions of a line, and the copies of a device function that is inlined at several
+    calls, are one entry.
+
+    Args:
+        program: the decoded kernel.
+        counters: the counters of a launch of it; None for counts of 0. Those of a launch that was
+            not profiled have warp instructions alone.
+
+    Raises:
+        LaunchArguments: the counters are those of another kernel.
+    """
+    if counters is not None and counters.kernel != program.name:
+        raise LaunchArguments(
+            "the counters are those of another kernel",
+            where="ptx_emulator.counters.ptx_lines",
+            numbers=f"counters of {counters.kernel}; PTX of {program.name}",
+            way_out="the counters of a launch of this kernel",
+        )
+    text, files = program.module.text, program.module.files
+    starts = [0]
+    starts += [place + 1 for place, letter in enumerate(text) if letter == "\n"]
+    counts = [0] * len(program.code) if counters is None else counters.instruction_counts()
+    recorded = None if counters is None else counters.recorded
+    found: dict[int, PtxLine] = {}
+    for pc, ins in enumerate(program.code):
+        line, last = (bisect_right(starts, place) for place in (ins.position, ins.end))
+        file, outer_file = (files.get(number, "?") for number in (ins.line[0], ins.outer[0]))
+        places = (file, ins.line[1]), (outer_file, ins.outer[1])
+        known = found.get(line, PtxLine(line, last, *places))
+        work = [known.warps + counts[pc], *(0, 0, 0, 0)]
+        if recorded is not None:
+            work[1:] = [
+                known.sectors + int(recorded.sectors[pc]),
+                known.conflicts + int(recorded.wavefronts[pc] - recorded.wavefronts_least[pc]),
+                known.global_bytes + int(recorded.bytes[pc]),
+                known.shared_bytes + int(recorded.shared_bytes[pc]),
+            ]
+        found[line] = PtxLine(line, max(last, known.last), known.place, known.outer, *work)
+    return tuple(found[line] for line in sorted(found))

@@ -1,0 +1,259 @@
+"""The public entry points: execute a kernel on numpy arrays, which are updated in place."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.counters.totals import Counters
+from ptx_emulator.errors import FORGIVEN, LaunchArguments
+from ptx_emulator.isa.segments import Segments
+from ptx_emulator.machine.arguments import DeviceArguments
+from ptx_emulator.machine.machine import LaunchConfig, Machine
+from ptx_emulator.ptx.parser import parse
+from ptx_emulator.ptx.program import PtxProgram
+from ptx_emulator.ptx.syntax import Module
+
+STEP_LIMIT = 5_000_000
+SUMS = ("hardware", "rounded")
+MOST_BLOCKS_PER_CLUSTER = 16
+_KEPT_MODULES = 32
+_MODULES: OrderedDict[str, tuple[Module, dict[tuple[str, bool], Segments]]] = OrderedDict()
+_LOCK = threading.RLock()
+_LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
+_WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
+
+
+def launch(
+    ptx: str,
+    name: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any],
+    shared_bytes: int = 0,
+    check: bool = True,
+    order_seed: int | None = None,
+    *,
+    step_limit: int = STEP_LIMIT,
+    profile: bool = False,
+    sums: str = "hardware",
+    strict: bool = True,
+    allow: Sequence[str] = (),
+    cluster: int | Sequence[int] | None = None,
+) -> Counters:
+    """Executes a kernel of a PTX text.
+
+    Args:
+        ptx: text of one module, from NVRTC or another compiler.
+        name: the kernel, as it is spelled in the PTX.
+        grid: blocks in x, y, z (trailing ones may be left out).
+        block: threads in x, y, z.
+        args: in the order of the kernel's parameters: a numpy array (a device buffer, updated in
+            place; any dtype and strides, bfloat16 as uint16 or ml_dtypes.bfloat16), a number, None
+            (a null pointer), a TensorMap (a CUtensorMap by value), or a tuple or list for one
+            struct passed by value with the alignment of C, whose items are arrays, None, numpy
+            scalars or TensorMaps. A pointer to a struct in global memory, or to tensor maps there,
+            is a numpy array of dtype object with such items, or one TensorMap. The address of a
+            buffer mod 16 is that of the array.
+        shared_bytes: dynamic shared memory per block.
+        check: also check for races and for reads of memory or registers that were never written.
+            Bounds, alignment, deadlocks and barriers are always checked.
+        order_seed: if given, blocks and warps run in a random order drawn from this seed.
+        step_limit: number of compiled segments after which the launch is considered endless.
+        profile: also fill in `Counters.recorded`, which is slower. Launches inside `profiling` do
+            so too.
+        sums: how mma.sync and wgmma add floats. "hardware": as the tensor cores of the module's
+            ``.target``, bit for bit (`isa.tensor_core_sums`). "rounded": in float64,
+            rounded to float32 once for a chain of instructions, which is faster.
+        strict: also report findings by the letter: what PTX forbids and hardware forgives, the keys
+            of `ptx_emulator.FORGIVEN`. Other findings are errors and are always reported.
+        allow: names of findings by the letter that are not reported, such as "cp_async_proxy".
+        cluster: blocks per cluster in x, y, z, as the launch attribute; what the kernel requires
+            (.reqnctapercluster), or 1, by default.
+
+    Returns:
+        Counters of instructions and memory traffic.
+
+    Raises:
+        LaunchArguments: the arguments do not fit the kernel.
+        EmulatorError: the kernel did something that PTX forbids or that is not supported.
+    """
+    threads = _three_sizes(block, "block")
+    segments = _loaded(ptx, name, math.prod(threads) % 32 > 0)
+    program = segments.program
+    config = LaunchConfig(
+        _three_sizes(grid, "grid"),
+        threads,
+        shared_bytes,
+        check,
+        order_seed,
+        step_limit,
+        profile or _LAUNCHES.get() is not None,
+        sums,
+        _allowed(allow) if strict else frozenset(FORGIVEN),
+        _cluster_of(program, cluster),
+        _WATCHER.get(),
+    )
+    _check_shape(program, config)
+    machine = Machine(segments, config, DeviceArguments(program, args))
+    begin = time.perf_counter()
+    try:
+        counters = machine.run()
+    finally:
+        machine.memory.copy_back()
+        # The machine and its parts refer to each other: without this, their memory would stay
+        # until the garbage collector runs.
+        vars(machine).clear()
+    counters.seconds = time.perf_counter() - begin
+    launches = _LAUNCHES.get()
+    if launches is not None:
+        launches.append(counters)
+    return counters
+
+
+@contextmanager
+def profiling() -> Iterator[list[Counters]]:
+    """Profiles every launch inside the context, as with profile=True.
+
+    Yields:
+        A list to which the counters of each launch are appended.
+    """
+    launches: list[Counters] = []
+    token = _LAUNCHES.set(launches)
+    try:
+        yield launches
+    finally:
+        _LAUNCHES.reset(token)
+
+
+@contextmanager
+def watching(tell: Callable[[Counters], None]) -> Iterator[None]:
+    """Calls ``tell`` with the counters of the running launch, many times per second.
+
+    The counters of a launch are one object, whose numbers grow.
+    """
+    token = _WATCHER.set(tell)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def load(ptx: str, name: str) -> PtxProgram:
+    """The decoded kernel; each PTX text is decoded once.
+
+    Raises:
+        PtxSyntaxError: the text cannot be parsed.
+        LaunchArguments: it has no kernel of this name.
+    """
+    return _loaded(ptx, name).program
+
+
+def _loaded(ptx: str, name: str, ragged: bool = False) -> Segments:
+    with _LOCK:
+        if ptx not in _MODULES:
+            _MODULES[ptx] = (parse(ptx), {})
+            if len(_MODULES) > _KEPT_MODULES:
+                _MODULES.popitem(last=False)
+        _MODULES.move_to_end(ptx)
+        module, kernels = _MODULES[ptx]
+        if (name, ragged) not in kernels:
+            kernels[name, ragged] = Segments(PtxProgram(module, name, ragged))
+        return kernels[name, ragged]
+
+
+def _allowed(names: Sequence[str]) -> frozenset[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in FORGIVEN]
+    if unknown:
+        raise LaunchArguments(
+            "allow names a finding that cannot be allowed",
+            where="ptx_emulator.launch",
+            numbers=f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}",
+            way_out="the error message of a finding contains its name, if it can be allowed",
+        )
+    return frozenset(names)
+
+
+def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple[int, int, int]:
+    """The sizes of a cluster: those of the launch, which must be those of the kernel if it has."""
+    fixed = program.directives.get(".reqnctapercluster")
+    required = _three_sizes(fixed, "cluster") if fixed else None
+    sizes = required or (1, 1, 1) if given is None else _three_sizes(given, "cluster")
+    if required and sizes != required:
+        what = "the cluster differs from the one that the kernel requires"
+        where = f"kernel {program.name}"
+        numbers = f"cluster {sizes}; .reqnctapercluster {required}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out="leave cluster out")
+    return sizes
+
+
+def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
+    sizes = [size] if isinstance(size, (int, np.integer)) else list(size)
+    sizes = [int(s) for s in sizes] + [1] * (3 - len(sizes))
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise LaunchArguments(
+            f"the {what} needs one to three positive sizes",
+            where="ptx_emulator.launch",
+            numbers=f"{what} = {size!r}",
+            way_out="pass for example (blocks, heads, batch)",
+        )
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
+    grid, block, shared_bytes = config.grid, config.block, config.shared_bytes
+    threads = math.prod(block)
+    limit = min(math.prod(program.max_threads) if program.max_threads else 1024, 1024)
+    required = tuple((*program.required_threads, 1, 1)[:3])
+    cluster = config.cluster
+    uneven = any(size % part for size, part in zip(grid, cluster, strict=True))
+    for bad, what, numbers, way_out in (
+        (
+            config.sums not in SUMS,
+            "tensor cores have no such sums",
+            f"sums = {config.sums!r}",
+            f"pass one of {', '.join(map(repr, SUMS))}",
+        ),
+        (
+            threads > limit,
+            "too many threads per block",
+            f"{threads} threads; the kernel allows {limit}",
+            "launch with the block size that the kernel was compiled for",
+        ),
+        (
+            program.required_threads and required != block,
+            "the block size differs from the one that the kernel requires",
+            f"block {block}; .reqntid {required}",
+            "launch with the block size that the kernel was compiled for",
+        ),
+        (
+            uneven or math.prod(cluster) > MOST_BLOCKS_PER_CLUSTER,
+            "a grid that does not consist of whole clusters, or a cluster that is too large",
+            f"grid {grid}, cluster {cluster}; at most {MOST_BLOCKS_PER_CLUSTER} blocks per cluster",
+            "make each size of the grid a multiple of that of the cluster",
+        ),
+        (
+            max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64,
+            "a grid or block beyond the limits of CUDA",
+            f"grid {grid}, block {block}",
+            "a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z",
+        ),
+        (
+            shared_bytes < 0,
+            "a negative amount of shared memory",
+            f"shared_bytes = {shared_bytes}",
+            "pass the number of bytes that the kernel was compiled for",
+        ),
+    ):
+        if bad:
+            where = f"kernel {program.name}"
+            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)

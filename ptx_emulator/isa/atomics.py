@@ -1,0 +1,199 @@
+"""Atomic read-modify-write on global and shared memory.
+
+Lanes that access the same address are served one after the other, by warp and lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.checks.bounds import check_aligned, locate
+from ptx_emulator.counters.recorder import ATOMIC
+from ptx_emulator.errors import UnknownInstruction
+from ptx_emulator.isa.cluster import resolved
+from ptx_emulator.isa.convert import half_op, half_op2
+from ptx_emulator.isa.floats import maximum, minimum
+from ptx_emulator.isa.generator import Generator, instruction, items_of
+from ptx_emulator.isa.memory import (
+    FUNCTION,
+    accessed_bytes,
+    address,
+    by_space,
+    take_access,
+    unpack,
+)
+from ptx_emulator.ptx.register_types import DTYPE
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
+from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
+from ptx_emulator.state.memory import SHIFT, Array
+from ptx_emulator.state.wave import Site, Wave
+
+
+def atomic(
+    machine: Wave,
+    cohort: Cohort,
+    space: str,
+    operation: tuple[str, str],
+    address: Any,
+    values: Any,
+    lanes: Any,
+    pc: int,
+) -> Any:
+    """Applies an atomic to each active lane.
+
+    Args:
+        space: "global", "shared", "cluster" or "generic".
+        operation: the operation and the PTX type of the elements, such as ("add", "f32").
+        values: one operand; two for "cas".
+
+    Returns:
+        The old values (n, 32), with the dtype of the elements.
+    """
+    name, kind = operation
+    size = TYPE_BYTES[kind]
+    chosen = active(cohort, lanes)
+    dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
+    out = np.zeros((cohort.n, 32), dtype)
+    if not chosen.any():
+        return out
+    if space == "generic":
+        for number, at, part in by_space(cohort, address, chosen):
+            own = ("global", "cluster", "local", "param")[number]
+            got = atomic(machine, cohort, own, operation, at, values, part, pc)
+            out[part] = got[part]
+        return out
+    where = spread(address, cohort.n)
+    if space == "global":
+        offset = locate(machine, cohort, where, chosen, size, pc, True)
+        machine.counters.global_read_bytes += offset.size * size
+        machine.counters.global_write_bytes += offset.size * size
+        if machine.recorder is not None:
+            machine.recorder.global_access(cohort, offset, chosen, size, pc, ATOMIC)
+        if machine.global_races:
+            machine.global_races.atomic(cohort, offset, size, pc, chosen)
+        view = machine.memory.flat.view[size]
+    elif space in ("shared", "cluster"):
+        blocks, where = resolved(machine, cohort, where, chosen, size, pc)
+        full = where + blocks * machine.shared_pitch
+        if machine.recorder is not None:
+            machine.recorder.shared_access(cohort, where, chosen, size, pc, in_turn=True)
+        if machine.shared_races:
+            machine.shared_races.atomic(cohort, full, size, pc, chosen)
+        offset = full[chosen]
+        view = machine.shared.view[size]
+    else:
+        name = "local memory" if space == "local" else "parameters"
+        machine.fail(
+            UnknownInstruction,
+            f"the emulator does not support atomics on {name}",
+            Site(cohort, pc, *first_bad(cohort, lanes, True)),
+            "no other thread can access local memory, and none may write parameters",
+            "use an ordinary operation, or an address in shared or global memory",
+        )
+    given = [spread(v, cohort.n)[chosen] for v in values]
+    old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
+    out[chosen] = old
+    return out
+
+
+def require_alignment(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
+) -> None:
+    """Checks that vectors of atomics are aligned to their size."""
+    check_aligned(machine, cohort, address, lanes, size, pc, "global")
+
+
+def apply(memory: Array, index: Array, operation: str, kind: str, values: list[Array]) -> Array:
+    """Read-modify-write at ``index``, in order for equal indices; returns the old values."""
+    old = np.empty(len(index), memory.dtype)
+    turn = _turns(index)
+    for number in range(int(turn.max()) + 1 if len(turn) else 0):
+        now = turn == number if turn.any() else slice(None)
+        at = index[now]
+        before = memory[at]
+        memory[at] = combine(operation, kind, before, [v[now] for v in values])
+        old[now] = before
+    return old
+
+
+def _turns(index: Array) -> Array:
+    """For each entry, the number of earlier entries with the same index."""
+    order = np.argsort(index, kind="stable")
+    ordered = index[order]
+    starts = np.ones(len(ordered), bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    first = np.maximum.accumulate(np.where(starts, np.arange(len(ordered)), 0))
+    turn = np.empty(len(index), np.int64)
+    turn[order] = np.arange(len(index)) - first
+    return turn
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+    "exch": lambda old, new: new,
+    "cas": lambda old, expected, new: np.where(old == expected, new, old),
+    "inc": lambda old, last: np.where(old >= last, 0, old + 1),
+    "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - 1),
+}
+
+
+def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
+    """The new values of a read-modify-write."""
+    if kind in ("f16", "bf16"):
+        return half_op(operation, kind, "", old, *values)
+    if kind in ("f16x2", "bf16x2"):
+        return half_op2(operation, kind[:-2], "", old, *values)
+    if kind[0] == "f" and operation in ("min", "max"):
+        return (minimum if operation == "min" else maximum)(old, *values)
+    return _OPERATIONS[operation](old, *values)
+
+
+_VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
+_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+@instruction("atom", unit="memory", accesses=accessed_bytes, strong=True)
+@instruction("red", unit="memory", result=False, accesses=accessed_bytes, strong=True)
+def emit_atomic(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    operation = mods.take(*_ATOMIC)
+    kind = mods.take("f16x2", "bf16x2") or mods.type()
+    vector = mods.take("v2", "v4", "v8")
+    returns = ins.op == "atom"
+    memory, *values = ins.operands[1:] if returns else ins.operands
+    space, policy = take_access(g, memory)
+    mods.take("noftz")
+    if policy:
+        values.pop()
+    if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
+        raise g.unknown("this operation")
+    if space == "local":
+        raise g.unknown("atomics on local memory")
+    where = address(g, memory, space)
+    if vector:
+        # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
+        size = TYPE_BYTES[kind] * int(vector[1])
+        g.emit(f"require_alignment(E, C, {where}, {g.lanes()}, {size}, {g.pc})")
+    results = items_of(ins.operands[0])
+    # One atomic per element of a vector.
+    for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
+        dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
+        given = "".join(g.read(operand, dtype) + ", " for operand in operands)
+        g.require_defined()
+        at = f"({where} + {place * TYPE_BYTES[kind]})" if place else where
+        text = (
+            f"atomic(E, C, {FUNCTION[space]!r}, {(operation, kind)!r}, {at}, ({given}), "
+            f"{g.lanes()}, {g.pc})"
+        )
+        if returns:
+            unpack(g, g.let(text), (results[place],), kind)
+        else:
+            g.emit(text)

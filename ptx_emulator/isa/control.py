@@ -1,0 +1,98 @@
+"""Branches, exits, traps and calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptx_emulator.errors import Trapped
+from ptx_emulator.isa.generator import Generator, instruction
+from ptx_emulator.ptx.syntax import Instruction, LabelRef, Sym
+from ptx_emulator.state.cohort import Cohort, active, first_bad
+from ptx_emulator.state.wave import Site, Wave
+
+
+def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) -> None:
+    if not active(cohort, lanes).any():
+        return
+    row, lane = first_bad(cohort, lanes, True)
+    numbers = "a GPU stops the program here as well"
+    way_out = "find out why the kernel takes this branch"
+    machine.fail(Trapped, what, Site(cohort, pc, row, lane), numbers, way_out)
+
+
+def guard_of(g: Generator, ins: Instruction) -> str:
+    """The guard as an expression, '' when there is none."""
+    if ins.guard is None:
+        return ""
+    value = g.read(ins.guard, "b1")
+    g.require_defined()
+    # Read before the registers are stored back: the guard may not be live afterwards.
+    return g.let(f"~{value}" if ins.guard_negated else value)
+
+
+@instruction("bra", unit="control", result=False, branches=True)
+def emit_branch(g: Generator, ins: Instruction) -> None:
+    g.mods.take("uni")
+    target = ins.operands[0]
+    assert isinstance(target, LabelRef)
+    guard = guard_of(g, ins)
+    if guard:
+        g.finish(target.target, g.pc + 1)
+        g.emit(f"E.branch(C, {guard}, {target.target}, {g.pc + 1})")
+    else:
+        g.finish(target.target)
+        g.emit(f"C.pc = {target.target}")
+    g.ended = True
+
+
+@instruction("brx", unit="control", result=False, branches=True)
+def emit_branch_indexed(g: Generator, ins: Instruction) -> None:
+    g.mods.take("idx")
+    g.mods.take("uni")
+    table = ins.operands[1]
+    if ins.guard is not None or not isinstance(table, Sym):
+        raise g.unknown("a guarded or computed table")
+    targets = g.program.branch_targets[table.name]
+    index = g.let(f"{g.read(ins.operands[0], 'u4')}.astype(i8)")
+    g.require_defined()
+    g.finish(*targets)
+    g.emit(f"E.branch_table(C, {index}, {targets!r}, {g.pc})")
+    g.ended = True
+
+
+@instruction("exit", "ret", unit="control", result=False, branches=True)
+def emit_leave(g: Generator, ins: Instruction) -> None:
+    g.mods.take("uni")
+    guard = guard_of(g, ins)
+    g.finish(g.pc + 1)
+    g.emit(f"E.exit(C, {guard or None}, {g.pc + 1})")
+    g.ended = True
+
+
+@instruction("trap", "brkpt", unit="control", result=False, branches=True)
+def emit_trap(g: Generator, ins: Instruction) -> None:
+    g.emit(f"raise_trap(E, C, {g.lanes()}, {g.pc}, 'the kernel executed {ins.op}')")
+
+
+@instruction("call", unit="control", result=False)
+def emit_call(g: Generator, ins: Instruction) -> None:
+    name = next((o.name for o in ins.operands if isinstance(o, Sym)), "through a pointer")
+    if name == "__assertfail":
+        g.mods.left.clear()
+        g.emit(f"raise_trap(E, C, {g.lanes()}, {g.pc}, 'a device-side assert failed')")
+        return
+    if name == "vprintf":
+        raise g.unknown("printf")
+    raise g.unknown(f"a call of the external function {name}")
+
+
+@instruction("nanosleep", unit="control", result=False, ends_segment=True)
+def emit_sleep(g: Generator, ins: Instruction) -> None:
+    g.mods.type()
+
+
+@instruction("griddepcontrol", unit="control", result=False)
+def emit_dependent_launch(g: Generator, ins: Instruction) -> None:
+    """griddepcontrol has no effect: each launch runs alone and to its end."""
+    if not g.mods.take("wait", "launch_dependents"):
+        raise g.unknown()

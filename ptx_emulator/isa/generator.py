@@ -1,0 +1,545 @@
+"""Compiles a segment of PTX to one Python function over numpy arrays.
+
+A segment extends from an instruction to the next branch, barrier or branch target. Its function is
+``segment(E, C)``, where ``E`` is the machine and ``C`` the cohort of warps that executes it. In the
+generated code ``R`` holds the cohort's registers and ``M`` its mask. Every register is a numpy
+value of shape (), (n, 1) or (n, 32) for the n warps of the cohort and is never modified in place.
+Within a segment, registers are Python locals in single-assignment form, which are deleted after
+their last use so that numpy reuses memory that is still in the cache. The emitter of an opcode,
+which `instruction` or `formula` registers, writes the code of an instruction.
+
+A segment has two variants: one for cohorts in which all lanes are active, without masks; and one
+for cohorts with inactive lanes, which ends before every warp-wide instruction because this may have
+to wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.checks.wgmma_registers import WgmmaHazards
+from ptx_emulator.errors import UnknownInstruction
+from ptx_emulator.isa.pending_products import PendingProducts
+from ptx_emulator.isa.special_registers import SPECIAL
+from ptx_emulator.ptx.instructions import (
+    OPCODES,
+    Opcode,
+    Width,
+    fact,
+    has_members,
+    is_warp_wide,
+    may_access_between_threads,
+    opcode_of,
+    synchronises_lanes,
+)
+from ptx_emulator.ptx.program import ALL_LANES, PtxProgram
+from ptx_emulator.ptx.register_types import DTYPE
+from ptx_emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Imm,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sink,
+    Special,
+    Sym,
+    Vec,
+)
+
+Emitter = Callable[[Any, Instruction], None]
+"""Writes the code of an instruction: (generator, instruction)."""
+# What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
+RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
+for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
+    RUNTIME[_code] = np.dtype(_code)
+
+
+def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], Emitter]:
+    """Registers the emitter of some opcodes, and their facts: see `Opcode`."""
+
+    def register(emitter: Emitter) -> Emitter:
+        opcode = Opcode(emitter, unit, **facts)
+        OPCODES.update(dict.fromkeys(opcodes, opcode))
+        return emitter
+
+    return register
+
+
+_FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
+
+
+def formula(opcode: str, unit: str, result: str, text: str) -> None:
+    """Registers an opcode whose result is an expression.
+
+    Args:
+        result: its dtype: T is that of the type modifier, U the unsigned one of the same size, and
+            N the one for bits that do not depend on the sign.
+        text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
+            the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
+    """
+    read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
+
+    def emit(g: Generator, ins: Instruction) -> None:
+        to, *sources = ins.operands
+        kind = g.mods.type()
+        size = TYPE_BYTES.get(kind, 4)
+        neutral = "b1" if kind == "pred" else g.integer(to, size)
+        dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
+        given = zip(sorted(read), sources, strict=True)
+        values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
+
+        def filled(field: re.Match[str]) -> str:
+            words = field[2].split("/")
+            return values[field[1][0]] if field[1] else str(g.mods.take(*words) == words[0])
+
+        g.write(to, _FIELD.sub(filled, text), dtypes.get(result, result))
+
+    instruction(opcode, unit=unit)(emit)
+
+
+class Modifiers:
+    """The modifiers of an instruction that its emitter has not consumed yet.
+
+    Modifiers that are left when the emitter returns make the instruction unsupported.
+    """
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self.left = list(words)
+
+    def take(self, *words: str) -> str:
+        """Removes and returns the first of ``words`` that is present; '' if there is none."""
+        for word in words:
+            if word in self.left:
+                self.left.remove(word)
+                return word
+        return ""
+
+    def type(self) -> str:
+        """Removes and returns the last type modifier; '' if there is none."""
+        for place in reversed(range(len(self.left))):
+            if self.left[place] in TYPE_BYTES:
+                return self.left.pop(place)
+        return ""
+
+
+def items_of(operand: Operand) -> tuple[Operand, ...]:
+    """The items of a vector operand, or the operand alone."""
+    return operand.items if isinstance(operand, Vec) else (operand,)
+
+
+def split_pair(operand: Operand) -> tuple[Operand, Operand]:
+    """``d|p`` as two operands; the second is a `Sink` if there is only one."""
+    if isinstance(operand, Pair):
+        return operand.first, operand.second
+    return operand, Sink()
+
+
+def fragment_items(g: Any, operand: Operand, count: int) -> tuple[Operand, ...]:
+    """The registers of a fragment of a matrix, which has ``count`` of them."""
+    items = items_of(operand)
+    if len(items) != count:
+        raise g.unknown("a fragment of this size")
+    return items
+
+
+SegmentFunction = Callable[[Any, Any], Any]
+"""(machine, cohort) -> True if it did nothing because the cohort waits, and must run again."""
+_LOCAL = re.compile(r"\bv\d+\b")
+_UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+@functools.lru_cache(maxsize=2048)
+def _compiled(text: str) -> CodeType:
+    """The code of a function; kernels that differ in few places have most of them in common."""
+    return compile(text, "<segment>", "exec")
+
+
+class Generator:
+    """Writes the function of one segment."""
+
+    def __init__(
+        self, program: PtxProgram, hazards: WgmmaHazards, masked: bool, check: bool, profile: bool
+    ) -> None:
+        self.program = program
+        self.hazards = hazards
+        self.masked = masked
+        self.check = check
+        self.profile = profile
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}
+        self.loads: dict[int, str] = {}
+        self.constants: dict[tuple[int, str], str] = {}
+        self.namespace: dict[str, Any] = dict(RUNTIME)
+        self.counter = 0
+        self.pc = 0
+        self.ins: Instruction = program.code[0] if program.code else Instruction("exit", (), [])
+        self.mods = Modifiers(())
+        self.guard = ""
+        self.specials: dict[str, str] = {}
+        self.defined: list[str] = []  # definedness of the sources that this instruction reads
+        self.products = PendingProducts()
+        self.in_flight: set[tuple[int, ...]] = set()  # accumulators of wgmma that this segment uses
+        self.ended = False
+        # Lanes have synchronised since the last access to shared memory in this segment.
+        self.synchronised = False
+
+    # ---- text
+
+    def fresh(self) -> str:
+        self.counter += 1
+        return f"v{self.counter}"
+
+    def emit(self, text: str) -> None:
+        self.lines.append(text)
+
+    def let(self, expression: str) -> str:
+        """Assigns an expression to a new local; returns its name."""
+        name = self.fresh()
+        self.lines.append(f"{name} = {expression}")
+        return name
+
+    def unknown(self, what: str = "") -> UnknownInstruction:
+        return UnknownInstruction(
+            f"the emulator does not support {self.ins.name}" + (f": {what}" if what else ""),
+            where=f"kernel {self.program.name}, {self.program.source_line(self.pc)}",
+            numbers=self.program.text(self.pc),
+            way_out="add it to the emitter of its family in ptx_emulator/isa/",
+        )
+
+    # ---- registers
+
+    def current(self, index: int) -> str:
+        """The local that currently holds a register."""
+        name = self.names.get(index)
+        if name in self.products.names:
+            self.flush(self.program.live[self.pc])
+        if name is None:
+            name = self.names[index] = self.fresh()
+            self.loads[index] = name
+        return name
+
+    def read(self, operand: Operand, dtype: str) -> str:
+        """An expression for an operand as ``dtype``; wider registers are truncated."""
+        if isinstance(operand, Reg):
+            name = self.current(operand.index)
+            self.note_definedness(operand.index)
+            held = self.program.dtype[operand.index]
+            if held == dtype:
+                return name
+            if held[1:] == dtype[1:] or (held == "c16" and dtype == "c16"):
+                if held == "b1" or dtype == "b1":
+                    raise self.unknown("a predicate used as a number")
+                return f"{name}.view({dtype})"
+            size = int(held[1:])
+            if size > int(dtype[1:]) and held != "b1":
+                low = _UNSIGNED[int(dtype[1:])]
+                return f"{name}.view({_UNSIGNED[size]}).astype({low}).view({dtype})"
+            raise self.unknown(f"a {held} register read as {dtype}")
+        if isinstance(operand, Imm):
+            return self.constant(operand, dtype)
+        if isinstance(operand, Special):
+            value, held = self.special(operand.name)
+            if held[1:] == dtype[1:]:
+                return value if held == dtype else f"{value}.view({dtype})"
+            if int(held[1:]) > int(dtype[1:]):
+                return f"{value}.astype({dtype})"
+            return f"{value}.astype({_UNSIGNED[int(dtype[1:])]}).view({dtype})"
+        if isinstance(operand, Sym):
+            return self.literal(self.address_of(operand), dtype)
+        if isinstance(operand, Not) and dtype == "b1":
+            return f"~{self.read(operand.reg, 'b1')}"
+        raise self.unknown("an operand of this kind")
+
+    def address_of(self, symbol: Sym) -> int:
+        program = self.program
+        for table in (program.shared, program.constants, program.local):
+            if symbol.name in table:
+                return table[symbol.name] + symbol.offset
+        if symbol.name in program.params_at:
+            return program.params_at[symbol.name] + symbol.offset
+        raise self.unknown(f"the address of {symbol.name}")
+
+    def literal(self, value: int, dtype: str) -> str:
+        """A typed constant with the given bits (of a number as wide as ``dtype``)."""
+        size = 1 if dtype == "b1" else int(dtype[1:])
+        bits = value & ((1 << 8 * size) - 1)
+        key = (bits, dtype)
+        name = self.constants.get(key)
+        if name is None:
+            name = self.constants[key] = f"K{len(self.constants)}"
+            data = bits.to_bytes(size, "little")
+            self.namespace[name] = np.frombuffer(data, dtype=RUNTIME[dtype])[0]
+        return name
+
+    def object(self, value: Any) -> str:
+        """The name of a constant object in the segment's namespace."""
+        name = f"O{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
+    def constant_one(self, dtype: str) -> str:
+        one = np.array(1, dtype=RUNTIME[dtype])
+        return self.literal(int.from_bytes(one.tobytes(), "little"), dtype)
+
+    def constant(self, imm: Imm, dtype: str) -> str:
+        value = imm.value
+        if imm.float_bits:
+            wanted = 8 * int(dtype[1:]) if dtype != "b1" else 0
+            if imm.float_bits == 64 and wanted == 32:
+                number = struct.unpack("<d", struct.pack("<Q", value))[0]
+                value = struct.unpack("<I", struct.pack("<f", number))[0]
+            elif imm.float_bits == 32 and wanted == 64 and dtype == "f8":
+                number = struct.unpack("<f", struct.pack("<I", value))[0]
+                value = struct.unpack("<Q", struct.pack("<d", number))[0]
+            elif imm.float_bits != wanted:
+                raise self.unknown("a float constant of a different width")
+        elif dtype[0] == "f":
+            # An integer literal in a float instruction is a number; in .bN it is bits.
+            number = np.array(value, dtype=RUNTIME[dtype])
+            value = int.from_bytes(number.tobytes(), "little")
+        return self.literal(value, dtype)
+
+    def special(self, name: str) -> tuple[str, str]:
+        if name not in SPECIAL:
+            raise self.unknown(f"the special register %{name}")
+        text, dtype = SPECIAL[name]
+        if name.startswith(("clock", "globaltimer")):
+            return self.let(text), dtype
+        if name not in self.specials:
+            self.specials[name] = self.let(text)
+        return self.specials[name], dtype
+
+    def integer(self, operand: Operand, size: int) -> str:
+        """The dtype to compute a sign-agnostic integer result in, so that no view is needed."""
+        if isinstance(operand, Reg):
+            held = self.program.dtype[operand.index]
+            if held[0] in "iu" and held[1:] == str(size):
+                return held
+        return _UNSIGNED[size]
+
+    def write(self, operand: Operand, expression: str, dtype: str) -> None:
+        """Assigns ``expression`` (of ``dtype``) to a destination, under the guard if there is one.
+
+        A destination wider than the value is extended: by its sign if ``dtype`` is signed.
+        """
+        if isinstance(operand, Sink):
+            return
+        if not isinstance(operand, Reg):
+            raise self.unknown("a destination that is not a register")
+        index = operand.index
+        held = self.program.dtype[index]
+        if held != dtype:
+            if held == "b1" or dtype == "b1":
+                raise self.unknown("a predicate as the destination of a number")
+            wide, size = int(held[1:]), int(dtype[1:])
+            if wide > size:
+                kind = "i" if dtype[0] == "i" else "u"
+                narrow = f"({expression})"
+                if dtype[0] == "f":
+                    narrow += f".view({_UNSIGNED[size]})"
+                expression = f"{narrow}.astype({kind}{wide}).view({held})"
+            elif wide < size:
+                raise self.unknown("a destination that is too narrow")
+            else:
+                expression = f"({expression}).view({held})"
+        defined = self.result_definedness(index)
+        if self.guard:
+            old = self.current(index)
+            name = self.let(f"where({self.guard}, {expression}, {old})")
+        else:
+            name = self.let(expression)
+        self.names[index] = name
+        if defined is not None:
+            self.set_definedness(index, defined)
+
+    def flush(self, live: int) -> None:
+        """Emits all pending tensor-core products.
+
+        Args:
+            live: bit mask of the registers that are read later.
+        """
+        needed = {name for index, name in self.names.items() if live >> index & 1}
+        self.lines += self.products.flush(needed)
+
+    # ---- definedness: which registers have been written, where some path may not write them
+
+    def note_definedness(self, index: int) -> None:
+        if self.check and index in self.program.tracked:
+            self.defined.append(self.current(self.program.tracked[index]))
+
+    def result_definedness(self, index: int) -> str | None:
+        if not self.check or index not in self.program.tracked:
+            return None
+        parts = sorted(set(self.defined))
+        return " & ".join(parts) if parts else self.literal(1, "b1")
+
+    def set_definedness(self, index: int, value: str) -> None:
+        slot = self.program.tracked[index]
+        if self.guard:
+            value = f"where({self.guard}, {value}, {self.current(slot)})"
+        self.names[slot] = self.let(value)
+
+    def require_defined(self) -> None:
+        """Emits a check that the registers read so far by this instruction have been written.
+
+        Called where their values leave the registers: addresses, stored values, branches.
+        """
+        for name in sorted(set(self.defined)):
+            self.emit(f"E.require_defined(C, {name}, {self.lanes()}, {self.pc})")
+        self.defined = []
+
+    # ---- registers of wgmma, member masks, lanes
+
+    def watch(self) -> None:
+        """Emits checks of registers of wgmma that this instruction may access too early."""
+        watch = self.hazards.watched.get(self.pc)
+        if watch is None:
+            return
+        accumulators, fragments, marks = watch
+        if accumulators or fragments:
+            self.emit(
+                f"E.wgmma.order.check_in_flight(C, {accumulators}, {fragments}, "
+                f"{self.lanes()}, {self.pc})"
+            )
+        if marks:
+            self.emit(f"E.wgmma.order.note_writes(C, {marks}, {self.lanes()}, {self.pc})")
+
+    def membermask(self) -> str:
+        """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
+        if not has_members(self.ins):
+            return "None"
+        mask = self.ins.operands[-1]
+        constant = self.program.constant_of(mask)
+        return self.read(mask, "u4") if constant is None else self.literal(constant, "u4")
+
+    def lanes(self) -> str:
+        """The active lanes as an expression, 'None' when all are."""
+        if self.masked:
+            return f"M & {self.guard}" if self.guard else "M"
+        return self.guard or "None"
+
+    # ---- the segment
+
+    def generate(self, start: int) -> SegmentFunction:
+        """Compiles the segment that starts at instruction ``start``."""
+        program = self.program
+        pc = start
+        count = len(program.code)
+        while True:
+            self.pc = pc
+            if pc >= count:
+                self.finish(pc)
+                self.emit("return E.exit(C, None)")
+                break
+            ins = program.code[pc]
+            apart = self.masked and fact("width", ins) is not Width.THREAD
+            if pc != start and (apart or pc in program.leaders):
+                self.finish(pc)
+                self.emit(f"C.pc = {pc}")
+                break
+            self.instruction(ins)
+            if self.ended:
+                break
+            pc += 1
+        self.end = min(pc + 1 if self.ended else pc, count)
+        return self.compile()
+
+    def instruction(self, ins: Instruction) -> None:
+        self.ins = ins
+        self.mods = Modifiers(ins.mods)
+        self.defined = []
+        opcode, width = opcode_of(ins), fact("width", ins)
+        if opcode.emit is None:
+            raise self.unknown()
+        self.guard = ""
+        failed = self.program.failed_waits
+        if self.check and (self.pc in failed.begins or self.pc in failed.ends):
+            begins, ends = failed.begins.get(self.pc, ()), failed.ends.get(self.pc, ())
+            self.emit(f"E.mbarriers.order_by(C, {begins}, {ends})")
+        if ins.guard is not None and ins.op not in ("bra", "exit", "ret", "brx"):
+            value = self.read(ins.guard, "b1")
+            self.guard = self.let(f"~{value}") if ins.guard_negated else value
+            self.require_defined()
+            if self.profile:
+                self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
+        if self.masked and is_warp_wide(ins):
+            self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
+            if width is Width.WHOLE_WARP:
+                self.emit(f"E.members.require_whole_warp(C, {self.pc})")
+        self.require_members(ins)
+        if width is Width.WARPGROUP and (self.masked or self.pc in self.program.gates):
+            self.emit(f"if E.wait_for_warpgroup(C, {self.pc}): return True")
+        self.watch()
+        self.track_lanes(ins)
+        try:
+            opcode.emit(self, ins)
+        except (ValueError, IndexError, KeyError):
+            # Emitters unpack the operands that they support.
+            raise self.unknown("with these operands") from None
+        if self.mods.left:
+            raise self.unknown("the modifier ." + " .".join(self.mods.left))
+
+    def require_members(self, ins: Instruction) -> None:
+        """Emits a check that the lanes that execute a .sync instruction are in its mask."""
+        members = self.membermask() if is_warp_wide(ins) else "None"
+        if members != "None" and self.namespace.get(members) != ALL_LANES:
+            self.emit(f"E.members.require(C, {members}, {self.lanes()}, {self.pc})")
+
+    def track_lanes(self, ins: Instruction) -> None:
+        """Emits the calls by which the checker of lanes follows an instruction."""
+        if not self.check or not self.program.accesses.between_threads:
+            return
+        if synchronises_lanes(ins):
+            members = self.membermask()
+            whole = members == "None" or self.namespace.get(members) == ALL_LANES
+            if whole and self.synchronised:
+                return
+            self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
+            self.synchronised = whole
+        elif may_access_between_threads(ins):
+            self.synchronised = False
+
+    def finish(self, *targets: int) -> None:
+        """Stores the registers that are live at any of the targets back into the cohort."""
+        live = 0
+        for pc in targets:
+            live |= self.program.live[min(pc, len(self.program.code))]
+        self.flush(live)
+        for index, name in sorted(self.names.items()):
+            if not live >> index & 1:
+                if index in self.loads:
+                    self.emit(f"R[{index}] = None")
+            elif self.loads.get(index) != name:
+                self.emit(f"R[{index}] = {name}")
+
+    def compile(self) -> SegmentFunction:
+        head = ["R = C.registers"]
+        if self.masked:
+            head.append("M = C.mask")
+        head += [f"{name} = R[{index}]" for index, name in sorted(self.loads.items())]
+        lines = head + self.lines
+        last: dict[str, int] = {}
+        for number, line in enumerate(lines):
+            for name in _LOCAL.findall(line):
+                last[name] = number
+        dying: dict[int, list[str]] = {}
+        for name, number in last.items():
+            dying.setdefault(number, []).append(name)
+        body = []
+        for number, line in enumerate(lines):
+            body.append("    " + line)
+            if number in dying and not line.startswith(("return", "if ")):
+                body.append("    del " + ", ".join(dying[number]))
+        text = "def segment(E, C):\n" + "\n".join(body) + "\n"
+        self.text = text
+        exec(_compiled(text), self.namespace)
+        return self.namespace["segment"]  # type: ignore[no-any-return]

@@ -1,0 +1,483 @@
+"""Matrix products of mma.sync, and ldmatrix, stmatrix and movmatrix.
+
+All fragment layouts of mma.sync m16n8kX have the same structure: four lanes (t) hold one 16-byte
+chunk of consecutive k of one row, and eight groups of lanes (g) hold eight rows. A fragment
+register, viewed in elements of 16 bytes, therefore has shape (n, 8). Copying such elements builds
+whole operand matrices, and chains of instructions become one batched GEMM. Accumulators hold
+columns 2t and 2t + 1; if the columns of the product are ordered as (tile, parity, t), they form
+16-byte chunks as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.checks.bounds import check_window
+from ptx_emulator.isa.floats import fma64
+from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
+from ptx_emulator.isa.memory import address, space_of
+from ptx_emulator.isa.pending_products import PendingProduct, tuple_of
+from ptx_emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
+from ptx_emulator.ptx.instructions import Width
+from ptx_emulator.ptx.register_types import DTYPE
+from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
+from ptx_emulator.state.cohort import Cohort, spread
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Wave
+
+CHUNK = np.dtype("c16")
+CACHE_BYTES = 1 << 18
+
+
+def register_chunks(register: Any, n: int) -> Array:
+    """A fragment register as 16-byte chunks (n, 8)."""
+    if register.ndim != 2 or register.shape != (n, 32) or register.strides[1] != 4:
+        register = np.ascontiguousarray(np.broadcast_to(register, (n, 32)))
+    return register.view(CHUNK)  # type: ignore[no-any-return]
+
+
+def half_to_single(bits: Array) -> Array:
+    """float16 bits to float32 by shifts, four times faster than numpy's conversion."""
+    magnitude = bits << np.uint16(1)
+    if magnitude.size and int(magnitude.max()) >= 0xF800:
+        return bits.view(np.float16).astype(np.float32)
+    wide = bits.view(np.int16).astype(np.int32)
+    wide <<= 13
+    wide &= np.int32(-0x70000001)
+    value: Array = wide.view(np.float32)
+    value *= np.float32(2.0**112)
+    return value
+
+
+# Elements of operands as they lie in memory: floats as bits.
+ELEMENTS = {**DTYPE, "f16": "u2", "tf32": "u4", "e4m3": "u1", "e5m2": "u1"}
+
+
+def _small_floats() -> dict[str, Array]:
+    """The 256 values of each 8-bit float. e4m3 has no infinities; e5m2 is the top of float16."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
+    size[(bits & 127) == 127] = np.nan
+    e4m3 = np.where(bits < 128, size, -size).astype(np.float32)
+    e5m2 = (bits << 8).astype(np.uint16).view(np.float16).astype(np.float32)
+    return {"e4m3": e4m3, "e5m2": e5m2}
+
+
+SMALL_FLOATS = _small_floats()
+
+
+def to_single(elements: Array, kind: str) -> Array:
+    """Operand elements (see ELEMENTS) as float32."""
+    if kind == "f16":
+        return half_to_single(elements)
+    if kind == "bf16":
+        wide = elements.astype(np.uint32)
+        wide <<= np.uint32(16)
+        return wide.view(np.float32)
+    if kind == "tf32":
+        # The hardware uses the upper 19 bits.
+        return (elements & np.uint32(0xFFFFE000)).view(np.float32)
+    if kind in SMALL_FLOATS:
+        return SMALL_FLOATS[kind].take(elements)
+    return elements.astype(np.float32)
+
+
+def multiply(
+    model: SumModel | None,
+    kinds: tuple[str, str],
+    x: Array,
+    y: Array,
+    start: Array | None,
+    out: Array,
+) -> None:
+    """x y + start of float32 by a model (`sum_products`); without one x y alone, rounded once.
+
+    The product that is rounded once is summed in float64. Sums in float32 would depend on the
+    summation order of the host's BLAS, which on some CPUs depends on the shapes: the bits of a
+    result would depend on the other rows and columns.
+    """
+    with np.errstate(all="ignore"):
+        if model is None:
+            out[...] = np.matmul(x.astype(np.float64), y.astype(np.float64))
+        else:
+            out[...] = sum_products(model, kinds, x, y, start)
+
+
+def accumulator_chunks(registers: Any, n: int, m_tiles: int, n_tiles: int) -> Array | None:
+    """Accumulators of float32 as a matrix per warp (n, 16 m_tiles, 8 n_tiles); None for zeros.
+
+    The columns of eight are ordered 0 2 4 6 1 3 5 7.
+
+    Args:
+        registers: ordered by (m tile, n tile, row half, parity of the column).
+    """
+    if all(register.ndim == 0 and register == 0 for register in registers):
+        return None
+    out = scratch("c", (n, m_tiles, 2, 8, n_tiles, 2), CHUNK)
+    places = np.ndindex(m_tiles, n_tiles, 2, 2)
+    for register, (m, tile, half, parity) in zip(registers, places, strict=True):
+        out[:, m, half, :, tile, parity] = register_chunks(register, n)
+    return out.reshape(n, 16 * m_tiles, 2 * n_tiles).view(np.float32)
+
+
+def multiply_matrices(
+    cohort: Cohort,
+    kinds: tuple[str, str],
+    tiles: tuple[int, int, int],
+    a: Any,
+    b: Any,
+    model: SumModel | None,
+    c: Any,
+) -> Array:
+    """Products of fragments, float32, as registers (m, n_tile, 4, rows, 32).
+
+    Args:
+        kinds: the types of A and of B.
+        tiles: m tiles of 16 rows, n tiles of 8 columns, k chunks of 16 bytes.
+        a: registers ordered by (m tile, k chunk, row half).
+        b: registers ordered by (n tile, k chunk).
+        model: how C is added; None: it is not, and the products are rounded once.
+        c: registers of float32 ordered by (m tile, n tile, register), read if there is a model.
+    """
+    n = cohort.n
+    m_tiles, n_tiles, depth = tiles
+    left = scratch("a", (n, m_tiles, 2, 8, depth), CHUNK)
+    for register, (m, k, half) in zip(a, np.ndindex(m_tiles, depth, 2), strict=True):
+        left[:, m, half, :, k] = register_chunks(register, n)
+    right = scratch("b", (n, n_tiles, 8, depth), CHUNK)
+    for register, (tile, k) in zip(b, np.ndindex(n_tiles, depth), strict=True):
+        right[:, tile, :, k] = register_chunks(register, n)
+    start = accumulator_chunks(c, n, m_tiles, n_tiles) if model else None
+    rows = left.reshape(n, 16 * m_tiles, depth).view(ELEMENTS[kinds[0]])
+    columns = right.view(ELEMENTS[kinds[1]]).reshape(n, n_tiles, 4, 2, -1).transpose(0, 4, 1, 3, 2)
+    product = scratch("d", (n, 16 * m_tiles, 8 * n_tiles), np.dtype("f4"))
+    # A few warps at a time, so that their operands fit into the cache.
+    step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes))
+    for low in range(0, n, step):
+        now = slice(low, low + step)
+        x = to_single(rows[now], kinds[0])
+        # BLAS is twice as fast without a transposed B: transpose while the elements are narrow.
+        narrow = np.ascontiguousarray(columns[now])
+        y = to_single(narrow.reshape(len(x), -1, 8 * n_tiles), kinds[1])
+        multiply(model, kinds, x, y, None if start is None else start[now], product[now])
+    parts = product.view(CHUNK).reshape(n, m_tiles, 2, 8, n_tiles, 2)
+    out = np.ascontiguousarray(parts.transpose(1, 4, 2, 5, 0, 3))
+    return out.view(np.float32).reshape(m_tiles, n_tiles, 4, n, 32)
+
+
+def add_single(product: Array, start: Any) -> list[Array]:
+    """Accumulators of float32, a register per slice of ``product``; ``start`` None is zero."""
+    out = list(product)
+    for place, old in enumerate(start or ()):
+        if old.ndim or old != 0:
+            out[place] += old
+    return out
+
+
+def split_halves(registers: Any, n: int) -> list[Array]:
+    """Accumulators of float16 in pairs as registers of float32, twice as many."""
+    out = []
+    for register in registers:
+        pairs = np.ascontiguousarray(spread(register, n)).view(np.float16).reshape(n, 32, 2)
+        out += [pairs[..., 0].astype(np.float32), pairs[..., 1].astype(np.float32)]
+    return out
+
+
+def join_halves(registers: list[Array]) -> list[Array]:
+    """Registers of float32 rounded to float16, two to a register."""
+    return [
+        np.stack(pair, axis=-1).astype(np.float16).view(np.uint32)[..., 0]
+        for pair in zip(registers[::2], registers[1::2], strict=True)
+    ]
+
+
+def mma_group(
+    machine: Wave,
+    cohort: Cohort,
+    form: tuple[str, str, int],
+    tiles: tuple[int, int, int],
+    a: Any,
+    b: Any,
+    c: Any,
+) -> list[Array]:
+    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register).
+
+    Args:
+        form: the types of A and of B, and k of one instruction.
+    """
+    kind_a, kind_b, k = form
+    model = machine.sums.of("mma", kind_a, k, half=False) if machine.sums else None
+    product = multiply_matrices(cohort, (kind_a, kind_b), tiles, a, b, model, c)
+    registers = product.reshape(-1, cohort.n, 32)
+    return list(registers) if model else add_single(registers, c)
+
+
+def mma_half(
+    machine: Wave, cohort: Cohort, form: tuple[str, str, int], depth: int, a: Any, b: Any, c: Any
+) -> list[Array]:
+    """One tile with a float16 accumulator: two registers of two halves each."""
+    kind_a, kind_b, k = form
+    model = machine.sums.of("mma", kind_a, k, half=True) if machine.sums else None
+    start = split_halves(c, cohort.n)
+    product = multiply_matrices(cohort, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
+    return join_halves(list(product) if model else add_single(product, start))
+
+
+def mma_integer(cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any) -> Any:
+    """One tile of 8-bit integers: float32 holds the products of one step exactly."""
+    product = multiply_matrices(cohort, kinds, (1, 1, depth), a, b, None, ())[0, 0]
+    return [product[i].astype(np.int32) + c[i] for i in range(4)]
+
+
+def load_matrix(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, transposed: bool, pc: int
+) -> Array:
+    """ldmatrix: registers (n, count, 32) from rows of 16 bytes at the addresses of the lanes."""
+    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
+    machine.counters.shared_read_bytes += cohort.n * count * 128
+    if machine.shared_races:
+        machine.shared_races.read(cohort, where, 16, pc, None)
+    data = machine.shared.view[16].take(where >> 4).view(np.uint32).reshape(cohort.n, count, 32)
+    return _transposed(data) if transposed else data
+
+
+def store_matrix(
+    machine: Wave, cohort: Cohort, address: Any, values: Any, lanes: Any, transposed: bool, pc: int
+) -> None:
+    """stmatrix: registers of 8 x 8 matrices to rows of 16 bytes at the addresses of the lanes."""
+    n, count = cohort.n, len(values)
+    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
+    machine.counters.shared_write_bytes += n * count * 128
+    if machine.shared_races:
+        machine.shared_races.write(cohort, where, 16, pc, None)
+    data = np.stack([spread(value, n) for value in values], axis=1)
+    if transposed:
+        data = _transposed(data)
+    machine.shared.view[16][where >> 4] = data.reshape(n, -1).view(CHUNK)
+
+
+def _matrix_rows(
+    machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, pc: int
+) -> Array:
+    """Where in the wave's shared memory the rows of ``count`` matrices lie, in bytes (n, rows)."""
+    n = cohort.n
+    rows = spread(address, n)[:, : 8 * count]
+    if lanes is not None:
+        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
+    both = int(np.bitwise_or.reduce(rows, axis=None))
+    if not 0 <= both <= machine.shared_size - 16 or both & 15:
+        padded = np.zeros((n, 32), np.int64)
+        padded[:, : rows.shape[1]] = rows
+        check_window(machine, cohort, padded, None, 16, pc, machine.shared_size, "shared")
+    if machine.recorder is not None:
+        machine.recorder.matrices(rows, pc)
+    return rows + machine.shared_base(cohort)
+
+
+def _transposed(matrices: Array) -> Array:
+    """The transposes of 8 x 8 matrices of 16-bit elements, each held by a warp: (..., 32)."""
+    tiles = matrices.view(np.uint16).reshape(*matrices.shape[:-1], 8, 8).swapaxes(-1, -2)
+    return np.ascontiguousarray(tiles).view(np.uint32).reshape(matrices.shape)
+
+
+def move_matrix(value: Any, n: int) -> Array:
+    """movmatrix: the transpose of a matrix."""
+    return _transposed(np.ascontiguousarray(spread(value, n)))
+
+
+_SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
+# (shape, operand type) -> 16-byte chunks along k
+_DEPTH = {
+    (f"m16n8k{16 * depth // size}", kind): depth for kind, size in _SIZE.items() for depth in (1, 2)
+}
+# Types of the accumulators, by the type of A
+SUMS = {
+    **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
+    **dict.fromkeys(("bf16", "tf32"), ("f32",)),
+}
+_DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (2, 4)}
+
+
+@instruction("mma", unit="tensor", width=Width.WHOLE_WARP)
+def emit_multiply(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    if not mods.take("sync") or not mods.take("aligned"):
+        raise g.unknown("mma without .sync.aligned")
+    shape = next((m for m in mods.left if m.startswith("m") and "n" in m), "")
+    mods.take(shape)
+    if mods.take("row", "col") != "row" or not mods.take("col"):
+        raise g.unknown("layouts other than .row.col")
+    types = list(mods.left)
+    if types == 4 * ["f64"]:
+        emit_double(g, ins, shape)
+        return
+    if len(types) != 4:
+        raise g.unknown("sparse, block-scaled or saturating forms")
+    mods.left.clear()
+    d_type, a_type, b_type, c_type = types
+    depth = _DEPTH.get((shape, a_type))
+    if depth is None or depth != _DEPTH.get((shape, b_type)) or d_type != c_type:
+        raise g.unknown("this shape with these types")
+    to, c_items = items_of(ins.operands[0]), items_of(ins.operands[3])
+    a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
+    integers = a_type in ("s8", "u8")
+    if not integers and not go_together(a_type, b_type):
+        raise g.unknown("mixed operand types")
+    form = (a_type, b_type, 16 * depth // _SIZE[a_type])
+    if not integers and d_type == "f32":
+        _defer(g, form, depth, a, b, c_items, to)
+        return
+    if not integers and d_type not in SUMS[a_type]:
+        raise g.unknown("this accumulator")
+    dtype = "i4" if integers else "u4"
+    c = [g.read(o, dtype) for o in c_items]
+    g.require_defined()
+    args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
+    out = g.let(f"{function}, {args})")
+    for place, item in enumerate(to):
+        g.write(item, f"{out}[{place}]", dtype)
+
+
+def go_together(a_type: str, b_type: str) -> bool:
+    """Whether A and B may have these types: only 8-bit floats mix."""
+    return a_type == b_type or {a_type, b_type} == {"e4m3", "e5m2"}
+
+
+def _operands(g: Generator, operand: Operand, count: int) -> list[str]:
+    return [local_of(g, g.read(o, "u4")) for o in fragment_items(g, operand, count)]
+
+
+def local_of(g: Generator, expression: str) -> str:
+    return expression if expression.isidentifier() else g.let(expression)
+
+
+def _defer(
+    g: Generator,
+    form: tuple[str, str, int],
+    depth: int,
+    a: list[str],
+    b: list[str],
+    c_items: tuple[Operand, ...],
+    to: tuple[Operand, ...],
+) -> None:
+    c = []
+    for operand in c_items:
+        pending = g.names.get(operand.index) if isinstance(operand, Reg) else None
+        if pending in g.products.names and isinstance(operand, Reg):
+            g.note_definedness(operand.index)
+            c.append(str(pending))
+        else:
+            c.append(local_of(g, g.read(operand, "f4")))
+    g.require_defined()
+    # Reading c may have flushed the pending products; names read before that remain valid.
+    d = tuple(g.fresh() for _ in to)
+    g.products.add(PendingProduct(form, depth, tuple(a), tuple(b), tuple(c), d))
+    later = []
+    for operand, name in zip(to, d, strict=True):
+        if isinstance(operand, Sink):
+            continue
+        if not isinstance(operand, Reg):
+            raise g.unknown("a result that is not a register")
+        if g.program.dtype[operand.index] == "f4":
+            g.names[operand.index] = name
+            if g.check and operand.index in g.program.tracked:
+                g.set_definedness(operand.index, g.literal(1, "b1"))
+        else:
+            later.append((operand, name))
+    if later:
+        g.flush(-1)
+        for operand, name in later:
+            g.write(operand, name, "f4")
+
+
+def _matrices(g: Generator) -> tuple[int, bool]:
+    """The number of 8 x 8 matrices of ldmatrix or stmatrix, and whether they are transposed."""
+    mods = g.mods
+    if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
+        raise g.unknown("forms other than .sync.aligned.m8n8")
+    count = int((mods.take("x1", "x2", "x4") or "x0")[1])
+    transposed = bool(mods.take("trans"))
+    if space_of(g) != "shared" or not mods.take("b16"):
+        raise g.unknown("this state space or type")
+    return count, transposed
+
+
+@instruction("ldmatrix", unit="memory", width=Width.WHOLE_WARP, accesses=lambda ins: (16, 16))
+def emit_load_matrix(g: Generator, ins: Instruction) -> None:
+    count, transposed = _matrices(g)
+    items = items_of(ins.operands[0])
+    if len(items) != count:
+        raise g.unknown("a result of this size")
+    where = address(g, ins.operands[1], "shared")
+    g.require_defined()
+    value = g.let(f"load_matrix(E, C, {where}, {g.lanes()}, {count}, {transposed}, {g.pc})")
+    for place, item in enumerate(items):
+        g.write(item, f"{value}[:, {place}]", "u4")
+
+
+@instruction(
+    "stmatrix", unit="memory", result=False, width=Width.WHOLE_WARP, accesses=lambda ins: (16, 16)
+)
+def emit_store_matrix(g: Generator, ins: Instruction) -> None:
+    count, transposed = _matrices(g)
+    items = items_of(ins.operands[1])
+    if len(items) != count:
+        raise g.unknown("a source of this size")
+    where = address(g, ins.operands[0], "shared")
+    values = [local_of(g, g.read(item, "u4")) for item in items]
+    g.require_defined()
+    g.emit(f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})")
+
+
+@instruction("movmatrix", unit="exchange", width=Width.WHOLE_WARP)
+def emit_move_matrix(g: Generator, ins: Instruction) -> None:
+    for word in ("sync", "aligned", "m8n8", "trans", "b16"):
+        if not g.mods.take(word):
+            raise g.unknown()
+    g.write(ins.operands[0], f"move_matrix({g.read(ins.operands[1], 'u4')}, C.n)", "u4")
+
+
+def mma_double(cohort: Cohort, halves: int, a: Any, b: Any, c: Any) -> list[Array]:
+    """mma.sync of float64 with 8 ``halves`` rows: one fused multiply-add after the other along k.
+
+    Args:
+        a: registers ordered by (four steps of k, half of the rows).
+        b: registers ordered by four steps of k.
+        c: registers ordered by (half of the rows, column of a pair).
+    """
+    n = cohort.n
+    left = [spread(v, n).reshape(n, 8, 4) for v in a]
+    right = [spread(v, n).reshape(n, 8, 4) for v in b]
+    out = []
+    for half in range(halves):
+        pair = [spread(v, n).reshape(n, 8, 4) for v in c[2 * half : 2 * half + 2]]
+        total = np.stack(pair, axis=-1).reshape(n, 8, 8)
+        for step, y in enumerate(right):
+            x = left[step * halves + half]
+            for t in range(4):
+                total = fma64(x[:, :, t, None], y[:, None, :, t], total)
+        parts = total.reshape(n, 32, 2)
+        out += [np.ascontiguousarray(parts[..., place]) for place in range(2)]
+    return out
+
+
+def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
+    """mma.sync with float64 operands and accumulators."""
+    g.mods.left.clear()
+    if shape not in _DOUBLE:
+        raise g.unknown("this shape with these types")
+    halves, depth = _DOUBLE[shape]
+    counts = (halves * depth, depth, 2 * halves)
+    groups = [
+        tuple_of([g.let(g.read(item, "f8")) for item in fragment_items(g, operand, count)])
+        for operand, count in zip(ins.operands[1:], counts, strict=True)
+    ]
+    to = fragment_items(g, ins.operands[0], 2 * halves)
+    g.require_defined()
+    out = g.let(f"mma_double(C, {halves}, {', '.join(groups)})")
+    for place, item in enumerate(to):
+        g.write(item, f"{out}[{place}]", "f8")

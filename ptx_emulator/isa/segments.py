@@ -1,0 +1,71 @@
+"""The compiled segments of a kernel: each is compiled when it is first executed, and kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ptx_emulator.checks.wgmma_registers import WgmmaHazards
+from ptx_emulator.isa import (
+    atomics,
+    barriers,
+    cluster,
+    comparisons,
+    control,
+    convert,
+    copies,
+    floats,
+    integers,
+    memory,
+    mma,
+    warp,
+    wgmma,
+    wmma,
+)
+from ptx_emulator.isa.generator import RUNTIME, Generator
+from ptx_emulator.ptx.program import PtxProgram
+
+# Each registers its opcodes, and has the functions that their code calls.
+for _family in (
+    *(atomics, barriers, cluster, comparisons, control, convert, copies, floats),
+    *(integers, memory, mma, warp, wgmma, wmma),
+):
+    RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))
+
+
+class Segment(NamedTuple):
+    """A compiled stretch of code: instructions ``start`` to ``end`` (exclusive).
+
+    ``run(machine, cohort)`` returns True when it did nothing because the cohort has to wait.
+    """
+
+    run: Callable[[Any, Any], Any]
+    start: int
+    end: int
+    text: str
+
+
+class Segments:
+    """The segments of one program."""
+
+    def __init__(self, program: PtxProgram) -> None:
+        self.program = program
+        self._hazards = WgmmaHazards(program)
+        self._compiled: dict[tuple[int, bool, bool, bool], Segment] = {}
+
+    def at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
+        """The segment that starts at instruction ``pc``.
+
+        Args:
+            masked: for cohorts with inactive lanes.
+            check: with the code of the checkers.
+            profile: with the code of the recorder.
+        """
+        key = (pc, masked, check, profile)
+        found = self._compiled.get(key)
+        if found is None:
+            generator = Generator(self.program, self._hazards, masked, check, profile)
+            function = generator.generate(pc)
+            found = self._compiled[key] = Segment(function, pc, generator.end, generator.text)
+        return found

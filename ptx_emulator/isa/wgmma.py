@@ -1,0 +1,371 @@
+"""wgmma and setmaxnreg. Operands of wgmma are gathered from shared memory or registers.
+
+Four warps hold the 64 rows of A and of the accumulators, 16 rows each, in the fragment layout of
+mma.sync (see `mma`). Successive instructions along k that add to the same accumulators are computed
+as one matrix product, and so are the warpgroups of a block that multiply by the same B. If each
+eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row in four lanes form a
+16-byte chunk; this order is free where B is gathered by columns.
+
+`mma.multiply` adds the products: as tensor cores do (`tensor_core_sums`), or rounded once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.isa.descriptors import (
+    CHUNK_BYTES,
+    PATTERN_BYTES,
+    DescriptorLayout,
+    operand_chunks,
+)
+from ptx_emulator.isa.generator import Generator, instruction, items_of
+from ptx_emulator.isa.mma import (
+    CACHE_BYTES,
+    CHUNK,
+    ELEMENTS,
+    SUMS,
+    accumulator_chunks,
+    go_together,
+    local_of,
+    multiply,
+    register_chunks,
+    to_single,
+)
+from ptx_emulator.isa.pending_products import tuple_of
+from ptx_emulator.isa.tensor_core_sums import SumModel, scratch
+from ptx_emulator.ptx.instructions import Width, accumulates, as_immediate
+from ptx_emulator.ptx.syntax import Imm, Instruction, Operand, Reg, Vec
+from ptx_emulator.state.memory import Array
+
+ROWS = 64
+KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
+
+
+@dataclass(frozen=True)
+class WgmmaForm:
+    """The form of a wgmma.mma_async: shape, types and registers.
+
+    Attributes:
+        columns: N.
+        half: accumulators of float16 instead of float32.
+        kinds: element types of A and of B.
+        transposed: whether A and B are MN-major.
+        sign: -1 if exactly one operand is negated.
+        registers: the accumulators.
+        fragments: registers of A; empty if A lies in shared memory.
+    """
+
+    columns: int
+    half: bool
+    kinds: tuple[str, str]
+    transposed: tuple[bool, bool]
+    sign: int
+    registers: tuple[int, ...]
+    fragments: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """k of the instruction: 32 bytes."""
+        return 32 // np.dtype(ELEMENTS[self.kinds[0]]).itemsize
+
+    @property
+    def fuses_as(self) -> tuple[Any, ...]:
+        """Equal for instructions that can be computed as one product along k."""
+        return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.half)
+
+
+@dataclass
+class SharedOperand:
+    """An operand in shared memory, for one or more warpgroups.
+
+    Attributes:
+        start: start addresses in the shared window (warpgroups,).
+        layout: the descriptor fields that all these warpgroups share.
+    """
+
+    start: Array
+    layout: DescriptorLayout
+
+    def part(self, keep: Array | slice) -> SharedOperand:
+        """The operand of the warpgroups that ``keep`` selects."""
+        return SharedOperand(self.start[keep], self.layout)
+
+
+def gather(
+    view: Array,
+    arena: Array,
+    parts: list[SharedOperand],
+    rows: int,
+    mn_major: bool,
+    even_first: bool,
+    role: str,
+) -> Array:
+    """The chunks of an operand of successive instructions: (g, rows, k) or (g, k, rows).
+
+    Args:
+        view: shared memory of the wave in 16-byte chunks.
+        arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
+        parts: the operand of each instruction.
+        rows, mn_major, even_first: see `descriptors.operand_chunks`.
+        role: name of the result buffer, see `scratch`.
+    """
+    layout = parts[0].layout
+    start = np.stack([part.start for part in parts], axis=1)
+    base = start[:, 0] & -PATTERN_BYTES
+    relative = start - base[:, None]
+    first = (arena + base) // CHUNK_BYTES
+    if (relative == relative[0]).all():
+        found = operand_chunks(tuple(relative[0].tolist()), layout, rows, mn_major, even_first)
+        index = first[:, None, None] + found.places
+    else:
+        each = [
+            operand_chunks(tuple(r), layout, rows, mn_major, even_first).places
+            for r in relative.tolist()
+        ]
+        index = first[:, None, None] + np.stack(each)
+    out = scratch(role, index.shape, CHUNK)
+    np.take(view, index, out=out, mode="clip")
+    return out
+
+
+def reach(operand: SharedOperand, rows: int, mn_major: bool) -> tuple[Array, Array, Array]:
+    """First byte and end (g,) of an operand of one instruction, and its chunks.
+
+    The chunks are numbered from the start of the shared window, (g, chunks).
+    """
+    base = operand.start & -PATTERN_BYTES
+    relative, which = np.unique(operand.start - base, return_inverse=True)
+    each = [operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative]
+    low, high = (np.array([getattr(p, end) for p in each])[which] for end in ("low", "high"))
+    places = np.stack([p.places.reshape(-1) for p in each])[which]
+    return base + low, base + high, base[:, None] // CHUNK_BYTES + places
+
+
+def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
+    """A from four registers per instruction, as chunks (g, 64, k)."""
+    left = scratch("wgmma a", (warps, 2, 8, len(steps), 2), CHUNK)
+    for number, registers in enumerate(steps):
+        for place, register in enumerate(registers):
+            left[:, place % 2, :, number, place // 2] = register_chunks(register, warps)
+    return left.reshape(warps // 4, ROWS, -1)
+
+
+def warpgroup_product(
+    view: Array,
+    arena: Array,
+    form: WgmmaForm,
+    a: list[Any],
+    b: list[SharedOperand],
+    warps: int,
+    model: SumModel | None,
+    c: list[Any],
+) -> Array:
+    """One product of successive instructions, as registers (N / 2, warps, 32) of float32.
+
+    Args:
+        view, arena: see `gather`.
+        form: of the instructions, which agree in N and in `WgmmaForm.fuses_as`.
+        a: per instruction a SharedOperand, or four registers that broadcast to (warps, 32).
+        b: one operand per instruction.
+        warps: four times the warpgroups.
+        model: how the accumulators are added; None: they are not, and the product is rounded once.
+        c: the accumulators as registers of float32, read if there is a model.
+    """
+    groups, n = warps // 4, form.columns
+    kind_a, kind_b = form.kinds
+    mn_a, mn_b = form.transposed
+    left = (
+        fragments(a, warps)
+        if form.fragments
+        else gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
+    )
+    sharers = _sharers(arena, b)
+    alone = [part.part(slice(None, None, sharers)) for part in b]
+    right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
+    product = scratch("wgmma d", (groups // sharers, ROWS * sharers, n), np.dtype("f4"))
+    start = accumulator_chunks(c, warps, 1, n // 8) if model else None
+    if start is not None:
+        if mn_b:
+            even_first = start.reshape(-1, n // 8, 2, 4)
+            start = np.ascontiguousarray(even_first.swapaxes(2, 3))
+        start = start.reshape(product.shape)
+    rows = left.view(ELEMENTS[kind_a])
+    columns = right.view(ELEMENTS[kind_b])
+    step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
+    for low in range(0, len(product), step):
+        now = slice(low, low + step)
+        x = to_single(rows[low * sharers : (low + step) * sharers], kind_a)
+        if form.sign < 0:
+            x = -x
+        if mn_a:
+            x = x.swapaxes(1, 2)
+        x = x.reshape(-1, ROWS * sharers, x.shape[2])
+        y = columns[now]
+        if not mn_b:
+            # BLAS is faster without a transposed B: transpose while the elements are narrow.
+            y = np.ascontiguousarray(y.swapaxes(1, 2))
+        y = to_single(y.reshape(len(y), -1, n), kind_b)
+        multiply(model, form.kinds, x, y, None if start is None else start[now], product[now])
+    if mn_b:
+        single = product.reshape(groups, 4, 2, 8, n // 8, 4, 2)
+        out = np.ascontiguousarray(single.transpose(4, 2, 6, 0, 1, 3, 5))
+    else:
+        ordered = product.view(CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
+        out = np.ascontiguousarray(ordered.transpose(4, 2, 5, 0, 1, 3)).view(np.float32)
+    return out.reshape(n // 2, warps, 32)
+
+
+def _sharers(arena: Array, b: list[SharedOperand]) -> int:
+    """Length of the equal runs of consecutive warpgroups with the same B; 1 if they differ."""
+    if len(arena) < 2:
+        return 1
+    same = arena[1:] == arena[:-1]
+    for part in b:
+        same = same & (part.start[1:] == part.start[:-1])
+    firsts = np.flatnonzero(np.concatenate([[True], ~same]))
+    count = len(arena) // len(firsts)
+    return count if (firsts == np.arange(len(firsts)) * count).all() else 1
+
+
+# ---- emitters
+
+# Element type -> k of one instruction
+_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+
+
+@instruction(
+    "wgmma",
+    unit=lambda ins: "tensor" if accumulates(ins) else "barrier",
+    result=accumulates,
+    width=Width.WARPGROUP,
+    asynchronous=True,
+)
+def emit_warpgroup_multiply(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    action = mods.take("fence", "mma_async", "commit_group", "wait_group")
+    if not action or not mods.take("sync") or not mods.take("aligned"):
+        raise g.unknown("forms without .sync.aligned")
+    if action == "fence":
+        g.emit("E.wgmma.order.fence(C)")
+    elif action == "commit_group":
+        g.emit("E.wgmma.commit(C)")
+    elif action == "wait_group":
+        _wait(g, ins)
+    else:
+        _multiply(g, ins)
+
+
+def _wait(g: Generator, ins: Instruction) -> None:
+    left = as_immediate(ins.operands[0])
+    if left is None or not 0 <= left < KEPT_GROUPS:
+        raise g.unknown("this number of groups")
+    live = g.program.live[g.pc + 1]
+    completed = [r for r in g.hazards.completed.get(g.pc, ()) if live >> r & 1]
+    current = [g.current(r) for r in completed]
+    registers = g.object(tuple(completed))
+    names = [g.fresh() for _ in completed]
+    to = f"{', '.join(names)}, = " if names else ""
+    g.emit(f"{to}E.wgmma.wait(C, {left}, {registers}, ({', '.join(current)}{',' * bool(names)}))")
+    g.names.update(zip(completed, names, strict=True))
+    g.in_flight.clear()
+
+
+def _multiply(g: Generator, ins: Instruction) -> None:
+    form, a, b, adds = _parsed(g, ins)
+    if g.pc in g.hazards.unfenced or g.pc in g.hazards.first:
+        registers = g.hazards.unfenced.get(g.pc, ())
+        first = g.pc in g.hazards.first
+        g.emit(f"E.wgmma.order.require_fence(C, {registers}, {first}, {g.pc})")
+    if form.fragments:
+        left = tuple_of([local_of(g, g.read(item, "u4")) for item in items_of(a)])
+    else:
+        left = g.read(a, "u8")
+    right = g.read(b, "u8")
+    some = g.literal(int(bool(adds.value)), "b1") if isinstance(adds, Imm) else g.read(adds, "b1")
+    g.require_defined()
+    accumulators = "None"
+    if form.registers not in g.in_flight:
+        items = items_of(ins.operands[0])
+        values = [local_of(g, g.read(item, "u4" if form.half else "f4")) for item in items]
+        accumulators = tuple_of(values)
+        if g.defined:
+            # Accumulators that are not added to need not have been written.
+            g.defined = [f"({' & '.join(sorted(set(g.defined)))}) | ~{some}"]
+        g.require_defined()
+        for register in form.registers:
+            if g.check and register in g.program.tracked:
+                g.set_definedness(register, g.literal(1, "b1"))
+        g.in_flight.add(form.registers)
+    g.emit(f"E.wgmma.issue(C, {g.object(form)}, {left}, {right}, {some}, {accumulators}, {g.pc})")
+
+
+def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
+    """The form of an mma_async, its operands A and B, and the operand scale-d."""
+    mods = g.mods
+    shape = _SHAPE.fullmatch(mods.left[0]) if mods.left else None
+    if shape is None or len(mods.left) != 4:
+        raise g.unknown("sparse or saturating forms")
+    _, d_type, a_type, b_type = mods.left
+    mods.left.clear()
+    columns, depth = (int(number) for number in shape.groups())
+    mixed = not go_together(a_type, b_type)
+    if a_type not in _DEPTH or mixed or d_type not in SUMS[a_type]:
+        raise g.unknown("these types")
+    if depth != _DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:
+        raise g.unknown("this shape with these types")
+    to, a, b, adds, *rest = ins.operands
+    signs = [as_immediate(operand) or 0 for operand in rest[:2]]
+    if len(signs) < 2 or not set(signs) <= {1, -1}:
+        raise g.unknown("a scale other than 1 and -1")
+    flags = [as_immediate(operand) for operand in rest[2:]]
+    # Each 16-bit operand in shared memory has a transposition flag.
+    movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
+    if len(flags) != len(movable) or not set(flags) <= {0, 1}:
+        raise g.unknown("these transposition flags")
+    transposed = [False, False]
+    for which, flag in zip(movable, flags, strict=True):
+        transposed[which] = flag == 1
+    registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
+    fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
+    half = d_type == "f16"
+    if len(set(registers)) != columns // (4 if half else 2):
+        raise g.unknown("this number of accumulators")
+    if isinstance(a, Vec) and len(fragments) != 4:
+        raise g.unknown("a fragment of this size")
+    form = WgmmaForm(
+        columns,
+        half,
+        kinds=(a_type, b_type),
+        transposed=(transposed[0], transposed[1]),
+        sign=signs[0] * signs[1],
+        registers=tuple(registers),
+        fragments=tuple(fragments),
+    )
+    return form, a, b, adds
+
+
+@instruction(
+    "setmaxnreg",
+    unit="control",
+    result=False,
+    width=Width.WARPGROUP,
+    starts_segment=True,
+    ends_segment=True,
+)
+def emit_set_registers(g: Generator, ins: Instruction) -> None:
+    mods = g.mods
+    action = mods.take("inc", "dec")
+    if not action or not mods.take("sync") or not mods.take("aligned") or not mods.take("u32"):
+        raise g.unknown("forms other than .inc or .dec .sync.aligned.u32")
+    count = as_immediate(ins.operands[0])
+    if count is None or count % 8 or not 24 <= count <= 256:
+        raise g.unknown("a count that is not a multiple of 8 from 24 to 256")
+    g.finish(g.pc + 1)
+    g.emit(f"E.registers.change(C, {count}, {action == 'inc'}, {g.pc})")
+    g.ended = True

@@ -1,0 +1,223 @@
+"""Places kernel arguments: arrays in device memory, values in the parameter bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashgen.shared.tensormap import MAP_ALIGN
+from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.machine.map_bytes import encoded, in_parameters
+from ptx_emulator.machine.tma import TensorMap
+from ptx_emulator.ptx.program import GLOBAL_BASE, PtxProgram
+from ptx_emulator.ptx.syntax import Variable
+from ptx_emulator.state.memory import PARAM_WINDOW, Allocation, Array, GlobalMemory
+
+
+def _items(value: Any) -> Iterator[tuple[int, Array]]:
+    """The numpy arrays of device memory in an argument, with the number of their field."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.reshape(-1).tolist()
+    if isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            for _, array in _items(item):
+                yield place, array
+    elif isinstance(value, TensorMap):
+        yield 0, value.array
+    elif isinstance(value, np.ndarray):
+        yield 0, value
+
+
+class DeviceArguments:
+    """The arguments of a launch, placed in device memory.
+
+    Attributes:
+        memory: every buffer and module variable.
+        maps: addresses of the tensor maps: in the window of parameters, or in ``memory``.
+        started: bytes of the tensor maps in ``memory``.
+        parameters: the bytes of the kernel's parameters.
+
+    Raises:
+        LaunchArguments: they do not fit the kernel's parameters.
+    """
+
+    def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
+        self.program = program
+        self.memory = GlobalMemory(GLOBAL_BASE, program.constant_bytes)
+        self.maps: list[int] = []
+        self.started: dict[int, bytes] = {}
+        self.addresses: dict[int, int] = {}  # id of an array -> device address
+        params = self.program.params
+        if len(args) != len(params):
+            raise self.error(
+                "the number of arguments differs from the number of kernel parameters",
+                f"{len(args)} given; the kernel has {len(params)}: "
+                + ", ".join(p.name for p in params),
+                "pass one per parameter; None for a hidden pointer",
+            )
+        self._variables()
+        self._place(args)
+        self.parameters = bytearray(self.program.param_bytes)
+        for number, (value, param) in enumerate(zip(args, params, strict=True)):
+            at = self.program.params_at[param.name]
+            self.parameters[at : at + param.size] = self._one(number, value, param)
+        self.memory.commit()
+        self._relocate()
+
+    def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
+        where = f"kernel {self.program.name}"
+        return LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+
+    def _variables(self) -> None:
+        for name, address in self.program.constants.items():
+            variable = self.program.variables[name]
+            data = variable.init or bytes(variable.size)
+            self.memory.fixed(address, variable.size, f"the module variable {name}", data)
+
+    def _relocate(self) -> None:
+        """Adds the addresses of module variables that initialisers refer to."""
+        for name, address in self.program.constants.items():
+            for offset, target in self.program.variables[name].relocations:
+                place = self.memory.span(address + offset, 8).view(np.uint64)
+                place += np.uint64(self.program.constants[target])
+
+    def _place(self, args: Sequence[Any]) -> None:
+        """Creates one allocation per array; arrays that overlap on the host share one."""
+        found: list[tuple[int, int, int, str, Array]] = []
+        for number, value in enumerate(args):
+            for place, item in _items(value):
+                label = f"argument {number}"
+                if item is not value and not isinstance(value, TensorMap):
+                    label += f", field {place}"
+                low, high = np.lib.array_utils.byte_bounds(item)
+                if item.size == 0:
+                    low = high = item.ctypes.data
+                found.append((low, high, id(item), label, item))
+        found.sort(key=lambda f: (f[0], f[1]))
+        place = 0
+        while place < len(found):
+            low, high, _, label, _ = found[place]
+            end = place + 1
+            while end < len(found) and found[end][0] < high:
+                high = max(high, found[end][1])
+                end += 1
+            group = found[place:end]
+            labels = list(dict.fromkeys(f[3] for f in group))
+            allocation = self._allocate(low, high, " and ".join(labels), [f[4] for f in group])
+            for start, _, key, _, item in group:
+                first = item.ctypes.data if item.size else start
+                self.addresses[key] = allocation.start + first - low
+            place = end
+
+    def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
+        size = high - low
+        host = None
+        if size:
+            raw = (ctypes.c_uint8 * size).from_address(low)
+            host = np.ctypeslib.as_array(raw)
+        allocation = self.memory.allocate(size, low % 16, label, host)
+        allocation.writable = any(a.flags.writeable for a in arrays)
+        return allocation
+
+    def _one(self, number: int, value: Any, param: Variable) -> bytes:
+        """The bytes of one parameter."""
+        if isinstance(value, (tuple, list)):
+            at = PARAM_WINDOW + self.program.params_at[param.name]
+            # CUtensorMap is aligned to 64 bytes in CUDA 12: the alignment of the struct shows it.
+            align = min(param.align, MAP_ALIGN)
+            data: bytes | None = self._struct(number, value, at, align)
+        elif isinstance(value, np.void):
+            data = value.tobytes()
+        else:
+            if isinstance(value, TensorMap) and param.size == 8:
+                value = np.array([value], object)  # a pointer to a map in global memory
+            at = PARAM_WINDOW + self.program.params_at[param.name]
+            data = value if isinstance(value, bytes) else self._reference(number, value, at)
+        if data is None:
+            return self._number(number, value, param)
+        if len(data) != param.size:
+            raise self.error(
+                f"argument {number} does not fit its parameter",
+                f"{len(data)} bytes given; {param.name} has {param.size}",
+                "pass arrays or None for pointers and numbers of the parameter's type",
+            )
+        return data
+
+    def _reference(self, number: int, value: Any, at: int) -> bytes | None:
+        """The bytes of a pointer or of a tensor map at address ``at``; None for other values."""
+        if isinstance(value, TensorMap):
+            self.maps.append(at)
+            data = encoded(value, self.addresses[id(value.array)])
+            if not in_parameters(at):
+                self.started[at] = data
+            return data
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            return self._placed_struct(number, value).to_bytes(8, "little")
+        if isinstance(value, np.ndarray):
+            return self.addresses[id(value)].to_bytes(8, "little")
+        return bytes(8) if value is None else None
+
+    def _number(self, number: int, value: Any, param: Variable) -> bytes:
+        size = param.size
+        is_float = isinstance(value, (float, np.floating)) or param.type[0] == "f"
+        if isinstance(value, np.generic) and value.dtype.itemsize == size and param.type[0] == "b":
+            return value.tobytes()
+        try:
+            if is_float:
+                if param.type[0] in "us":
+                    if isinstance(value, np.generic) and value.dtype.itemsize == size:
+                        return value.tobytes()
+                    raise TypeError("a float for an integer parameter")
+                return struct.pack("<" + {2: "e", 4: "f", 8: "d"}[size], float(value))
+            whole = int(value)
+            if not -(1 << (8 * size - 1)) <= whole < 1 << (8 * size):
+                raise OverflowError(f"{whole} does not fit {size} bytes")
+            return (whole & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        except (TypeError, KeyError, ValueError, OverflowError) as problem:
+            raise self.error(
+                f"argument {number} does not fit its parameter",
+                f"{value!r} for {param.name} of type .{param.type}: {problem}",
+                "pass arrays or None for pointers and numbers of the parameter's type",
+            ) from None
+
+    def _placed_struct(self, number: int, value: Array) -> int:
+        """The address of a struct in global memory, an array of objects."""
+        key = id(value)
+        if key not in self.addresses:
+            items = value.reshape(-1).tolist()
+            marks = len(self.maps)
+            size = len(self._struct(number, items, 0))  # at address 0, to find the size
+            del self.maps[marks:]
+            label = f"the struct of argument {number}"
+            allocation = self.memory.allocate(size, 0, label, None)
+            self.addresses[key] = allocation.start
+            data = self._struct(number, items, allocation.start)
+            self.memory.preset.append((allocation.start, data))
+        return self.addresses[key]
+
+    def _struct(
+        self, number: int, items: Sequence[Any], at: int, map_align: int = MAP_ALIGN
+    ) -> bytes:
+        """The bytes of a struct at address ``at``, with the alignment of C."""
+        data = bytearray()
+        widest = 1
+        for place, item in enumerate(items):
+            align = map_align if isinstance(item, TensorMap) else 1
+            part = self._reference(number, item, at + len(data) + -len(data) % align)
+            if isinstance(item, np.generic):
+                part = item.tobytes()
+            if part is None:
+                raise self.error(
+                    f"field {place} of argument {number} has no size",
+                    f"{item!r} is a {type(item).__name__}",
+                    "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
+                )
+            align = align if isinstance(item, TensorMap) else len(part)
+            widest = max(widest, align)
+            data += bytes(-len(data) % align) + part
+        data += bytes(-len(data) % widest)
+        return bytes(data)

@@ -1,0 +1,355 @@
+"""The sixteen named barriers of a block, and barrier.cluster, whose arrive and wait are two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashgen.shared.errors import EmulatorError
+from ptx_emulator.checks.clocks import NAMED_BARRIERS
+from ptx_emulator.errors import DeadlockError, RaceError, way_out
+from ptx_emulator.state.cohort import Cohort, WaitsAtBarrier, WaitsForCluster, spread
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Site, Wave
+
+REDUCTIONS = {"and": np.logical_and, "or": np.logical_or, "popc": np.add}
+
+
+class Barriers:
+    """Barriers of the blocks of a wave."""
+
+    def __init__(self, machine: Wave, blocks: int) -> None:
+        self.machine = machine
+        self.arrived = np.zeros((blocks, 16), np.int64)  # threads
+        self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
+        self.latest = np.zeros((blocks, 16, 2), np.int64)  # the last arrival: warp, instruction
+        # Clocks of the warps when they arrived: since the last completion, and before it.
+        self.arrivals = np.zeros((blocks, 16, machine.cluster_warps), np.int64)
+        self.completed = np.zeros_like(self.arrivals)
+        self.votes: dict[tuple[int, int], list[Array]] = {}
+
+    def arrive(
+        self,
+        cohort: Cohort,
+        number: Any,
+        count: Any,
+        blocking: bool,
+        pc: int,
+        vote: Any = None,
+        result: tuple[int, str, str] | None = None,
+    ) -> None:
+        """Rows of ``cohort`` arrive at barrier ``number``; it counts ``count`` threads (0: all)."""
+        m = self.machine
+        ids, counts = (
+            np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
+            for value in (number, count)
+        )
+        self._validate(cohort, ids, counts, pc)
+        counts = np.where(counts > 0, counts, -1)
+        blocks = m.row_block[cohort.rows]
+        cohort.pc = pc + 1
+        if m.shared_races:
+            self._in_turn(cohort, blocks, ids, pc)
+        if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
+            if m.shared_races:
+                self._order_all(cohort, blocks, ids)
+            return
+        np.add.at(self.arrived, (blocks, ids), 32)
+        self._same_count(cohort, blocks, ids, counts, pc)
+        self.expected[blocks, ids] = counts
+        self.latest[blocks, ids] = np.stack([cohort.rows, np.full(cohort.n, pc)], axis=1)
+        self._demand_room(blocks, ids)
+        if m.shared_races:
+            m.shared_races.synchronise_lanes(cohort, None)
+            clocks = m.shared_races.clocks
+            self.arrivals[blocks, ids, m.row_member[cohort.rows]] = clocks.clock[cohort.rows]
+            clocks.publish(cohort.rows, self._slots(blocks, ids))
+        if vote is not None:
+            values, lanes = spread(vote, cohort.n), cohort.full_mask()
+            for row in range(cohort.n):
+                entry = self.votes.setdefault((int(blocks[row]), int(ids[row])), [])
+                entry.append(values[row][lanes[row]])
+        if blocking:
+            cohort.waits = WaitsAtBarrier(pc, ids, result)
+        self.complete(np.unique(blocks))
+
+    def _slots(self, blocks: Array, ids: Array) -> Array:
+        """The slots of the clocks for barriers of blocks: each rank of a cluster has its own."""
+        return blocks % self.machine.cluster_size * NAMED_BARRIERS + ids
+
+    def _order_all(self, cohort: Cohort, blocks: Array, ids: Array) -> None:
+        """All warps of some blocks have passed a barrier together."""
+        m = self.machine
+        races = m.shared_races
+        assert races is not None
+        if m.cluster_size == 1:
+            races.barrier_of_all(np.unique(blocks))
+            return
+        slots = self._slots(blocks, ids)
+        races.synchronise_lanes(cohort, None)
+        races.clocks.publish(cohort.rows, slots)
+        races.clocks.acquire(cohort.rows, slots)
+        races.clocks.published[m.row_cluster[cohort.rows], slots] = 0
+
+    def _validate(self, cohort: Cohort, ids: Array, counts: Array, pc: int) -> None:
+        bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
+        if bad.any():
+            row = int(np.argmax(bad))
+            what = "a barrier with a number or thread count that PTX does not allow"
+            numbers = f"barrier {ids[row]}, {counts[row]} threads"
+            way_out = "numbers are 0 to 15, counts multiples of 32"
+            self.machine.fail(EmulatorError, what, Site(cohort, pc, row), numbers, way_out)
+
+    def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
+        """Whether all warps of the blocks arrive together at an idle barrier, the common case."""
+        m = self.machine
+        if (ids != ids[0]).any():
+            return False
+        here = np.bincount(blocks, minlength=len(self.arrived))
+        present = here > 0
+        alive = m.live_warps[present]
+        wanted = np.where(counts[0] > 0, counts[0] // 32, alive)
+        whole = (here[present] == alive) & (alive == wanted)
+        return bool(whole.all() and not self.arrived[present, int(ids[0])].any())
+
+    def _same_count(
+        self, cohort: Cohort, blocks: Array, ids: Array, counts: Array, pc: int
+    ) -> None:
+        before = self.expected[blocks, ids]
+        first: dict[tuple[int, int], int] = {}
+        for row, key in enumerate(zip(blocks.tolist(), ids.tolist(), strict=True)):
+            other = int(before[row]) or first.setdefault(key, int(counts[row]))
+            if other != counts[row]:
+                self.machine.fail(
+                    EmulatorError,
+                    "warps meet at one barrier with different thread counts",
+                    Site(cohort, pc, row),
+                    f"barrier {ids[row]}: {counts[row]} here, {other} before "
+                    "(-1: all threads of the block)",
+                    "use the same count in every bar.sync and bar.arrive of a barrier",
+                )
+
+    def _in_turn(self, cohort: Cohort, blocks: Array, ids: Array, pc: int) -> None:
+        """Checks that warps have seen the last use of a barrier complete before they use it again.
+
+        Otherwise they may count as arrivals of that use.
+        """
+        m, before = self.machine, self.completed[blocks, ids]
+        assert m.shared_races is not None
+        rows = cohort.rows
+        twice = self.arrivals[blocks, ids, m.row_member[rows]] > 0
+        if not before.any() and not twice.any():
+            return
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
+        late = before > seen[:, : m.cluster_warps]
+        bad = twice | late.any(axis=1)
+        if not bad.any():
+            return
+        row = int(np.argmax(bad))
+        last = m.program.describe(int(self.latest[blocks[row], ids[row], 1]))
+        others = [m.member_name(other) for other in np.flatnonzero(late[row]).tolist()]
+        who = "this warp" if twice[row] else ", ".join(others)
+        m.fail(
+            RaceError,
+            "a warp arrives at a barrier again, and nothing shows it that the last use of the "
+            "barrier is complete: it may count as an arrival of that use",
+            Site(cohort, pc, row),
+            f"barrier {ids[row]}, used by {who}: {last}",
+            "use another barrier, or wait for the warps that took part (bar.sync) in between",
+        )
+
+    def _demand_room(self, blocks: Array, ids: Array) -> None:
+        """Checks that no more threads have arrived together than a barrier counts."""
+        m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
+        above = (expected > 0) & (arrived > expected)
+        if above.any():
+            which = int(np.argmax(above))
+            row, pc = self.latest[blocks[which], ids[which]].tolist()
+            raise EmulatorError(
+                "more threads arrive at a barrier than it counts: which of them it lets pass "
+                "together depends on their order",
+                where=m.place(row, None, pc),
+                numbers=f"barrier {ids[which]}: {arrived[which]} of {expected[which]} threads",
+                way_out="count all threads that use the barrier together, or use several barriers",
+            )
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: every arrival must have been needed.
+
+        Raises:
+            DeadlockError: threads have arrived at a barrier that never completed.
+        """
+        m = self.machine
+        left = self.arrived > 0
+        if not m.check or "barrier_left_incomplete" in m.allow or not left.any():
+            return
+        block, barrier = (int(i) for i in np.argwhere(left)[0])
+        row, pc = self.latest[block, barrier].tolist()
+        raise DeadlockError(
+            "a block ends while threads have arrived at a barrier that never completes",
+            where=m.place(row, None, pc),
+            numbers=f"barrier {barrier}: {self.arrived[block, barrier]} of "
+            f"{self.expected[block, barrier]} threads have arrived",
+            way_out="let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier "
+            "counts" + way_out("barrier_left_incomplete"),
+        )
+
+    def after_exit(self, blocks: Array) -> None:
+        """Releases barriers of all threads of a block that waited for exited warps only."""
+        if len(blocks) and self.arrived[blocks].any():
+            self.complete(blocks)
+
+    def complete(self, blocks: Array) -> None:
+        """Releases every barrier of some blocks at which all expected threads have arrived."""
+        m = self.machine
+        arrived, expected = self.arrived[blocks], self.expected[blocks]
+        target = np.where(expected > 0, expected, m.live_warps[blocks][:, None] * 32)
+        full = (arrived >= target) & (arrived > 0)
+        for place, barrier in np.argwhere(full):
+            self._release(int(blocks[place]), int(barrier), arrived[place, barrier])
+
+    def _release(self, block: int, barrier: int, arrived: int) -> None:
+        m = self.machine
+        self.arrived[block, barrier] = 0
+        self.expected[block, barrier] = 0
+        self.completed[block, barrier] = self.arrivals[block, barrier]
+        self.arrivals[block, barrier] = 0
+        votes = self.votes.pop((block, barrier), None)
+        waiting = []
+        for c in list(m.cohorts):
+            if not isinstance(c.waits, WaitsAtBarrier):
+                continue
+            free = (m.row_block[c.rows] == block) & (c.waits.ids == barrier)
+            if free.any():
+                waiting.append(self._free(c, free, votes))
+        if m.shared_races:
+            rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
+            slot = int(self._slots(np.array([block]), np.array([barrier]))[0])
+            m.shared_races.clocks.release(rows, block // m.cluster_size, slot)
+
+    def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
+        m, waits = self.machine, c.waits
+        released = c
+        c.waits = None
+        if not free.all():
+            released, rest = m.split(c, free, c.pc, c.pc)
+            rest.waits = WaitsAtBarrier(waits.pc, waits.ids[~free], waits.result)
+        if waits.result is not None and votes is not None:
+            register, operation, dtype = waits.result
+            lanes = np.concatenate(votes)
+            value = REDUCTIONS[operation].reduce(lanes.astype(np.int64))
+            released.registers[register] = np.dtype(dtype).type(value)
+        return released
+
+    def describe(self, c: Cohort) -> list[str]:
+        """What the warps of a waiting cohort wait for, for the deadlock report."""
+        ids = c.waits.ids
+        return [
+            f"{self.machine.warps_text(c.rows[ids == barrier])}, {self._state(c, barrier)}"
+            for barrier in np.unique(ids).tolist()
+        ]
+
+    def _state(self, c: Cohort, barrier: int) -> str:
+        m, waits = self.machine, c.waits
+        block = int(m.row_block[c.rows[np.argmax(waits.ids == barrier)]])
+        expected = int(self.expected[block, barrier])
+        if expected <= 0:
+            expected = int(m.live_warps[block]) * 32
+        return (
+            f"waits at barrier {barrier}: {int(self.arrived[block, barrier])} of {expected} "
+            f"threads have arrived; {m.program.describe(waits.pc)}"
+        )
+
+
+class ClusterBarrier:
+    """The barrier of each cluster of a wave; phases are numbered from 1."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        rows = len(machine.row_block)
+        self.arrived = np.zeros(rows, np.int64)  # newest phase in which each warp has arrived
+        self.passed = np.zeros(rows, np.int64)  # newest phase that each warp has waited for
+        self.used = False
+        self.complete = np.zeros(len(machine.cluster_ids), np.int64)
+        self.slot = -1  # slot of the clocks published in this phase; slot + 1: in the previous one
+
+    def arrive(self, cohort: Cohort, pc: int) -> None:
+        """barrier.cluster.arrive: never blocks."""
+        m = self.machine
+        cohort.pc = pc + 1
+        self.used = True
+        self._demand(cohort, pc, False, "arrives twice")
+        self.arrived[cohort.rows] += 1
+        clusters = np.unique(m.row_cluster[cohort.rows])
+        if m.shared_races:
+            if self.slot < 0:
+                self.slot = m.shared_races.clocks.new_slots(2)
+            m.shared_races.synchronise_lanes(cohort, None)
+            m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
+        self.check(clusters)
+
+    def wait(self, cohort: Cohort, pc: int) -> None:
+        """barrier.cluster.wait: blocks until all threads of the cluster have arrived."""
+        m = self.machine
+        cohort.pc = pc + 1
+        self._demand(cohort, pc, True, "waits without arriving")
+        ready = self.complete[m.row_cluster[cohort.rows]] >= self.arrived[cohort.rows]
+        done, waiting = (cohort, None) if ready.all() else (None, cohort)
+        if ready.any() and not ready.all():
+            done, waiting = m.split(cohort, ready, pc + 1, pc)
+        if waiting is not None:
+            waiting.pc = pc
+            waiting.waits = WaitsForCluster(pc)
+        if done is not None:
+            self.passed[done.rows] = self.arrived[done.rows]
+            if m.shared_races:
+                m.shared_races.clocks.acquire(done.rows, np.full(done.n, self.slot + 1))
+
+    def check(self, clusters: Array) -> None:
+        """Completes the phases of clusters whose threads have all arrived or exited."""
+        m = self.machine
+        for cluster in clusters.tolist():
+            rows = self._rows(cluster)
+            rows = rows[m.alive[rows].any(axis=1)]
+            if not len(rows) or (self.arrived[rows] <= self.complete[cluster]).any():
+                continue
+            self.complete[cluster] += 1
+            if m.shared_races:
+                published = m.shared_races.clocks.published[cluster]
+                published[self.slot + 1] = published[self.slot]
+                published[self.slot] = 0
+            for c in m.cohorts:
+                if isinstance(c.waits, WaitsForCluster):
+                    c.waits = None
+
+    def _rows(self, cluster: int) -> Array:
+        warps = self.machine.cluster_warps
+        return np.arange(cluster * warps, (cluster + 1) * warps)
+
+    def describe(self, c: Cohort) -> list[str]:
+        """What a waiting cohort waits for, for the deadlock report."""
+        m, pc = self.machine, c.waits.pc
+        cluster = int(m.row_cluster[c.rows[0]])
+        rows = self._rows(cluster)
+        missing = m.alive[rows].any(axis=1) & (self.arrived[rows] <= self.complete[cluster])
+        names = " ".join(map(str, np.flatnonzero(missing)))
+        return [
+            f"{m.warps_text(c.rows)}, waits at the cluster barrier: of its {len(rows)} warps "
+            f"{names} have not arrived; {m.program.describe(pc)}"
+        ]
+
+    def _demand(self, cohort: Cohort, pc: int, inside: bool, problem: str) -> None:
+        """Checks that warps are, or are not, between an arrive and its wait."""
+        fine = (self.arrived[cohort.rows] > self.passed[cohort.rows]) == inside
+        if fine.all():
+            return
+        row = int(np.argmin(fine))
+        self.machine.fail(
+            EmulatorError,
+            f"a warp {problem} at the cluster barrier",
+            Site(cohort, pc, row),
+            f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
+            f"{self.passed[cohort.rows[row]]} times",
+            "follow every barrier.cluster.arrive by one barrier.cluster.wait",
+        )

@@ -1,0 +1,616 @@
+"""Bulk copies and reductions between global and shared memory, with and without tensor maps.
+
+A copy is executed as late as possible: a copy into shared memory when no warp can run, a copy out
+of shared memory when its thread waits for its group. Until then it is in flight and the destination
+is unchanged, so that a missing wait changes the results. With an order_seed, copies are executed at
+random times.
+
+For races in global memory a copy into shared memory counts as a read by the issuing warp at the
+time of issue, and one out of shared memory as a write from then until its thread waits for it
+without .read. A missing proxy fence for global memory is not detected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ptx_emulator.checks.bounds import check_aligned, check_window, check_writable
+from ptx_emulator.checks.copy_sources import CopySource
+from ptx_emulator.checks.shadow import SharedAccess
+from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
+from ptx_emulator.errors import (
+    LaunchArguments,
+    MbarrierMisuse,
+    OutOfBounds,
+    RaceError,
+    UnknownInstruction,
+    way_out,
+)
+from ptx_emulator.isa.atomics import combine
+from ptx_emulator.isa.cluster import remote, resolved
+from ptx_emulator.machine.map_bytes import PlacedMap
+from ptx_emulator.machine.tma import (
+    CHUNK_BYTES,
+    WIDEST_BYTES,
+    Boxes,
+    boxes,
+    lowest_bit,
+    overlapping,
+    places,
+)
+from ptx_emulator.ptx.register_types import DTYPE
+from ptx_emulator.state.cohort import Cohort, SingleThreads, active, spread
+from ptx_emulator.state.memory import SHIFT, Array
+from ptx_emulator.state.wave import Site, Wave
+
+_TENSOR_ALIGN = 128
+_BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
+_TYPES = {
+    "add": ("f16", "bf16", "f32", "f64", "u32", "s32", "u64"),
+    "min": ("f16", "bf16", "u32", "s32", "u64", "s64"),
+    "max": ("f16", "bf16", "u32", "s32", "u64", "s64"),
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "and": _BITS,
+    "or": _BITS,
+    "xor": _BITS,
+}
+
+
+@dataclass(eq=False)
+class BulkTransfer:
+    """The copies that one execution of an instruction started, one per row of ``issued``.
+
+    Attributes:
+        box: their bytes in global memory, as offsets into `GlobalMemory.flat`.
+        start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
+        blocks: the block of the wave in whose shared memory each box lies, (n,).
+        reduction: operation and type.
+        barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
+            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns).
+        source: what copies into shared memory read; None without checkers.
+        groups: number of the group (n,) of copies out of shared memory; ``column``, ``time``: the
+            agent and the time of their reads; ``waited``: whether their threads have waited (n,).
+    """
+
+    issued: SingleThreads
+    pc: int
+    box: Boxes
+    start: Array
+    shared_offsets: Array
+    blocks: Array
+    reduction: tuple[str, str] | None
+    barriers: Array | None = None
+    writes: Array | None = None
+    known: Array | None = None
+    source: CopySource | None = None
+    groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    column: int = 0
+    time: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.waited = np.zeros(self.issued.n, bool)
+        self.size = self.shared_offsets.shape[1] * self.box.unit  # of each copy, in shared memory
+
+    def part(self, which: Array) -> BulkTransfer:
+        """The copies of the threads ``which``; for copies out of shared memory."""
+        box = self.box
+        return replace(
+            self,
+            issued=self.issued.some(which),
+            box=replace(
+                box,
+                offsets=box.offsets[which],
+                inside=None if box.inside is None else box.inside[which],
+                wide_offsets=box.wide_offsets[which],
+            ),
+            start=self.start[which],
+            shared_offsets=self.shared_offsets[which],
+            blocks=self.blocks[which],
+            groups=self.groups[which],
+        )
+
+    def spans(self) -> tuple[Array, int]:
+        """Offsets of whole boxes in `Wave.shared` in the largest aligned units, and their size."""
+        size = lowest_bit(np.append(self.start, self.size), WIDEST_BYTES)
+        return self.start[:, None] + np.arange(self.size // size) * size, size
+
+    def in_shared(self) -> tuple[Array, Array, int]:
+        """Copies with units inside the tensor, their offsets in `Wave.shared`, and the unit."""
+        if self.box.inside is None:
+            return np.arange(self.issued.n), *self.spans()
+        return *_touched(self.box.inside, self.shared_offsets), self.box.unit
+
+    def in_global(self) -> tuple[Array, Array, int]:
+        """Copies with units inside the tensor, their offsets in global memory, and the unit."""
+        box = self.box
+        if box.inside is None:
+            return np.arange(self.issued.n), box.wide_offsets, box.wide_unit
+        return *_touched(box.inside, box.offsets), box.unit
+
+
+def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
+    """Copies with units inside, and their offsets; units outside repeat the first inside."""
+    some = np.flatnonzero(inside.any(axis=1))
+    inside, offsets = inside[some], offsets[some]
+    first = offsets[np.arange(len(some)), inside.argmax(axis=1)]
+    return some, np.where(inside, offsets, first[:, None])
+
+
+def boxes_at(
+    m: Wave, site: Site, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
+) -> Boxes:
+    """The boxes of a tensor, checked, as offsets into `GlobalMemory.flat`."""
+    spec, base = tensor.spec, tensor.base
+    if spec.swizzle and spec.inner_bytes < spec.swizzle:
+        what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
+        numbers = f"{spec.inner_bytes} bytes, span {spec.swizzle}"
+        way_out = "pass a map and operands that fit the instruction"
+        m.fail(LaunchArguments, what, site, numbers, way_out)
+    if tensor.before and load:
+        what = "a load by a tensor map that begins before its array"
+        way_out = "begin the map at the array: addresses of 64 bits may wrap around"
+        m.fail(OutOfBounds, what, site, f"{tensor.before:,} B before it", way_out)
+    first = base - tensor.before
+    box = boxes(spec, first, coordinates)
+    check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
+    if tensor.before or spec.wraps_around:
+        _check_box(m, site, box, tensor.before, tensor.bytes)
+    m.memory.touched = [m.memory.find(base)]
+    shift = first - m.memory.base
+    return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
+
+
+def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
+    bad = (at < 0) | (at + size > m.shared_size)
+    if bad.any():
+        which = int(np.argmax(bad))
+        what = "a bulk copy extends beyond shared memory"
+        numbers = f"{size:,} bytes at offset {int(at[which]):,} of {m.shared_size:,} bytes"
+        way_out = "check the address and the box, or pass a larger shared_bytes"
+        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
+    check_aligned(m, site.cohort, at[:, None], None, align, site.pc, "shared")
+
+
+def _check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
+    """Checks that boxes lie in the bytes of an array that begins ``before`` bytes after the map."""
+    at = box.offsets - before
+    bad = (at < 0) | (at + box.unit > size)
+    if box.inside is not None:
+        bad &= box.inside
+    if bad.any():
+        which, unit = np.unravel_index(np.argmax(bad), bad.shape)
+        what = "a box of a tensor map extends beyond its array"
+        numbers = f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes"
+        way_out = "check the coordinates against the rows of the array"
+        m.fail(OutOfBounds, what, site._replace(row=int(which)), numbers, way_out)
+
+
+def check_global(m: Wave, site: Site, at: Array, size: int, write: bool) -> None:
+    memory = m.memory
+    index = np.searchsorted(memory.starts, at, "right") - 1
+    bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
+    if bad.any():
+        which = int(np.argmax(bad))
+        what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
+        numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
+        way_out = "check the index against the array that was passed"
+        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
+    check_aligned(m, site.cohort, at[:, None], None, CHUNK_BYTES, site.pc, "global")
+    memory.touched = np.unique(index).tolist()
+
+
+def check_reduction(m: Wave, site: Site, operation: str, kind: str) -> None:
+    if kind not in _TYPES.get(operation, ()):
+        what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
+        numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
+        m.fail(UnknownInstruction, what, site, numbers, "add it to ptx_emulator/machine/py")
+
+
+def count_transfer(m: Wave, t: BulkTransfer, into: bool) -> None:
+    """Counts a copy, and marks the buffers that it modifies."""
+    counters, taken = m.counters, t.box.bytes
+    moved = t.size * t.issued.n if into else taken
+    if into:
+        kind = READ
+        counters.global_read_bytes += taken
+        counters.global_read_sectors += t.box.sectors
+        counters.shared_write_bytes += moved
+    else:
+        kind = WRITE if t.reduction is None else ATOMIC
+        counters.shared_read_bytes += moved
+        counters.global_write_bytes += taken
+        counters.global_write_sectors += t.box.sectors
+        counters.global_read_bytes += 0 if t.reduction is None else taken
+        check_writable(m, "bulk copy", Site(t.issued, t.pc), f"{taken:,} bytes")
+    if m.recorder is not None:
+        box = t.box
+        m.recorder.bulk(t.issued, box.offsets, box.inside, box.unit, moved, t.pc, kind)
+
+
+_KINDS = {
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"},
+}
+_KEPT = 64  # completed copies whose sources are still watched
+_FIT = "pass a map and operands that fit the instruction"
+
+
+class _Store(NamedTuple):
+    """Bulk copies into global memory, whose threads have not waited for them but by .read.
+
+    Attributes:
+        groups: the number of the group of each thread (n,).
+        offsets: in global memory, of ``size`` bytes each (n, k).
+    """
+
+    issued: SingleThreads
+    groups: Array
+    offsets: Array
+    size: int
+
+    def some(self, which: Array) -> _Store:
+        """The copies of the threads ``which``."""
+        return _Store(self.issued.some(which), self.groups[which], self.offsets[which], self.size)
+
+
+class BulkCopies:
+    """All bulk copies of a wave that are in flight; groups are counted per thread."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self.incoming: list[BulkTransfer] = []
+        self.outgoing: list[BulkTransfer] = []
+        # The latest copies into shared memory that have completed.
+        self.landed: deque[BulkTransfer] = deque(maxlen=_KEPT)
+        self.stores: list[_Store] = []
+        self.committed = np.zeros((len(machine.row_block), 32), np.int64)
+
+    # ---- what instructions start
+
+    def tensor(
+        self,
+        cohort: Cohort,
+        lanes: Any,
+        pc: int,
+        shared: Any,
+        map_at: Any,
+        coordinates: tuple[Any, ...],
+        barrier: Any,
+        mode: tuple[str | None, Any],
+    ) -> None:
+        """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given.
+
+        ``mode`` holds the reduction, and the mask of the blocks of a multicast.
+        """
+        m, (operation, mask) = self.machine, mode
+        values = (shared, map_at, barrier, mask, *coordinates)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            where = np.stack(at[4:], axis=1).astype(np.int32).astype(np.int64)
+            for address in np.unique(at[1]).tolist():
+                chosen = at[1] == address
+                some = issued.some(chosen)
+                site = Site(some, pc)
+                tensor = m.maps.at(site, address)
+                spec = tensor.spec
+                if len(coordinates) != len(spec.dims):
+                    m.fail(
+                        LaunchArguments,
+                        "a tensor copy whose number of dimensions differs from its map",
+                        site,
+                        f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
+                        _FIT,
+                    )
+                load = barrier is not None
+                box = boxes_at(m, site, tensor, where[chosen], at[0][chosen], load=load)
+                reduction = None
+                if operation is not None:
+                    reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
+                    if overlapping(spec):
+                        what = "a reduction of a box with repeated elements"
+                        m.fail(LaunchArguments, what, site, repr(spec), _FIT)
+                to = places(spec, at[0][chosen], box.unit)
+                signal = None if barrier is None else at[2][chosen]
+                blocks = self.targets[chosen]
+                self._start(some, pc, box, (at[0][chosen], blocks), to, signal, reduction)
+
+    def plain(
+        self,
+        cohort: Cohort,
+        lanes: Any,
+        pc: int,
+        shared: Any,
+        device_address: Any,
+        size: Any,
+        barrier: Any,
+        mode: tuple[tuple[str, str] | None, Any],
+    ) -> None:
+        """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
+        m, (reduction, mask) = self.machine, mode
+        values = (shared, device_address, barrier, mask, size)
+        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
+            for count in np.unique(at[4]).tolist():
+                chosen = at[4] == count
+                some = issued.some(chosen)
+                site = Site(some, pc)
+                if count % CHUNK_BYTES or count <= 0:
+                    what = "a bulk copy whose size is not a multiple of 16 bytes"
+                    m.fail(LaunchArguments, what, site, f"{count} bytes", _FIT)
+                to, address = at[0][chosen], at[1][chosen]
+                check_shared(m, site, to, count, CHUNK_BYTES)
+                check_global(m, site, address, count, barrier is None)
+                first = (address - m.memory.base)[:, None]
+                steps = np.arange(count // CHUNK_BYTES) * CHUNK_BYTES
+                wide = lowest_bit(np.append(first, count), WIDEST_BYTES)
+                box = Boxes(
+                    unit=CHUNK_BYTES,
+                    offsets=first + steps,
+                    inside=None,
+                    wide_unit=wide,
+                    wide_offsets=first + np.arange(count // wide) * wide,
+                    bytes=count * some.n,
+                    sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
+                )
+                signal = None if barrier is None else at[2][chosen]
+                start = (to, self.targets[chosen])
+                self._start(some, pc, box, start, to[:, None] + steps, signal, reduction)
+
+    def _threads(
+        self, cohort: Cohort, lanes: Any, values: Any, pc: int, multicast: bool
+    ) -> list[tuple[SingleThreads, list[Array]]]:
+        """The active threads of a cohort with their operands (n,); empty if there are none.
+
+        The operands are the addresses in shared memory, in global memory and of the mbarrier, the
+        mask of a multicast, and others. A thread is repeated for each block of its multicast.
+        ``targets`` are the blocks in whose shared memory the copies lie.
+        """
+        m = self.machine
+        place, lane = np.nonzero(active(cohort, lanes))
+        if not len(place):
+            return []
+        found = [
+            np.zeros(len(place), np.int64) if v is None else spread(v, cohort.n)[place, lane]
+            for v in values
+        ]
+        issued = SingleThreads(cohort, place, lane)
+        self.targets = m.row_block[issued.rows]
+        if remote(found[0]) or remote(found[2]):
+            targets, found[0] = resolved(m, issued, found[0][:, None], None, 1, pc)
+            self.targets, found[0] = targets[:, 0], found[0][:, 0]
+            others, found[2] = resolved(m, issued, found[2][:, None], None, 1, pc)
+            found[2] = found[2][:, 0]
+            if values[2] is not None and (others[:, 0] != self.targets).any():
+                row = int(np.argmax(others[:, 0] != self.targets))
+                what = "a bulk copy whose mbarrier lies in another block than its destination"
+                ranks = f"blocks {others[row, 0]} and {self.targets[row]} of the wave"
+                m.fail(LaunchArguments, what, Site(issued, pc, row), ranks, _FIT)
+        if multicast:
+            return [self._multicast(issued, found, pc)]
+        return [(issued, found)]
+
+    def _multicast(
+        self, issued: SingleThreads, found: list[Array], pc: int
+    ) -> tuple[SingleThreads, list[Array]]:
+        """Each thread once per block of its mask, with `targets`."""
+        m, size = self.machine, self.machine.cluster_size
+        mask = found[3].astype(np.int64)
+        wrong = (mask >> size != 0) | (mask == 0)
+        if wrong.any():
+            what = "a multicast to blocks that the cluster does not have"
+            numbers = f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks"
+            way_out = "set one bit for each rank of the cluster that takes part"
+            m.fail(LaunchArguments, what, Site(issued, pc, int(np.argmax(wrong))), numbers, way_out)
+        which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
+        copies = issued.some(which)
+        self.targets = m.row_cluster[copies.rows] * size + rank
+        return copies, [values[which] for values in found]
+
+    def _start(
+        self,
+        issued: SingleThreads,
+        pc: int,
+        box: Boxes,
+        start: tuple[Array, Array],
+        to: Array,
+        barrier: Array | None,
+        reduction: tuple[str, str] | None,
+    ) -> None:
+        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k).
+
+        ``start`` holds the first offset of each, and its block.
+        """
+        shared, blocks = start
+        base = blocks * self.machine.shared_pitch
+        t = BulkTransfer(issued, pc, box, shared + base, to + base[:, None], blocks, reduction)
+        count_transfer(self.machine, t, barrier is not None)
+        if barrier is not None:
+            self._start_in(t, barrier)
+            return
+        if reduction is not None:
+            check_reduction(self.machine, Site(issued, pc), *reduction)
+        self._start_out(t)
+
+    def _start_in(self, t: BulkTransfer, barrier: Array) -> None:
+        """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
+        m = self.machine
+        check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
+        every = np.arange(t.issued.n)
+        t.barriers, _ = m.mbarriers.at(t.issued, every, barrier, t.pc, t.blocks)
+        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, t.blocks)
+        if m.proxy is not None:
+            columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
+            t.writes = m.proxy.write(
+                SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
+            )
+        if m.shared_races is not None:
+            t.known = m.shared_races.clocks.of(t.issued.rows)
+        self._global_order(t, READ)
+        self.incoming.append(t)
+
+    def _start_out(self, t: BulkTransfer) -> None:
+        """Starts a copy out of shared memory, which reads until its group has been waited for."""
+        m, issued = self.machine, t.issued
+        t.groups = self.committed[issued.rows, issued.lane]
+        threads = m.row_member[issued.rows] * 32 + issued.lane
+        for thread in np.unique(threads).tolist():
+            chosen = threads == thread
+            part = t if chosen.all() else t.part(chosen)
+            if m.proxy is not None:
+                part.column = m.proxy.agent("bulk", thread, f"a bulk copy of thread {thread}")
+                some, where, size = part.in_shared()
+                rows = part.issued.rows[some]
+                access = SharedAccess(part.issued, rows, where, size, part.pc, some)
+                part.time = m.proxy.read(access, part.column)
+            self.outgoing.append(part)
+        self._global_order(t, WRITE if t.reduction is None else ATOMIC)
+
+    def _global_order(self, t: BulkTransfer, kind: int) -> None:
+        races = self.machine.global_races
+        if races is None or t.box.unit < CHUNK_BYTES:
+            return  # a vector of the shadow may contain bytes of two boxes
+        some, offsets, size = t.in_global()
+        if len(some) and kind == READ:
+            touched = self.machine.memory.touched
+            t.source = CopySource(touched, offsets, size, t.pc, places=some)
+        if len(some) and kind == READ:
+            races.read(t.issued.some(some), offsets, size, t.pc, None)
+        elif len(some):
+            issued = t.issued.some(some)
+            races.write(issued, offsets, size, t.pc, None, strong=kind == ATOMIC, bulk=True)
+            self.stores.append(_Store(issued, t.groups[some], offsets, size))
+
+    # ---- groups
+
+    def commit(self, cohort: Cohort, lanes: Any) -> None:
+        """cp.async.bulk.commit_group."""
+        self.committed[cohort.rows] += active(cohort, lanes)
+
+    def wait(self, cohort: Cohort, left: int, lanes: Any, reads: bool = False) -> None:
+        """cp.async.bulk.wait_group: completes all but the ``left`` newest groups of each thread.
+
+        Args:
+            reads: with .read, only what the copies read.
+        """
+        if not (self.outgoing or self.stores):
+            return
+        limit = np.full(self.committed.shape, -1, np.int64)
+        limit[cohort.rows] = np.where(active(cohort, lanes), self.committed[cohort.rows] - left, -1)
+        if not reads:
+            self._complete_stores(limit)
+        kept = []
+        for t in self.outgoing:
+            over = (t.groups < limit[t.issued.rows, t.issued.lane]) & ~t.waited
+            if over.any():
+                self.execute(t)
+                t.waited |= over
+                if self.machine.proxy is not None:
+                    rows = np.unique(t.issued.rows[over])
+                    self.machine.proxy.clocks.order_after(rows, t.column, t.time)
+            if not t.waited.all():
+                kept.append(t)
+        self.outgoing = kept
+
+    def _complete_stores(self, limit: Array) -> None:
+        """Completes the stores of groups below ``limit`` (rows, 32)."""
+        races, kept = self.machine.global_races, []
+        for store in self.stores:
+            over = store.groups < limit[store.issued.rows, store.issued.lane]
+            if races is not None and over.any():
+                done = store.some(np.flatnonzero(over))
+                races.complete(done.issued, done.offsets, done.size)
+            if not over.all():
+                kept.append(store.some(np.flatnonzero(~over)))
+        self.stores = kept
+
+    # ---- execution
+
+    def deliver(self) -> bool:
+        """Executes copies into shared memory when no cohort can run: all, or with a seed one.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self.incoming:
+            return False
+        random = self.machine.random
+        for t in list(self.incoming) if random is None else [random.choice(self.incoming)]:
+            self.execute(t)
+        return True
+
+    def at_random(self) -> None:
+        """With a seed, executes a random copy with probability 0.1."""
+        random = self.machine.random
+        flying = self.incoming + [t for t in self.outgoing if not t.done]
+        if random is not None and flying and random.random() < 0.1:
+            self.execute(random.choice(flying))
+
+    def execute(self, t: BulkTransfer) -> None:
+        """Moves the bytes of a copy."""
+        if t.done:
+            return
+        t.done = True
+        m, unit, inside = self.machine, t.box.unit, t.box.inside
+        shared, device = m.shared.view[unit], m.memory.flat.view[unit]
+        to, source = t.shared_offsets >> SHIFT[unit], t.box.offsets >> SHIFT[unit]
+        if t.barriers is not None:
+            if inside is None:
+                shared[to] = device.take(source)
+            else:
+                data = device.take(np.where(inside, source, 0))
+                data[~inside] = 0
+                shared[to] = data
+            self.incoming.remove(t)
+            blocks = t.blocks
+            gone = m.mbarriers.expected[t.barriers, blocks] == 0
+            if gone.any():
+                m.fail(
+                    MbarrierMisuse,
+                    "an mbarrier is invalidated while a bulk copy that signals it is in flight",
+                    Site(t.issued, t.pc, int(np.argmax(gone))),
+                    f"a copy of {t.size:,} bytes",
+                    "wait for the phase of the copy first",
+                )
+            if t.known is not None:
+                m.mbarriers.late.delivered(t.barriers, blocks, t.known)
+            phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
+            if m.proxy is not None and t.writes is not None:
+                m.proxy.completed(t.writes, phases + 1)
+                self.landed.append(t)
+            return
+        for row in range(t.issued.n):
+            # Sequentially: boxes of different blocks may overlap.
+            here: Any = slice(None) if inside is None else inside[row]
+            data = shared.take(to[row][here])
+            if t.reduction is not None:
+                operation, kind = t.reduction
+                dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
+                old = device.take(source[row][here]).view(dtype)
+                data = np.asarray(combine(operation, kind, old, [data.view(dtype)]))
+                data = data.astype(dtype, copy=False).view(device.dtype)
+            device[source[row][here]] = data
+
+    def finish(self) -> None:
+        """Called when the blocks of the wave have ended: no copy may still be in flight.
+
+        Raises:
+            RaceError: a copy still reads or writes the shared memory of a block that has ended.
+        """
+        if self.machine.check:
+            for t in self.incoming:
+                self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
+            for t in self.outgoing if "exit_before_bulk_store" not in self.machine.allow else ():
+                row = int(np.argmin(t.waited))
+                advice = "execute cp.async.bulk.wait_group.read first"
+                self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))
+        for t in self.incoming + self.outgoing:
+            self.execute(t)
+
+    def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
+        what = "a block ends while one of its bulk copies may be in flight"
+        numbers = f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for"
+        self.machine.fail(RaceError, what, Site(t.issued, t.pc, row), numbers, advice)

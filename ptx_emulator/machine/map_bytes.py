@@ -1,0 +1,219 @@
+"""The 128 bytes of a tensor map in device memory, and the maps that kernels use.
+
+A CUtensorMap is opaque on a GPU. Here it holds the fields below, so that a kernel may copy a map,
+and change it by tensormap.replace. Dimensions and box sides are numbers of elements, strides are
+bytes, and the numbers of types and modes are those of tensormap.replace.
+
+    0 mark   4 rank - 1   8 element type   12 interleave   16 swizzle   20 fill mode
+    24 address of the tensor   32 strides (4 of 8 bytes)   64 dimensions (5 of 4)   84 box (5 of 4)
+    104 bytes from the map's first element to the tensor   112 bytes of the tensor's array
+
+Source: PTX ISA, "Tensor" and "tensormap.replace".
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashgen.shared.errors import LaunchError
+from flashgen.shared.tensormap import MAP_BYTES, TensorMapSpec
+from ptx_emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBounds
+from ptx_emulator.isa import memory
+from ptx_emulator.isa.copies import FIELDS
+from ptx_emulator.machine.tma import TensorMap
+from ptx_emulator.state.cohort import Cohort, active, spread
+from ptx_emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
+from ptx_emulator.state.wave import Site, Wave
+
+_MARK = 0x50414D54
+_FORM = struct.Struct("<6I Q 4Q 5I 5I Q Q 8x")
+_TYPES = (
+    *("uint8", "uint16", "uint32", "int32", "uint64", "int64", "float16", "float32", None),
+    *("float64", "bfloat16"),
+)
+_SPANS = (0, 32, 64, 128)
+_KEPT = 256
+_LEAST_ALIGN = 64
+
+
+class PlacedMap(NamedTuple):
+    """A tensor map as a copy uses it: boxes, the array at ``base``, and the bytes before it."""
+
+    spec: TensorMapSpec
+    base: int
+    bytes: int
+    before: int
+
+
+def in_parameters(address: int) -> bool:
+    return PARAM_WINDOW <= address < PARAM_WINDOW + WINDOW_BYTES
+
+
+def encoded(tensor: TensorMap, base: int) -> bytes:
+    """The bytes of a map whose array lies at device address ``base``."""
+    spec = tensor.spec
+    rank = len(spec.dims)
+
+    def filled(values: tuple[int, ...], count: int, mask: int) -> list[int]:
+        return [value & mask for value in values] + [0] * (count - len(values))
+
+    return _FORM.pack(
+        *(_MARK, rank - 1, _TYPES.index(spec.dtype), 0, _SPANS.index(spec.swizzle), 0, base),
+        *filled(spec.strides, 4, (1 << 64) - 1),
+        *filled(spec.dims, 5, (1 << 32) - 1),  # 2^32 is 0
+        *filled(spec.box, 5, (1 << 32) - 1),
+        *(tensor.before, tensor.bytes),
+    )
+
+
+class TensorMaps:
+    """The tensor maps of a wave, by their addresses."""
+
+    def __init__(self, machine: Wave, known: list[int], started: dict[int, bytes]) -> None:
+        self.machine = machine
+        self._known = known  # addresses of the maps among the arguments
+        self._started = started  # bytes of those in global memory at the start of the launch
+        self._decoded: dict[bytes, PlacedMap] = {}
+        self._acquired: dict[tuple[int, int], bytes] = {}  # (warp, address) -> bytes it has seen
+
+    def at(self, site: Site, address: int) -> PlacedMap:
+        """The map at a generic address.
+
+        Raises:
+            LaunchArguments: there is none.
+            Misaligned, OutOfBounds: its address, or where its tensor lies.
+            FenceError: the kernel has changed it, and this warp has not executed the fence.
+        """
+        m = self.machine
+        data = self._bytes(address)
+        if data is None or not data.startswith(_MARK.to_bytes(4, "little")):
+            m.fail(
+                LaunchArguments,
+                "no tensor map lies at this address",
+                site,
+                f"address {address:#x}; maps among the arguments: "
+                + (", ".join(f"{at:#x}" for at in self._known) or "none"),
+                "pass an emulator.TensorMap as a __grid_constant__ parameter, or for a pointer, "
+                "and use its address",
+            )
+        if address % _LEAST_ALIGN:
+            what = "a tensor map at an address that is not aligned"
+            numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
+            way_out = f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does"
+            m.fail(Misaligned, what, site, numbers, way_out)
+        if m.check and not in_parameters(address):
+            row = int(site.cohort.rows[site.row])
+            seen = self._acquired.get((row, address), self._started.get(address))
+            if seen != data:
+                m.fail(
+                    FenceError,
+                    "a tensor map that the kernel has written is used without a proxy fence",
+                    site,
+                    f"the map at {m.memory.describe(address)}",
+                    "execute fence.proxy.tensormap::generic.acquire.gpu [map], 128 in the warp "
+                    "that uses it, after the release fence of the warp that wrote it",
+                )
+        placed = self._decoded.get(data)
+        if placed is None:
+            if len(self._decoded) >= _KEPT:
+                self._decoded.clear()
+            placed = self._decoded[data] = self._decode(site, data)
+        return placed
+
+    def _bytes(self, address: int) -> bytes | None:
+        """The 128 bytes at an address of the parameters or of global memory."""
+        m = self.machine
+        if in_parameters(address):
+            at = address - PARAM_WINDOW
+            return m.parameters[at : at + MAP_BYTES].tobytes()
+        place = m.memory.find(address)
+        if place < 0 or address + MAP_BYTES > m.memory.ends[place]:
+            return None
+        return m.memory.span(address, MAP_BYTES).tobytes()
+
+    def _decode(self, site: Site, data: bytes) -> PlacedMap:
+        m = self.machine
+        _, rank, kind, interleave, swizzle, fill, base, *rest = _FORM.unpack(data)
+        rank, before, size = rank + 1, rest[14], rest[15]
+        strides, dims, box = rest[:4], rest[4:9], rest[9:14]
+        name = _TYPES[kind] if kind < len(_TYPES) else None
+        if name is None or swizzle >= len(_SPANS) or rank > 5 or interleave or fill:
+            m.fail(
+                LaunchArguments,
+                "the emulator does not support the type or a mode of this tensor map",
+                site,
+                f"rank {rank}, element type {kind}, interleave {interleave}, swizzle {swizzle}, "
+                f"fill mode {fill}",
+                "use a tiled map without interleave that fills with zeros",
+            )
+        try:
+            spec = TensorMapSpec(
+                name,
+                tuple(size or 1 << 32 for size in dims[:rank]),
+                tuple(strides[: rank - 1]),
+                tuple(box[:rank]),
+                _SPANS[swizzle],
+            )
+            spec.check_address(base)
+        except LaunchError as problem:
+            what = "a tensor map in device memory that the driver would reject"
+            way_out = "check the fields that tensormap.replace has written"
+            m.fail(LaunchArguments, what, site, f"{problem.what}: {problem.numbers}", way_out)
+        place = m.memory.find(base)
+        inside = place >= 0 and base + spec.span_bytes <= m.memory.ends[place]
+        if not before and not spec.wraps_around and not inside:
+            m.fail(
+                OutOfBounds,
+                "the tensor of a tensor map does not lie in a buffer",
+                site,
+                f"{spec.span_bytes:,} bytes at {m.memory.describe(base)}",
+                "check the address, the dimensions and the strides that the kernel has written",
+            )
+        return PlacedMap(spec, base, size, before)
+
+    # ---- what kernels do with maps in memory
+
+    def fence(self, cohort: Cohort, address: Any, lanes: Any) -> None:
+        """fence.proxy.tensormap with acquire: warps see what has been released of the maps."""
+        here = active(cohort, lanes)
+        for place, lane in np.argwhere(here).tolist():
+            at = int(spread(address, cohort.n)[place, lane])
+            data = self._bytes(at)
+            if data is not None:
+                self._acquired[int(cohort.rows[place]), at] = data
+
+    def replace(
+        self, cohort: Cohort, where: tuple[str, Any], field: tuple[str, int], value: Any,
+        lanes: Any, pc: int,
+    ) -> None:  # fmt: skip
+        """tensormap.replace.
+
+        Args:
+            where: the state space, and the address of the map.
+            field: name and index of the field, see `FIELDS`.
+        """
+        m = self.machine
+        space, address = where
+        offset, size, count = FIELDS[field[0]]
+        if not 0 <= field[1] < count:
+            what = "tensormap.replace of an entry that the field does not have"
+            numbers = f"entry {field[1]} of .{field[0]}, which has {count}"
+            way_out = "count entries from 0, the innermost dimension"
+            m.fail(LaunchArguments, what, Site(cohort, pc), numbers, way_out)
+        store = memory.store_shared if space == "shared" else memory.store_global
+        at = spread(address, cohort.n) + offset + size * field[1]
+        kind = np.uint64 if size == 8 else np.uint32
+        store(m, cohort, at, np.asarray(value).astype(kind), lanes, size, pc)
+
+    def copy(self, cohort: Cohort, to: Any, source: Any, pc: int) -> None:
+        """tensormap.cp_fenceproxy: the 128 bytes of a map from shared to global memory."""
+        m = self.machine
+        first = np.zeros((cohort.n, 32), bool)
+        first[np.arange(cohort.n), cohort.full_mask().argmax(axis=1)] = True
+        for offset in range(0, MAP_BYTES, 16):
+            here, there = (spread(address, cohort.n) + offset for address in (source, to))
+            data = memory.load_shared(m, cohort, here, first, 16, pc)
+            memory.store_global(m, cohort, there, data, first, 16, pc)

@@ -1,0 +1,602 @@
+"""mbarriers: objects in shared memory that count arrivals and bytes, phase by phase.
+
+A phase completes when the number of arrivals given to mbarrier.init have arrived and all expected
+bytes (expect_tx) have been delivered by bulk copies (complete_tx); then the next phase begins. A
+try_wait in a loop blocks its warps until the phase is complete, so a phase that cannot complete is
+a deadlock. On hardware it may time out, so a kernel has to try again: where nothing repeats a
+try_wait until it succeeds (`ptx.repeats`), it does not block, as test_wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.checks.bounds import check_window
+from ptx_emulator.checks.late_waits import LateWaits
+from ptx_emulator.checks.shadow import MBARRIER
+from ptx_emulator.errors import FenceError, MbarrierMisuse, RaceError, way_out
+from ptx_emulator.isa.cluster import remote, resolved
+from ptx_emulator.state.cohort import (
+    Cohort,
+    SingleThreads,
+    WaitsForPhase,
+    active,
+    first_bad,
+    rows_of,
+    spread,
+)
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Site, Wave
+
+BYTES = 8
+_FEW_TURNS = 64
+MOST = (1 << 20) - 1  # limit of arrivals, and of outstanding bytes of either sign
+
+
+class Mbarriers:
+    """The mbarriers of a wave, numbered by address in the same way for all blocks.
+
+    ``expected``, ``pending``, ``tx`` and ``phase`` are (barriers, blocks); a barrier that expects
+    no arrivals is not initialised.
+    """
+
+    def __init__(self, machine: Wave, blocks: int) -> None:
+        self.machine = machine
+        self.addresses: list[int] = []
+        self._number = np.full(machine.shared_pitch // BYTES, -1, np.int64)
+        none = np.zeros((0, blocks), np.int64)
+        self.expected, self.pending, self.tx, self.phase = (none.copy() for _ in range(4))
+        # Warp of mbarrier.init, and its clock.
+        self.made_by, self.made_at = none.copy(), none.copy()
+        # Whether the initialisation is visible to the asynchronous proxy.
+        self.fenced = none.copy()
+        self.late = LateWaits(machine)
+        # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
+        self._slots = np.zeros(0, np.int64)
+        self.all_fenced = True
+        self._failed: dict[int, int] = {}  # by wait: how often it failed
+        # By warp and wait of `FailedWaits.loose`: the slot of its last success, and the clocks
+        # before and after it ordered the warp.
+        self._succeeded: dict[tuple[int, int], int] = {}
+        self._ordered: dict[tuple[int, int], tuple[Array, Array]] = {}
+        # The columns of the clocks for each mbarrier of each rank: how many phases are complete.
+        self.columns = np.zeros((0, machine.cluster_size), np.int64)
+
+    # ---- init and inval
+
+    def init(self, cohort: Cohort, address: Any, count: Any, lanes: Any, pc: int) -> None:
+        """mbarrier.init: phase 0 begins, with ``count`` arrivals pending."""
+        m = self.machine
+        place, lane, at = self._lanes(cohort, address, lanes, pc)
+        counts = spread(count, cohort.n)[place, lane].astype(np.int64)
+        numbers = self._add(at)
+        rows = cohort.rows[place]
+        blocks = m.row_block[rows]
+        alive = self.expected[numbers, blocks] > 0
+        if alive.any():
+            self._again(cohort, address, place, lane, numbers, blocks, pc)
+        if m.shared_races:
+            where = spread(address + m.shared_base(cohort), cohort.n)
+            m.shared_races.write(cohort, where, BYTES, pc, lanes)
+            m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
+            self.made_by[numbers, blocks] = m.row_member[rows]
+            self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
+        bad = (counts < 1) | (counts > MOST)
+        if bad.any():
+            which = int(np.argmax(bad))
+            m.fail(
+                MbarrierMisuse,
+                "an mbarrier with an impossible number of arrivals",
+                Site(cohort, pc, int(place[which])),
+                f"count {int(counts[which])}; it can be 1 to {MOST:,}",
+                "count the arrivals of one phase",
+            )
+        self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
+        self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
+        self.late.forget(numbers, blocks)
+        self.fenced[numbers, blocks] = 0
+        self.all_fenced = False
+
+    def _again(
+        self,
+        cohort: Cohort,
+        address: Any,
+        place: Array,
+        lane: Array,
+        numbers: Array,
+        blocks: Array,
+        pc: int,
+    ) -> None:
+        """An mbarrier.init of which some find an mbarrier already: refused, or as after inval."""
+        m = self.machine
+        which = np.flatnonzero(self.expected[numbers, blocks] > 0)
+        if "mbarrier_reinit" not in m.allow:
+            first = int(which[0])
+            m.fail(
+                MbarrierMisuse,
+                "an mbarrier is initialised a second time",
+                Site(cohort, pc, int(place[first])),
+                self.state(int(numbers[first]), int(blocks[first])),
+                "initialise it once, or execute mbarrier.inval first" + way_out("mbarrier_reinit"),
+            )
+        self.at(cohort, place[which], np.array(self.addresses)[numbers[which]], pc)
+        self._forget(cohort, address, place[which], lane[which])
+
+    def _forget(self, cohort: Cohort, address: Any, place: Array, lane: Array) -> None:
+        """The memory of mbarriers becomes ordinary memory that these lanes wrote."""
+        m = self.machine
+        if m.shared_races:
+            where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
+            m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
+
+    def fence_init(self, cohort: Cohort, lanes: Any) -> None:
+        """fence.mbarrier_init, or a proxy fence: earlier initialisations become visible."""
+        m = self.machine
+        if self.all_fenced or m.shared_races is None:
+            return
+        rows = rows_of(cohort, lanes)
+        blocks, warps = m.row_block[rows], m.row_member[rows]
+        maker = self.made_by[:, blocks]
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
+        known = (maker == warps) | (seen >= self.made_at[:, blocks])
+        for place, block in enumerate(blocks.tolist()):
+            self.fenced[known[:, place], block] = 1
+        self.all_fenced = bool((self.fenced[self.expected > 0] > 0).all())
+
+    def require_fenced(self, site: Site, numbers: Array, blocks: Array) -> None:
+        """Checks that the initialisation of mbarriers (k,) is visible to the asynchronous proxy.
+
+        Not reported: a copy of the warp that initialised its mbarrier and has synchronised with
+        nothing since.
+
+        Raises:
+            FenceError: it is not.
+        """
+        m = self.machine
+        if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:
+            return
+        rows = site.cohort.rows
+        clocks = m.shared_races.clocks
+        alone = self.made_by[numbers, blocks] == m.row_member[rows]
+        alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
+        self.fenced[numbers[alone], blocks[alone]] = 1
+        missing = self.fenced[numbers, blocks] == 0
+        if missing.any():
+            which = int(np.argmax(missing))
+            m.fail(
+                FenceError,
+                "an asynchronous copy signals an mbarrier that no fence followed",
+                site._replace(row=which),
+                f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
+                "initialisation need not be visible to the asynchronous proxy",
+                "execute fence.mbarrier_init.release.cluster or fence.proxy.async after "
+                "mbarrier.init, before the barrier that the issuing thread passes"
+                + way_out("mbarrier_init_fence"),
+            )
+
+    def _add(self, addresses: Array) -> Array:
+        """Numbers of the barriers at the given addresses; unknown addresses get a new number."""
+        for address in np.unique(addresses).tolist():
+            if self._number[address // BYTES] >= 0:
+                continue
+            self._number[address // BYTES] = len(self.addresses)
+            self.addresses.append(address)
+            for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
+                setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
+            self.late.add()
+            races = self.machine.shared_races
+            if races is not None and races.proxy is not None:
+                slot = races.clocks.new_slots(2 * self.machine.cluster_size)
+                self._slots = np.append(self._slots, slot)
+                name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
+                ranks = range(self.machine.cluster_size)
+                of_ranks = [races.proxy.agent("mbarrier", (address, r), name) for r in ranks]
+                self.columns = np.append(self.columns, [of_ranks], axis=0)
+        found: Array = self._number[addresses // BYTES]
+        return found
+
+    def inval(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> None:
+        """mbarrier.inval: its memory becomes ordinary memory."""
+        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
+        self.expected[numbers, blocks] = 0
+        self._forget(cohort, address, place, lane)
+
+    def _lanes(
+        self, cohort: Cohort, address: Any, lanes: Any, pc: int
+    ) -> tuple[Array, Array, Array]:
+        """(row of the cohort, lane, address) of every active lane, in order."""
+        m = self.machine
+        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
+        place, lane = np.nonzero(active(cohort, lanes))
+        return place, lane, spread(address, cohort.n)[place, lane]
+
+    def find(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> tuple[Array, ...]:
+        """(row of the cohort, lane, barrier, block) of every active lane, in order.
+
+        Raises:
+            OutOfBounds, Misaligned: the address is invalid for an mbarrier.
+            MbarrierMisuse: no mbarrier has been initialised there.
+            RaceError: its initialisation is not ordered before.
+        """
+        blocks = None
+        if remote(address):
+            blocks, address = resolved(self.machine, cohort, address, lanes, BYTES, pc)
+        place, lane, where = self._lanes(cohort, address, lanes, pc)
+        at = None if blocks is None else blocks[place, lane]
+        return place, lane, *self.at(cohort, place, where, pc, at)
+
+    def at(
+        self, cohort: Cohort, place: Array, address: Array, pc: int, blocks: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds.
+
+        ``blocks`` are those of the rows, or others of their clusters.
+        """
+        m = self.machine
+        numbers = self._number[address // BYTES]
+        blocks = m.row_block[cohort.rows[place]] if blocks is None else blocks
+        missing = numbers < 0
+        if not missing.any():
+            missing = self.expected[numbers, blocks] == 0
+        if missing.any():
+            which = int(np.argmax(missing))
+            m.fail(
+                MbarrierMisuse,
+                "an mbarrier that is not initialised",
+                Site(cohort, pc, int(place[which])),
+                f"shared offset {int(address[which])}; initialised ones: "
+                + (", ".join(map(str, self.addresses)) or "none"),
+                "execute mbarrier.init, and then a barrier that all its users pass",
+            )
+        if m.shared_races is None:
+            return numbers, blocks
+        rows = cohort.rows[place]
+        warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
+        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
+        early = (maker != warps) & (seen < self.made_at[numbers, blocks])
+        if early.any():
+            which = int(np.argmax(early))
+            m.fail(
+                RaceError,
+                "race in shared memory: an mbarrier is used, and its initialisation is not ordered "
+                "before",
+                Site(cohort, pc, int(place[which])),
+                f"shared offset {self.addresses[int(numbers[which])]}; warp "
+                f"{int(maker[which])} initialises it",
+                "pass a barrier of the block between mbarrier.init and its first use",
+            )
+        return numbers, blocks
+
+    def slots(self, k: Array, b: Array) -> Array:
+        """Slots of the clocks published at mbarriers ``k`` of blocks ``b``; plus 1: see _slots."""
+        slots: Array = self._slots[k] + 2 * (b % self.machine.cluster_size)
+        return slots
+
+    # ---- messages
+
+    def state(self, number: int, block: int) -> str:
+        """Describes the state of an mbarrier."""
+        return (
+            f"mbarrier at shared offset {self.addresses[number]}, phase "
+            f"{int(self.phase[number, block])}: {int(self.pending[number, block])} of "
+            f"{int(self.expected[number, block])} arrivals pending, "
+            f"{int(self.tx[number, block])} bytes outstanding"
+        )
+
+    def describe(self, c: Cohort) -> list[str]:
+        """What a waiting cohort waits for: one line per barrier and block."""
+        m, waits = self.machine, c.waits
+        place, lane = np.nonzero(waits.lanes)
+        numbers = waits.barriers[place, lane]
+        blocks = m.row_block[c.rows[place]]
+        lines = []
+        for block, number in sorted(set(zip(blocks.tolist(), numbers.tolist(), strict=True))):
+            rows = np.unique(c.rows[place[(blocks == block) & (numbers == number)]])
+            warps = ", ".join(map(str, m.row_warp[rows]))
+            lines.append(
+                f"block {m.block_name(int(rows[0]))} warp{'s' * (len(rows) > 1)} {warps} "
+                f"at {self.state(number, block)}; {m.program.describe(waits.pc)}"
+            )
+        return lines
+
+    # ---- arrivals and bytes
+
+    def arrive(
+        self,
+        cohort: Cohort,
+        address: Any,
+        count: Any,
+        lanes: Any,
+        pc: int,
+        expects: Any = None,
+        modifiers: tuple[str, ...] = (),
+    ) -> Array:
+        """mbarrier.arrive and arrive_drop: ``count`` arrivals by each lane.
+
+        Args:
+            expects: bytes per lane to expect before the arrival.
+            modifiers: "relaxed": earlier accesses are not published; "drop": later phases expect
+                ``count`` arrivals fewer; "noComplete": the phase must not complete.
+
+        Returns:
+            The state of each lane, (n, 32): the phase that it arrived at, and in the upper 32
+            bits the arrivals that were pending before.
+        """
+        m = self.machine
+        release, drop = "relaxed" not in modifiers, "drop" in modifiers
+        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
+        counts = spread(count, cohort.n)[place, lane].astype(np.int64)
+        rows = cohort.rows[place]
+        tx = None if expects is None else spread(expects, cohort.n)[place, lane]
+        if m.shared_races:
+            self.late.arrives[numbers, rows] = True
+        if m.shared_races and release:
+            m.shared_races.release_lanes(cohort, lanes)
+        states = np.empty(len(place), np.int64)
+        # Together if no phase can complete in between.
+        at, total = self._totals(numbers, blocks, counts)
+        together = not drop and bool((total <= self.pending[at]).all())
+        for step in _steps(together, len(place)):
+            k, b = numbers[step], blocks[step]
+            states[step] = self.phase[k, b] | self.pending[k, b] << 32
+            if tx is not None:
+                self._expect(cohort, k, b, tx[step].astype(np.int64), place[step], pc)
+            if m.shared_races and release:
+                m.shared_races.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
+            self._demand_room(cohort, k, b, place[step], self.pending[k, b] < counts[step], pc)
+            np.subtract.at(self.pending, (k, b), counts[step])
+            if drop:
+                self.expected[k, b] -= counts[step]
+            if "noComplete" in modifiers and (self.pending[k, b] == 0).any():
+                m.fail(
+                    MbarrierMisuse,
+                    "an arrival with .noComplete completes its phase",
+                    Site(cohort, pc, int(place[step][0])),
+                    self.state(int(k[0]), int(b[0])),
+                    "use it only if other arrivals follow",
+                )
+            self._complete(k, b)
+        state = np.zeros((cohort.n, 32), np.uint64)
+        state[place, lane] = states
+        return state
+
+    def arrive_later(self, threads: SingleThreads, k: Array, known: Array | None, pc: int) -> None:
+        """Single arrivals of threads (n,) that cp.async.mbarrier.arrive requested earlier.
+
+        Args:
+            known: their clocks at that time; None without checkers.
+        """
+        m = self.machine
+        b = m.row_block[threads.rows]
+        if m.shared_races and known is not None:
+            m.shared_races.clocks.publish_known(threads.rows, self.slots(k, b), known)
+        np.subtract.at(self.pending, (k, b), 1)
+        self._demand_room(threads, k, b, np.arange(len(k)), self.pending[k, b] < 0, pc)
+        self._complete(k, b)
+
+    def complete_store(self, cohort: Cohort, address: Any, size: int, lanes: Any, pc: int) -> None:
+        """complete_tx of the ``size`` bytes that each lane has stored by st.async."""
+        m = self.machine
+        place, _, numbers, blocks = self.find(cohort, address, lanes, pc)
+        if not len(place):
+            return
+        rows = cohort.rows[place]
+        if m.shared_races:
+            m.shared_races.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
+        self.deliver(numbers, blocks, size)
+
+    def expect(self, cohort: Cohort, address: Any, size: Any, lanes: Any, pc: int) -> None:
+        """mbarrier.expect_tx without an arrival; a negative size completes (complete_tx)."""
+        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
+        sizes = spread(size, cohort.n)[place, lane].astype(np.int64)
+        self._expect(cohort, numbers, blocks, sizes, place, pc)
+        self._complete(numbers, blocks)
+
+    def _expect(
+        self, cohort: Cohort, k: Array, b: Array, size: Array, place: Array, pc: int
+    ) -> None:
+        np.add.at(self.tx, (k, b), size)
+        bad = np.abs(self.tx[k, b]) > MOST
+        if bad.any():
+            which = int(np.argmax(bad))
+            self.machine.fail(
+                MbarrierMisuse,
+                "an mbarrier counts more bytes than it can",
+                Site(cohort, pc, int(place[which])),
+                f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}",
+                "expect the bytes of one phase only, in one place",
+            )
+
+    def deliver(self, numbers: Array, blocks: Array, size: int) -> Array:
+        """complete_tx of ``size`` by bulk copies, in order; returns the phase of each copy.
+
+        The count may become negative, if bytes arrive before they are expected.
+        """
+        phases = np.empty(len(numbers), np.int64)
+        at, total = self._totals(numbers, blocks, np.full(len(numbers), size))
+        # A phase can only complete with its last copy, unless more bytes arrive than it expects.
+        together = bool(((self.pending[at] > 0) | (total <= self.tx[at])).all())
+        for step in _steps(together, len(numbers)):
+            k, b = numbers[step], blocks[step]
+            phases[step] = self.phase[k, b]
+            np.subtract.at(self.tx, (k, b), size)
+            self._complete(k, b)
+        return phases
+
+    def _demand_room(
+        self, cohort: Cohort, k: Array, b: Array, place: Array, late: Array, pc: int
+    ) -> None:
+        """Fails for the first arrival that its mbarrier does not expect, if there is one."""
+        if not late.any():
+            return
+        which = int(np.argmax(late))
+        self.machine.fail(
+            MbarrierMisuse,
+            "more arrivals at an mbarrier than it expects",
+            Site(cohort, pc, int(place[which])),
+            self.state(int(k[which]), int(b[which])),
+            "arrive as often as mbarrier.init counts, and wait before the next phase",
+        )
+
+    def _totals(
+        self, numbers: Array, blocks: Array, amounts: Array
+    ) -> tuple[tuple[Array, Array], Array]:
+        """The distinct (barriers, blocks), and the sum of the amounts for each."""
+        keys, group = np.unique(numbers * self.tx.shape[1] + blocks, return_inverse=True)
+        total = np.bincount(group, weights=amounts).astype(np.int64)
+        return np.divmod(keys, self.tx.shape[1]), total
+
+    def _complete(self, k: Array, b: Array) -> None:
+        """Completes the phases of these barriers that are finished, and releases waiting warps."""
+        m = self.machine
+        full = (self.pending[k, b] == 0) & (self.tx[k, b] == 0) & (self.expected[k, b] > 0)
+        if not full.any():
+            return
+        k, b = np.divmod(np.unique(k[full] * self.tx.shape[1] + b[full]), self.tx.shape[1])
+        self.phase[k, b] += 1
+        self.pending[k, b] = self.expected[k, b]
+        if m.shared_races:
+            published, slots = m.shared_races.clocks.published, self.slots(k, b)
+            group, rank = np.divmod(b, m.cluster_size)
+            self.late.check(k, b, published[group, slots])
+            columns = self.columns[k, rank]
+            # Clocks of earlier phases remain: a completed phase implies the earlier ones.
+            published[group, slots + 1] = published[group, slots]
+            # Copies of this phase are complete: the time of their agent is the number of phases.
+            published[group, slots + 1, columns] = self.phase[k, b]
+        ended = np.zeros(self.tx.shape, bool)
+        ended[k, b] = True
+        for c in m.cohorts:
+            if isinstance(c.waits, WaitsForPhase):
+                blocks = m.row_block[c.rows][:, None]
+                if (ended[c.waits.barriers, blocks] & c.waits.lanes).any():
+                    c.waits = None
+
+    # ---- waiting
+
+    def _polls(self, pc: int) -> bool:
+        """Whether a warp whose wait failed lets others go first: if it will wait again.
+
+        A loop that ends after a few failures as well does not, so that it comes to its end.
+        """
+        repeats = self.machine.program.repeats
+        if pc in repeats.endless or pc not in repeats.counted:
+            return pc in repeats.endless
+        self._failed[pc] = self._failed.get(pc, 0) + 1
+        return self._failed[pc] > _FEW_TURNS
+
+    def ignored(self, cohort: Cohort, lanes: Any, pc: int) -> None:
+        """A wait whose result no instruction uses.
+
+        Raises:
+            MbarrierMisuse: a lane executes it.
+        """
+        if not active(cohort, lanes).any():
+            return
+        row, lane = first_bad(cohort, lanes, True)
+        self.machine.fail(
+            MbarrierMisuse,
+            "the result of a wait for an mbarrier is ignored",
+            Site(cohort, pc, row, lane),
+            "try_wait may return false after a time limit, and test_wait returns at once: the "
+            "phase need not have completed, and nothing is ordered then",
+            "repeat it in a loop until it returns true",
+        )
+
+    def order_by(self, cohort: Cohort, begins: tuple[int, ...], ends: tuple[int, ...]) -> None:
+        """The order by some waits that have succeeded begins or ends here, see `FailedWaits`.
+
+        It does not end if the warp has synchronised by other means since it began.
+        """
+        races = self.machine.shared_races
+        assert races is not None
+        for row in cohort.rows.tolist():
+            for wait in ends:
+                before, after = self._ordered.pop((row, wait), (None, None))
+                if before is not None and after is not None:
+                    races.clocks.forgo(row, before, after)
+            for wait in begins:
+                slot = self._succeeded.pop((row, wait), None)
+                if slot is not None:
+                    rows = np.array([row])
+                    before = races.clocks.of(rows)[0]
+                    races.clocks.acquire(rows, np.array([slot]))
+                    self._ordered[row, wait] = before, races.clocks.of(rows)[0]
+
+    def wait(
+        self,
+        cohort: Cohort,
+        address: Any,
+        phase: Any,
+        lanes: Any,
+        pc: int,
+        parity: bool,
+        blocks: bool,
+    ) -> Array | None:
+        """test_wait, or try_wait if ``blocks``: whether a phase has completed.
+
+        Args:
+            phase: its parity, or the state that an arrival returned.
+
+        Returns:
+            A predicate (n, 1) or (n, 32); None if some warps of the cohort have to wait. The
+            cohort is then split, and the other warps execute the instruction again.
+        """
+        m = self.machine
+        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
+        narrow = lanes is None and cohort.mask is None and _width(address) == _width(phase) == 1
+        width = 1 if narrow else 32
+        waiting_lanes = np.ones((cohort.n, 1), bool) if narrow else active(cohort, lanes)
+        place, lane = np.nonzero(waiting_lanes)
+        if not len(place):
+            return np.zeros((cohort.n, width), bool)
+        here = np.broadcast_to(address, (cohort.n, width))[place, lane]
+        numbers = np.zeros((cohort.n, width), np.int64)
+        numbers[place, lane] = self.at(cohort, place, here, pc)[0]
+        now = self.phase[numbers, m.row_block[cohort.rows][:, None]]
+        wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
+        if m.shared_races and parity:
+            here = numbers[place, lane]
+            self.late.require_in_time(cohort.rows[place], here, wanted[place, lane], pc)
+        done: Array = (
+            np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
+        )
+        for row in cohort.rows.tolist() if pc in m.program.failed_waits.loose else ():
+            self._succeeded.pop((row, pc), None)
+        # A warp continues if the phase of any of its lanes has completed; the others get false.
+        stuck: Array = np.asarray(waiting_lanes.any(axis=1) & ~done.any(axis=1))
+        # On a GPU a try_wait may time out; with an order_seed some do.
+        gives_up = m.random is not None and m.random.random() < 0.25
+        if blocks and stuck.any() and not gives_up:
+            waiting = cohort if stuck.all() else m.split(cohort, ~stuck, pc, pc)[1]
+            waiting.waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
+            return None
+        if stuck.any():
+            cohort.polls = self._polls(pc)
+        if m.shared_races and done.any():
+            pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
+            slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
+            if pc in m.program.failed_waits.loose:
+                at = zip((pairs >> 20).tolist(), slots.tolist(), strict=True)
+                self._succeeded.update({(row, pc): slot for row, slot in at})
+            else:
+                m.shared_races.clocks.acquire(pairs >> 20, slots)
+            self.late.note(pairs & MOST, pairs >> 20, pc)
+        return done
+
+
+def _distinct(rows: Array, slots: Array) -> tuple[Array, Array]:
+    """The distinct pairs of a row and a slot."""
+    pairs = np.unique(rows << 32 | slots)
+    return pairs >> 32, pairs & 0xFFFFFFFF
+
+
+def _steps(together: bool, count: int) -> list[slice]:
+    """Everything in one step, or one after the other."""
+    return [slice(None)] if together else [slice(i, i + 1) for i in range(count)]
+
+
+def _width(value: Any) -> int:
+    return int(value.shape[1]) if getattr(value, "ndim", 0) else 1

@@ -1,0 +1,365 @@
+"""Schedules the cohorts of a wave, and splits them at branches and exits.
+
+The scheduler runs the runnable cohort with the lowest program counter and first merges the cohorts
+that are at that instruction. This reconverges loops and branches of any shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from flashgen.shared.errors import EmulatorError
+from ptx_emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
+from ptx_emulator.isa.segments import Segments
+from ptx_emulator.ptx.program import Region
+from ptx_emulator.state.cohort import (
+    Cohort,
+    WaitsAtBarrier,
+    WaitsForCluster,
+    WaitsForPhase,
+    WaitsForRegisters,
+    WaitsForWarp,
+    WaitsForWarpgroup,
+    merge,
+    splice,
+)
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Site, Wave, ranges_text
+
+# Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
+FAIR_EVERY = 256
+_MOST_LINES = 24  # of the report of a deadlock
+
+
+class Scheduler(Wave):
+    """The part of the machine that executes segments, and reports what ends a launch."""
+
+    segments: Segments
+
+    # ---- scheduling
+
+    def _run(self, c: Cohort) -> None:
+        """Executes one segment of a cohort."""
+        program, counters, recorder = self.program, self.counters, self.recorder
+        found = self.segments.at(c.pc, c.mask is not None, self.check, recorder is not None)
+        self.steps += 1
+        if self.steps > self.step_limit:
+            self._too_many_steps(c)
+        c.age = self.steps
+        mask, rows = c.mask, c.n
+        try:
+            if found.run(self, c):
+                return
+        except EmulatorError:
+            raise
+        except Exception as problem:
+            if hasattr(problem, "add_note"):
+                near = program.source_line(found.start)
+                problem.add_note(f"while emulating {program.name} near {near}")
+            raise
+        key = (found.start, found.end)
+        counters.segments[key] = counters.segments.get(key, 0) + rows
+        counters.segment_runs += 1
+        if recorder is not None:
+            recorder.executed(key, rows, mask)
+
+    def _pick(self) -> Cohort:
+        """The cohort to run next, merged with all cohorts at the same instruction."""
+        while not (runnable := [c for c in self.cohorts if c.waits is None]):
+            if not (self.bulk.deliver() | self.copies.deliver()):
+                self._report_deadlock()
+        if self.program.asynchronous:
+            runnable = self._not_polling(runnable)
+            self.bulk.at_random()
+            self.copies.at_random()
+        if self.random:
+            chosen = self.random.choice(runnable)
+            if self.random.random() < 0.5:
+                chosen = min(runnable, key=lambda c: c.pc)
+        elif len(runnable) > 1 and self.steps % FAIR_EVERY == 0:
+            chosen = min(runnable, key=lambda c: c.age)
+        else:
+            chosen = min(runnable, key=lambda c: c.pc)
+        pc = chosen.pc
+        if len(self.cohorts) == 1:
+            return chosen
+        same = [c for c in self.cohorts if c.pc == pc and c.waits is None]
+        # Lanes that wait for the rest of their warp are merged if a part of the rest is here. Other
+        # waiting warps are not: they would have to wait again, and the merged cohort with them.
+        for c in self.cohorts:
+            waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
+            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
+                same.append(c)
+        if len(same) == 1:
+            return chosen
+        merged = merge(same, self.program.live_list(pc))
+        self.cohorts = [c for c in self.cohorts if c not in same]
+        self.cohorts.append(merged)
+        return merged
+
+    def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
+        """The cohorts whose last test of an mbarrier did not fail; all if there are none."""
+        busy = [c for c in runnable if not c.polls]
+        for c in runnable:
+            c.polls = False
+        if not busy:
+            self.bulk.deliver()
+            self.copies.deliver()
+        return busy or runnable
+
+    def branch(self, cohort: Cohort, taken: Any, target: int, after: int) -> None:
+        """Sends each lane to ``target`` or to ``after``."""
+        mask = cohort.mask
+        jump, stay = (taken, ~taken) if mask is None else (taken & mask, ~taken & mask)
+        if not stay.any():
+            cohort.pc = target
+            return
+        if not jump.any():
+            cohort.pc = after
+            return
+        region = self.program.region(after, target)
+        if jump.shape[1] == 1:  # whole warps
+            if region is None:
+                self.split(cohort, jump[:, 0], target, after)
+            else:
+                self._run_region(cohort, stay[:, 0], region, after, target)
+            return
+        jump, stay = (np.broadcast_to(lanes, (cohort.n, 32)) for lanes in (jump, stay))
+        if region is not None and not region.warp_wide:
+            self._run_region(cohort, np.asarray(stay.any(axis=1)), region, after, target, stay)
+            return
+        goes, stays = np.asarray(jump.any(axis=1)), np.asarray(stay.any(axis=1))
+        mixed = goes & stays
+        live = self.program.live_list
+        parts = []
+        if not goes.all() or not stays.all():
+            for keep, pc in ((goes & ~mixed, target), (stays & ~mixed, after)):
+                if keep.any():
+                    parts.append(cohort.part(keep, live(pc), pc))
+        if mixed.any():
+            both = cohort
+            if not mixed.all():
+                both = cohort.part(mixed, sorted({*live(target), *live(after)}), target)
+            parts.append(both.with_mask(jump[mixed], target))
+            parts.append(both.with_mask(stay[mixed], after))
+        self.replace(cohort, parts)
+
+    def _run_region(
+        self,
+        cohort: Cohort,
+        keep: Array,
+        region: Region,
+        start: int,
+        end: int,
+        lanes: Array | None = None,
+    ) -> None:
+        """Runs a short if for some rows (or lanes), instead of splitting the cohort."""
+        part = cohort.part(keep, region.inputs, start)
+        if lanes is not None:
+            lanes = lanes[keep]
+            part = part.with_mask(lanes, start)
+        while part.pc != end:
+            self._run(part)
+        splice(cohort, part, keep, region.outputs, lanes)
+        cohort.pc = end
+
+    def branch_table(self, cohort: Cohort, index: Any, targets: list[int], pc: int) -> None:
+        """brx.idx: one two-way branch after the other."""
+        wanted = np.zeros((len(self.row_block), 32), np.int64)
+        wanted[cohort.rows] = index
+        parts = [cohort]
+        for value, target in enumerate(targets):
+            undecided = []
+            for part in parts:
+                before = set(self.cohorts)
+                self.branch(part, wanted[part.rows] == value, target, pc)
+                new = [c for c in self.cohorts if c is part or c not in before]
+                undecided += [c for c in new if c.pc == pc]
+            parts = undecided
+        if parts:
+            what = "brx.idx with an index outside its table"
+            way_out = "check the switch that this branch implements"
+            self.fail(EmulatorError, what, Site(parts[0], pc), f"{len(targets)} targets", way_out)
+
+    def exit(self, cohort: Cohort, leaving: Any, after: int = -1) -> None:
+        """Ends the lanes in ``leaving`` (None: all active ones)."""
+        gone = cohort.full_mask()
+        if leaving is not None:
+            gone = gone & leaving
+        if not gone.any():
+            cohort.pc = after
+            return
+        before = self.alive[cohort.rows].any(axis=1)
+        self.alive[cohort.rows] &= ~gone
+        dead = before & ~self.alive[cohort.rows].any(axis=1)
+        blocks = self.row_block[cohort.rows[dead]]
+        np.subtract.at(self.live_warps, blocks, 1)
+        stay = cohort.full_mask() & ~gone
+        rows_left: Array = np.asarray(stay.any(axis=1))
+        if rows_left.any():
+            rest = cohort
+            if not rows_left.all():
+                rest = cohort.part(rows_left, self.program.live_list(after), after)
+            self.replace(cohort, [rest.with_mask(stay[rows_left], after)])
+        else:
+            self.cohorts.remove(cohort)
+        for c in self.cohorts:
+            if isinstance(c.waits, WaitsForWarp):
+                c.waits = None
+        self.barriers.after_exit(np.unique(blocks))
+        if self.cluster_size > 1 and self.shared_races:
+            ended = np.unique(blocks)
+            self.shared_races.block_exits(ended[self.live_warps[ended] == 0])
+        if self.cluster.used:
+            self.cluster.check(np.unique(blocks // self.cluster_size))
+
+    def wait_for_warp(self, cohort: Cohort, members: Any, pc: int) -> bool:
+        """Whether a warp-wide instruction must wait for lanes at other instructions."""
+        assert cohort.mask is not None
+        alive = self.alive[cohort.rows]
+        needed: Any = alive
+        if members is not None:
+            bits = (np.asarray(members)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+            wanted = bits.astype(bool) & cohort.mask[:, :, None]  # (n, 32, 32)
+            needed = alive & wanted.any(axis=1)
+        complete: Any = np.asarray((cohort.mask | ~needed).all(axis=1))
+        if complete.all():
+            return False
+        if complete.any():
+            ready, waiting = self.split(cohort, complete, pc, pc)
+            ready.pc = pc
+            needed = needed[~complete]
+        else:
+            waiting = cohort
+        waiting.waits = WaitsForWarp(pc, needed)
+        return True
+
+    def wait_for_warpgroup(self, cohort: Cohort, pc: int) -> bool:
+        """Whether a warpgroup-wide instruction must wait for other warps of its warpgroups."""
+        rows = cohort.rows
+        if cohort.n % 4 == 0:
+            quads = rows.reshape(-1, 4)
+            if (quads[:, 3] - quads[:, 0] == 3).all() and not (
+                self.row_warp[quads[:, 0]] & 3
+            ).any():
+                if cohort.mask is None:
+                    return False
+                self._fail_incomplete(cohort, pc, int(np.argmin(cohort.mask.all(axis=1))))
+        first = rows - (self.row_warp[rows] & 3)
+        members = first[:, None] + np.arange(4)
+        inside = (self.row_warp[first] + 4 <= self.warps)[:, None]
+        there = np.where(inside, members, first[:, None])
+        gone = ~inside[:, 0] | ~self.alive[there].all(axis=(1, 2))
+        if gone.any():
+            self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
+        complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
+        waiting = cohort
+        if complete.any():
+            _, waiting = self.split(cohort, complete, pc, pc)
+            members = members[~complete]
+        waiting.waits = WaitsForWarpgroup(pc, np.unique(members))
+        return True
+
+    def _fail_incomplete(self, cohort: Cohort, pc: int, row: int) -> None:
+        warp = int(self.row_warp[cohort.rows[row]])
+        low = warp - warp % 4
+        a, b, c, d = (
+            int(self.alive[cohort.rows[row] - warp + w].sum()) if w < self.warps else 0
+            for w in range(low, low + 4)
+        )
+        self.fail(
+            EmulatorError,
+            "an incomplete warpgroup executes a warpgroup-wide instruction",
+            Site(cohort, pc, row),
+            f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
+            f"blocks have {self.threads}",
+            "execute it in all 128 threads of four warps, the first a multiple of 4",
+        )
+
+    # ---- errors that concern the whole machine
+
+    def require_defined(self, cohort: Cohort, defined: Any, lanes: Any, pc: int) -> None:
+        """Checks that ``defined`` is true in all active lanes.
+
+        Raises:
+            UninitialisedRead: a lane reads a register that it has not written.
+        """
+        if defined.all():
+            return
+        missing = np.broadcast_to(~defined, (cohort.n, 32))
+        if lanes is not None:
+            missing = missing & lanes
+        if not missing.any():
+            return
+        row, lane = (int(i) for i in np.argwhere(missing)[0])
+        self.members.blame_shuffle(Site(cohort, pc, row, lane))
+        what = "a register is read that was never written"
+        numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
+        way_out = "initialise the variable on every path that leads here"
+        self.fail(UninitialisedRead, what, Site(cohort, pc, row, lane), numbers, way_out)
+
+    def _too_many_steps(self, c: Cohort) -> None:
+        numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"
+        way_out = "look for an endless loop, or raise step_limit of emulator.launch"
+        self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
+
+    def _report_deadlock(self) -> NoReturn:
+        """Reports what each cohort waits for, when no cohort can run.
+
+        Raises:
+            BarrierDivergence: a part of a warp or warpgroup waits for the rest.
+            DeadlockError: otherwise.
+        """
+        lines = []
+        partial = None
+        described = {
+            WaitsAtBarrier: self.barriers.describe,
+            WaitsForCluster: self.cluster.describe,
+            WaitsForPhase: self.mbarriers.describe,
+            WaitsForRegisters: self.registers.describe,
+        }
+        for c in self.cohorts:
+            if type(c.waits) in described:
+                lines += described[type(c.waits)](c)
+                continue
+            pc = c.waits.pc
+            # The first one in program order is inside the branch; the others wait at the point of
+            # reconvergence.
+            if not self._comes(c) and (partial is None or pc < partial.waits.pc):
+                partial = c
+            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
+            lines.append(
+                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
+                f"{self.program.describe(pc)}"
+            )
+        if partial is not None:
+            pc, whole = partial.waits.pc, partial.waits.whole
+            raise BarrierDivergence(
+                f"only a part of a {whole} reached an instruction that the whole {whole} must "
+                "execute",
+                where=self.place(int(partial.rows[0]), None, pc),
+                numbers="\n".join(lines),
+                way_out="move it out of the divergent branch, or make the branch uniform in the "
+                f"{whole}",
+            )
+        # A wait for the rest of a warp is a consequence of what the rest waits for.
+        first = next(
+            (c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)), self.cohorts[0]
+        )
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
+        raise DeadlockError(
+            "deadlock: every warp waits and none can be released",
+            where=self.place(int(first.rows[0]), None, first.waits.pc),
+            numbers="\n".join(lines),
+            way_out="check that all warps that a barrier counts arrive at it, and that as many "
+            "bytes are copied as an mbarrier expects",
+        )
+
+    def _comes(self, c: Cohort) -> bool:
+        """Whether the lanes that ``c`` waits for wait at an mbarrier themselves."""
+        partners = c.waits.partners(c.rows)
+        waiting = (o.rows for o in self.cohorts if isinstance(o.waits, WaitsForPhase))
+        return any(np.isin(partners, rows).any() for rows in waiting)

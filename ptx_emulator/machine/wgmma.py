@@ -1,0 +1,433 @@
+"""wgmma: asynchronous matrix products of warpgroups, executed by the wait that covers them.
+
+The issue of a wgmma.mma_async only records its operands: registers of A, descriptors, and scale-d.
+Successive instructions with the same accumulators form a chain. wgmma.wait_group executes the
+chains of the groups that it covers, as few large products, and assigns the accumulators; until then
+the registers keep their old values, and the generated code rejects accesses to them
+(`checks.wgmma_registers`). Operands in shared memory are read by the asynchronous proxy from issue
+to wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from flashgen.shared.errors import EmulatorError
+from ptx_emulator.checks.shadow import SharedAccess
+from ptx_emulator.checks.wgmma_registers import RegisterOrder
+from ptx_emulator.errors import OutOfBounds
+from ptx_emulator.isa import descriptors
+from ptx_emulator.isa.descriptors import CHUNK_BYTES
+from ptx_emulator.isa.mma import add_single, join_halves, split_halves
+from ptx_emulator.isa.tensor_core_sums import SumModels
+from ptx_emulator.isa.wgmma import (
+    KEPT_GROUPS,
+    ROWS,
+    SharedOperand,
+    WgmmaForm,
+    reach,
+    warpgroup_product,
+)
+from ptx_emulator.state.cohort import Cohort
+from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Site, Wave
+
+
+@dataclass(eq=False)
+class IssuedWgmma:
+    """One instruction of a chain, for one or more warpgroups.
+
+    Attributes:
+        a: a SharedOperand, or four registers.
+        adds: whether each warpgroup adds to the accumulators (g,); None if all do.
+        group: number of its committed group, per warpgroup (g,).
+        pc: the instruction.
+    """
+
+    form: WgmmaForm
+    a: Any
+    b: SharedOperand
+    adds: Array | None
+    group: Array
+    pc: int
+
+    def part(self, keep: Array) -> IssuedWgmma:
+        """The instruction for the warpgroups that ``keep`` (g,) selects."""
+        a = self.a.part(keep) if isinstance(self.a, SharedOperand) else _rows_of(self.a, keep)
+        adds = None if self.adds is None else self.adds[keep]
+        return replace(self, a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
+
+    def joins(self, other: IssuedWgmma) -> bool:
+        """Whether ``other``, the next along k, can be computed together with this one."""
+        if other.adds is not None or self.form.fuses_as != other.form.fuses_as:
+            return False
+        if self.b.layout != other.b.layout:
+            return False
+        return bool(self.form.fragments) or bool(self.a.layout == other.a.layout)
+
+
+@dataclass(eq=False)
+class WgmmaChain:
+    """Instructions in flight that use the same accumulators, oldest first.
+
+    Attributes:
+        registers: the accumulators.
+        groups: warpgroups of the wave, sorted (g,).
+        start: the accumulators before the first instruction, per register; None for zeros.
+    """
+
+    registers: tuple[int, ...]
+    groups: Array
+    start: list[Any] | None
+    steps: list[IssuedWgmma]
+
+    def part(self, keep: Array) -> WgmmaChain:
+        """The chain of the warpgroups that ``keep`` (g,) selects."""
+        start = None if self.start is None else _rows_of(self.start, keep)
+        steps = [step.part(keep) for step in self.steps]
+        return WgmmaChain(self.registers, self.groups[keep], start, steps)
+
+    def append(self, step: IssuedWgmma) -> None:
+        """Appends an instruction; earlier ones are dropped if it overwrites the accumulators."""
+        if step.adds is not None and not step.adds.any():
+            self.start, self.steps = None, []
+            step = replace(step, adds=None)
+        self.steps.append(step)
+
+    def execute(self, count: int, view: Array, arena: Array, sums: SumModels | None) -> list[Any]:
+        """The accumulators after the first ``count`` instructions, each (warps, 32).
+
+        Args:
+            view: shared memory of the wave in 16-byte chunks.
+            arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
+            sums: how tensor cores add; None: sums are rounded once.
+        """
+        warps = 4 * len(self.groups)
+        accumulators = self.start
+        at = 0
+        while at < count:
+            first = self.steps[at]
+            end = at + 1
+            # Accumulators of float16 are rounded after every instruction.
+            while end < count and not first.form.half and first.joins(self.steps[end]):
+                end += 1
+            run = self.steps[at:end]
+            a, b = [step.a for step in run], [step.b for step in run]
+            if first.adds is not None and accumulators is not None:
+                keep = np.repeat(first.adds, 4)[:, None]
+                accumulators = [
+                    np.where(keep, value, value.dtype.type(0)) for value in accumulators
+                ]
+            form, start = first.form, list(accumulators or ())
+            if form.half:
+                start = split_halves(start, warps)
+            model = sums.of("wgmma", form.kinds[0], form.depth, form.half) if sums else None
+            product = warpgroup_product(view, arena, form, a, b, warps, model, start)
+            accumulators = list(product) if model else add_single(product, start)
+            if form.half:
+                accumulators = join_halves(accumulators)
+            at = end
+        return list(accumulators or ())
+
+
+def _rows_of(values: Any, keep: Array) -> list[Any]:
+    """Register values of the warps of the warpgroups that ``keep`` selects."""
+    rows = np.repeat(keep, 4)
+    return [v[rows] if v.ndim and v.shape[0] == len(rows) else v for v in values]
+
+
+_KEPT_OPERANDS = 4096
+
+
+class Warpgroups:
+    """The wgmma instructions of a wave that are in flight."""
+
+    def __init__(self, machine: Wave) -> None:
+        self.machine = machine
+        self.per_block = -(-machine.warps // 4)
+        count = len(machine.blocks) * self.per_block
+        self.chains: list[WgmmaChain] = []
+        self.committed = np.zeros(count, np.int64)
+        self.newest = np.zeros(count, np.int64)  # time of the newest asynchronous read
+        # `newest` when each group was committed.
+        self.times = np.zeros((count, KEPT_GROUPS), np.int64)
+        self.order = RegisterOrder(machine)
+        self._operands: dict[tuple[Any, ...], tuple[SharedOperand, Array]] = {}
+
+    def groups_of(self, rows: Array) -> Array:
+        """Number in the wave of the warpgroup of each warp (n,)."""
+        m = self.machine
+        return m.row_block[rows] * self.per_block + m.row_warp[rows] // 4  # type: ignore[no-any-return]
+
+    def numbers(self, cohort: Cohort) -> Array:
+        """The warpgroups (g,) of a cohort that consists of whole warpgroups."""
+        if cohort.groups is None:
+            cohort.groups = self.groups_of(cohort.rows[::4])
+        return cohort.groups
+
+    # ---- issue
+
+    def issue(
+        self, cohort: Cohort, form: WgmmaForm, a: Any, b: Any, adds: Any, accumulators: Any, pc: int
+    ) -> None:
+        """Starts wgmma.mma_async.
+
+        Args:
+            cohort: whole warpgroups.
+            a: descriptor, or four registers.
+            b: descriptor.
+            adds: scale-d.
+            accumulators: values of the accumulators; None if a chain with all of them is in flight.
+            pc: the instruction.
+        """
+        groups = self.numbers(cohort)
+        if self.machine.shared_races is not None:
+            self.machine.mbarriers.late.wgmma(cohort.rows)
+        left = a if form.fragments else self._operand(cohort, groups, a, form, 0, pc)
+        right = self._operand(cohort, groups, b, form, 1, pc)
+        some = self._alike(cohort, adds, "scale-d", pc)
+        add = None if some.all() else some
+        step = IssuedWgmma(form, left, right, add, self.committed[groups], pc)
+        chains = self._claim(groups, form, cohort, pc)
+        inside = sum(len(chain.groups) for chain in chains)
+        if inside < len(groups):
+            fresh = WgmmaChain(form.registers, groups, list(accumulators), [])
+            if chains:
+                taken = np.concatenate([chain.groups for chain in chains])
+                fresh = fresh.part(~np.isin(groups, taken))
+            chains.append(fresh)
+            self.chains.append(fresh)
+        for chain in chains:
+            whole = len(chain.groups) == len(groups)
+            chain.append(step if whole else step.part(np.isin(groups, chain.groups)))
+
+    def _claim(self, groups: Array, form: WgmmaForm, cohort: Cohort, pc: int) -> list[WgmmaChain]:
+        """The chains in flight with the accumulators of ``groups``, cut to these warpgroups."""
+        found = []
+        for chain in list(self.chains):
+            same = chain.registers == form.registers
+            if not same and set(chain.registers).isdisjoint(form.registers):
+                continue
+            here, _ = self._cut(chain, groups)
+            if here is None:
+                continue
+            if not same:
+                register = min(set(chain.registers).intersection(form.registers))
+                by, use = chain.steps[-1].pc, "an accumulator, with a different shape,"
+                self.order.fail_in_flight(cohort, pc, register, by, use)
+            found.append(here)
+        return found
+
+    def _cut(self, chain: WgmmaChain, groups: Array) -> tuple[WgmmaChain | None, WgmmaChain | None]:
+        """The parts of a chain that belong to ``groups`` and to other warpgroups."""
+        if len(chain.groups) == len(groups) and (chain.groups == groups).all():
+            return chain, None
+        mine = np.isin(chain.groups, groups)
+        if mine.all():
+            return chain, None
+        if not mine.any():
+            return None, chain
+        here, rest = chain.part(mine), chain.part(~mine)
+        at = self.chains.index(chain)
+        self.chains[at : at + 1] = [here, rest]
+        return here, rest
+
+    def _alike(self, cohort: Cohort, value: Any, what: str, pc: int) -> Array:
+        """The value (g,) of an operand that must be the same in all lanes of a warpgroup."""
+        if value.ndim == 0:
+            return np.broadcast_to(value, cohort.n // 4)
+        quads = np.broadcast_to(value, (cohort.n, value.shape[1])).reshape(cohort.n // 4, -1)
+        first: Array = quads[:, 0]
+        bad = (quads != first[:, None]).any(axis=1)
+        if bad.any():
+            group = int(np.argmax(bad))
+            self.machine.fail(
+                EmulatorError,
+                f"the {what} of wgmma differs between threads of a warpgroup",
+                Site(cohort, pc, 4 * group),
+                f"the first thread has {first[group]}, others {quads[group][-1]}",
+                "compute it from values common to all 128 threads: threadIdx.x / 128",
+            )
+        return first
+
+    # ---- operands in shared memory
+
+    def _operand(
+        self, cohort: Cohort, groups: Array, word: Any, form: WgmmaForm, which: int, pc: int
+    ) -> SharedOperand:
+        """Decodes the descriptor of A (0) or B (1), and counts and checks the read."""
+        words = self._alike(cohort, word, f"descriptor of {'AB'[which]}", pc)
+        rows, mn_major = (ROWS, form.columns)[which], form.transposed[which]
+        key = (words.tobytes(), rows, mn_major)
+        found = self._operands.get(key)
+        if found is None:
+            if len(self._operands) >= _KEPT_OPERANDS:
+                self._operands.clear()
+            found = self._decode(cohort, words, "AB"[which], rows, mn_major, pc)
+            self._operands[key] = found
+        operand, chunks = found
+        m = self.machine
+        size = len(groups) * chunks.shape[1] * CHUNK_BYTES
+        m.counters.shared_read_bytes += size
+        if m.recorder is not None:
+            m.recorder.operand(size, pc)
+        if m.proxy is not None:
+            quarters = [chunks]
+            if which == 0 and "wgmma_rows_syncwarp" in m.allow:
+                quarters = _rows_of_warps(chunks, mn_major)
+            self._read(cohort, groups, quarters, pc)
+        return operand
+
+    def _decode(
+        self, cohort: Cohort, words: Array, name: str, rows: int, mn_major: bool, pc: int
+    ) -> tuple[SharedOperand, Array]:
+        """An operand and its chunks, numbered from the start of the shared window (g, chunks)."""
+        for one in np.unique(words).tolist():
+            wrong = descriptors.problem(one)
+            if wrong:
+                site = Site(cohort, pc, 4 * int(np.argmax(words == one)))
+                self._refuse(site, name, one, wrong, EmulatorError)
+        kinds = descriptors.layouts(words)
+        if len(set(kinds)) > 1:
+            other = next(kind for kind in kinds if kind != kinds[0])
+            wrong = f"the descriptor of another warpgroup has {other}"
+            self._refuse(Site(cohort, pc), name, int(words[0]), wrong, EmulatorError)
+        operand = SharedOperand(descriptors.starts(words), kinds[0])
+        low, high, chunks = reach(operand, rows, mn_major)
+        size = self.machine.shared_size
+        for place in np.flatnonzero((low < 0) | (high > size)):
+            wrong = f"bytes {low[place]:,} to {high[place]:,} of {size:,} would be read"
+            site = Site(cohort, pc, 4 * int(place))
+            self._refuse(site, name, int(words[place]), wrong, OutOfBounds)
+        return operand, chunks
+
+    def _refuse(
+        self, site: Site, name: str, word: int, wrong: str, kind: type[EmulatorError]
+    ) -> NoReturn:
+        one = np.array([word], np.uint64)
+        start, layout = int(descriptors.starts(one)[0]), descriptors.layouts(one)[0]
+        what = f"the emulator does not support this descriptor of {name}"
+        way_out = "see ptx_emulator/isa/descriptors.py for the meaning of the fields"
+        if kind is OutOfBounds:
+            what = f"operand {name} of wgmma extends beyond shared memory"
+            way_out = "check the start and the offsets, or pass a larger shared_bytes"
+        numbers = f"{word:#018x}: start {start}, {layout}; {wrong}"
+        self.machine.fail(kind, what, site, numbers, way_out)
+
+    def _read(self, cohort: Cohort, groups: Array, parts: list[Array], pc: int) -> None:
+        """The chunks (g, k) of an operand are read from now on.
+
+        They are given as one part, which all warps read, or in four parts, one for each warp.
+        """
+        m = self.machine
+        assert m.proxy is not None
+        block = groups // self.per_block
+        member = groups % (self.per_block * m.cluster_size)
+        base = (block * m.shared_pitch)[:, None]
+        rows = cohort.rows.reshape(-1, 4)
+        for number in np.unique(member).tolist():
+            here = np.flatnonzero(member == number)
+            column = m.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
+            for warp, chunks in enumerate(parts):
+                where = (chunks * CHUNK_BYTES + base)[here]
+                members = rows[here] if len(parts) == 1 else rows[here][:, warp : warp + 1]
+                access = SharedAccess(cohort, members, where, CHUNK_BYTES, pc, 4 * here)
+                self.newest[groups[here]] = m.proxy.read(access, column)
+
+    # ---- groups
+
+    def commit(self, cohort: Cohort) -> None:
+        """wgmma.commit_group."""
+        groups = self.numbers(cohort)
+        self.times[groups, self.committed[groups] % KEPT_GROUPS] = self.newest[groups]
+        self.committed[groups] += 1
+
+    def wait(
+        self, cohort: Cohort, left: int, registers: tuple[int, ...], current: tuple[Any, ...]
+    ) -> list[Any]:
+        """wgmma.wait_group: completes all but the ``left`` newest groups.
+
+        Args:
+            cohort: whole warpgroups.
+            left: number of groups that may remain in flight, less than KEPT_GROUPS.
+            registers: accumulators that may be completed.
+            current: their current values.
+
+        Returns:
+            Their values after the wait.
+        """
+        groups = self.numbers(cohort)
+        limit = self.committed[groups] - left
+        out = list(current)
+        for chain in list(self.chains):
+            here, _ = self._cut(chain, groups)
+            if here is None:
+                continue
+            mine = limit[np.searchsorted(groups, here.groups)]
+            done = np.sum([step.group < mine for step in here.steps], axis=0)
+            names, rest = here.groups, here
+            for count in np.unique(done).tolist():
+                part, other = self._cut(rest, names[done == count])
+                assert part is not None
+                rest = other or rest
+                if count:
+                    self._complete(part, count, groups, registers, out)
+        self._order_after_reads(cohort, groups, limit)
+        return out
+
+    def _complete(
+        self,
+        chain: WgmmaChain,
+        count: int,
+        groups: Array,
+        registers: tuple[int, ...],
+        out: list[Any],
+    ) -> None:
+        m = self.machine
+        arena = chain.groups // self.per_block * m.shared_pitch
+        accumulators = chain.execute(count, m.shared.view[16], arena, m.sums)
+        if count < len(chain.steps):
+            chain.start, chain.steps = accumulators, chain.steps[count:]
+            return
+        self.chains.remove(chain)
+        for register, value in zip(chain.registers, accumulators, strict=True):
+            if register in registers:
+                at = registers.index(register)
+                out[at] = _placed(out[at], groups, chain.groups, value)
+
+    def _order_after_reads(self, cohort: Cohort, groups: Array, limit: Array) -> None:
+        """Orders the warps after the reads of the operands of completed instructions."""
+        m = self.machine
+        if m.proxy is None:
+            return
+        times = self.times[groups, (limit - 1) % KEPT_GROUPS]
+        member = groups % (self.per_block * m.cluster_size)
+        rows = cohort.rows.reshape(-1, 4)
+        for number in np.unique(member[limit > 0]).tolist():
+            here = (member == number) & (limit > 0)
+            column = m.proxy.agent("warpgroup", number)
+            m.proxy.clocks.order_after(rows[here].reshape(-1), column, np.repeat(times[here], 4))
+
+
+def _rows_of_warps(chunks: Array, mn_major: bool) -> list[Array]:
+    """The chunks (g, k) of A that each of the four warps reads: 16 rows."""
+    count = len(chunks)
+    if mn_major:
+        tile = chunks.reshape(count, -1, ROWS // 8)
+        return [tile[:, :, 2 * w : 2 * w + 2].reshape(count, -1) for w in range(4)]
+    tile = chunks.reshape(count, ROWS, -1)
+    return [tile[:, 16 * w : 16 * w + 16].reshape(count, -1) for w in range(4)]
+
+
+def _placed(old: Any, groups: Array, numbers: Array, value: Array) -> Array:
+    """``old`` with the rows of the warpgroups ``numbers`` replaced by ``value``."""
+    if value.dtype != old.dtype:
+        value = value.view(old.dtype)
+    if len(numbers) == len(groups):
+        return value
+    out = np.array(np.broadcast_to(old, (4 * len(groups), 32)))
+    out[np.repeat(np.isin(groups, numbers), 4)] = value
+    return out

@@ -1,0 +1,259 @@
+"""Inlines every device function that a kernel calls: one flat list of instructions.
+
+Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers, and
+the guard of an instruction that threads execute together becomes a branch around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ptx_emulator.errors import UnknownInstruction
+from ptx_emulator.ptx.instructions import is_barrier, is_warp_wide
+from ptx_emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Function,
+    Group,
+    Instruction,
+    LabelRef,
+    Mem,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sym,
+    Variable,
+    Vec,
+)
+
+
+@dataclass
+class FlatCode:
+    """The flat code of a kernel, the input of the code generator."""
+
+    code: list[Instruction] = field(default_factory=list)
+    registers: list[tuple[str, str]] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    branch_targets: dict[str, list[int]] = field(default_factory=dict)
+
+
+def flatten(module: Module, entry: Function) -> FlatCode:
+    """Inlines all calls of ``entry``; calls of external functions remain.
+
+    Raises:
+        UnknownInstruction: a recursive or predicated call.
+    """
+    flat = FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
+    if any(i.op == "call" for i in entry.code):
+        flat = FlatCode()
+        _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
+    if any(_needs_branch(i) for i in flat.code):
+        _branch_around(flat)
+    return flat
+
+
+def _needs_branch(ins: Instruction) -> bool:
+    return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins))
+
+
+def _branch_around(flat: FlatCode) -> None:
+    """Replaces the guards of warp-wide instructions and barriers by branches around them."""
+    starts: list[int] = []
+    code: list[Instruction] = []
+    for number, ins in enumerate(flat.code):
+        starts.append(len(code))
+        if _needs_branch(ins):
+            around = replace(ins, op="bra", mods=(), operands=[LabelRef(number + 1)])
+            around.guard_negated = not ins.guard_negated
+            code.append(around)
+            ins = replace(ins, guard=None)
+        code.append(ins)
+    starts.append(len(code))
+    flat.code = [
+        replace(ins, operands=[_moved(operand, starts) for operand in ins.operands]) for ins in code
+    ]
+    flat.branch_targets = {
+        name: [starts[target] for target in targets]
+        for name, targets in flat.branch_targets.items()
+    }
+
+
+def _moved(operand: Operand, starts: list[int]) -> Operand:
+    return LabelRef(starts[operand.target]) if isinstance(operand, LabelRef) else operand
+
+
+class _Inliner:
+    def __init__(self, module: Module, flat: FlatCode) -> None:
+        self.module = module
+        self.flat = flat
+        self.slots: dict[tuple[str, int], Reg] = {}
+        self.bases: dict[str, int] = {}
+
+    def base(self, fn: Function) -> int:
+        """The number of the first register of ``fn``, of which only one call runs at a time.
+
+        All its calls have the same registers: the masks of live registers stay short.
+        """
+        if fn.name not in self.bases:
+            self.bases[fn.name] = len(self.flat.registers)
+            self.flat.registers += fn.registers
+        return self.bases[fn.name]
+
+    def expand(
+        self,
+        fn: Function,
+        aliases: dict[str, str],
+        stack: tuple[str, ...],
+        after: list[int] | None,
+        outer: tuple[int, int] | None = None,
+    ) -> None:
+        """Appends the body of ``fn``; ``aliases`` maps its parameters to the caller's variables.
+
+        ``after`` collects the positions of the branches that replace ``ret``; ``outer`` is the
+        source line of the outermost call.
+        """
+        flat, base = self.flat, self.base(fn)
+        names = dict(aliases)
+        for name, variable in fn.variables.items():
+            if name not in names:
+                tag = f"#{fn.name if variable.space == 'param' else len(flat.code)}"
+                names[name] = name if after is None else name + tag
+                flat.variables[names[name]] = replace(variable, name=names[name])
+        starts: list[int] = []
+        patches: list[int] = []
+
+        def move(operand: Operand) -> Operand:
+            return _map(operand, lambda r: Reg(r.index + base), names)
+
+        for ins in fn.code:
+            starts.append(len(flat.code))
+            ins = replace(ins, operands=[move(o) for o in ins.operands], outer=outer or ins.outer)
+            if ins.guard is not None:
+                ins.guard = Reg(ins.guard.index + base)
+            target = next((o for o in ins.operands if isinstance(o, Sym)), None)
+            callee = self.module.functions.get(target.name) if target else None
+            if ins.op == "call" and callee is not None and callee.has_body:
+                self.call(ins, callee, stack)
+            elif after is not None and ins.op == "ret":
+                after.append(len(flat.code))
+                flat.code.append(replace(ins, op="bra", mods=(), operands=[LabelRef(-1)]))
+            elif ins.op in ("ld", "st") and "param" in ins.mods:
+                self.parameter_access(ins, after is None)
+            else:
+                if any(isinstance(o, LabelRef) for o in ins.operands):
+                    patches.append(len(flat.code))
+                flat.code.append(ins)
+        starts.append(len(flat.code))
+        for place in patches:
+            code = flat.code[place]
+            code.operands = [
+                LabelRef(starts[o.target]) if isinstance(o, LabelRef) else o for o in code.operands
+            ]
+        for name, targets in fn.branch_targets.items():
+            flat.branch_targets[name] = [starts[t] for t in targets]
+
+    def call(self, ins: Instruction, callee: Function, stack: tuple[str, ...]) -> None:
+        if callee.name in stack:
+            raise _unknown(ins, "a recursive call")
+        groups = [o for o in ins.operands if isinstance(o, Group)]
+        before = isinstance(ins.operands[0], Group)
+        results = groups[0].items if before else ()
+        given = groups[-1].items if len(groups) > before else ()
+        aliases: dict[str, str] = {}
+        register_results: list[tuple[Operand, str, str]] = []
+        base = self.base(callee)
+        for variable, value in zip(callee.params, given, strict=True):
+            if isinstance(value, Sym):
+                aliases[variable.name] = value.name
+            else:
+                to = Reg(base + callee.param_registers[variable.name].index)
+                self.move(ins, to, value, variable.type)
+        for variable, value in zip(callee.returns, results, strict=True):
+            if isinstance(value, Sym):
+                aliases[variable.name] = value.name
+            else:
+                register_results.append((value, variable.name, variable.type))
+        if ins.guard is not None:
+            raise _unknown(ins, "a predicated call")
+        returns: list[int] = []
+        self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
+        for place in returns:
+            self.flat.code[place].operands = [LabelRef(len(self.flat.code))]
+        for value, name, kind in register_results:
+            self.move(ins, value, Reg(base + callee.param_registers[name].index), kind)
+
+    def move(self, ins: Instruction, to: Operand, value: Operand, kind: str) -> None:
+        self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
+
+    def parameter_access(self, ins: Instruction, in_entry: bool) -> None:
+        """Replaces ``ld.param`` / ``st.param`` of a call by moves; those of the kernel remain."""
+        load = ins.op == "ld"
+        memory = ins.operands[1 if load else 0]
+        if not isinstance(memory, Mem) or not isinstance(memory.base, Sym):
+            if in_entry and load:
+                self.flat.code.append(ins)
+                return
+            raise _unknown(ins, "a computed address in the parameters of a call")
+        name, kind = memory.base.name, ins.mods[-1]
+        if in_entry and load and not self.is_local(name):
+            self.flat.code.append(ins)
+            return
+        value = ins.operands[0 if load else 1]
+        values = value.items if isinstance(value, Vec) else (value,)
+        for place, item in enumerate(values):
+            offset = memory.base.offset + memory.offset + place * TYPE_BYTES[kind]
+            slot = self.slots.get((name, offset))
+            if slot is None:
+                slot = Reg(len(self.flat.registers))
+                wide = kind if TYPE_BYTES[kind] > 1 else "b16"
+                self.flat.registers.append((f"{name}+{offset}", wide))
+                self.slots[name, offset] = slot
+            width, most = TYPE_BYTES[kind], TYPE_BYTES[self.flat.registers[slot.index][1]]
+            # The low bytes of what was written: a bool is written as 32 bits and read as 8.
+            narrowed = load and width < most and not kind.startswith("f")
+            if most != max(2, width) and not narrowed:
+                raise _unknown(ins, "a call parameter read with a different width than written")
+            to, source = (item, slot) if load else (slot, item)
+            if width == 1 or narrowed:
+                sign = "s" if kind.startswith("s") else "u"
+                kinds = (f"{sign}{max(16, 8 * width)}", f"{sign}{8 * width}")
+                made = replace(ins, op="cvt", mods=kinds, operands=[to, source])
+            else:
+                made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
+                made.operands = [to, source]
+            self.flat.code.append(made)
+
+    def is_local(self, name: str) -> bool:
+        return any(key[0] == name for key in self.slots)
+
+
+def _map(operand: Operand, register: Callable[[Reg], Reg], names: dict[str, str]) -> Operand:
+    if isinstance(operand, Reg):
+        return register(operand)
+    if isinstance(operand, Not):
+        return Not(register(operand.reg))
+    if isinstance(operand, Sym):
+        return Sym(names.get(operand.name, operand.name), operand.offset)
+    if isinstance(operand, Mem):
+        base = _map(operand.base, register, names)
+        assert not isinstance(base, (Mem, Vec, Pair, Group))
+        at = tuple(_map(o, register, names) for o in operand.coordinates)
+        return Mem(base, operand.offset, at)  # type: ignore[arg-type]
+    if isinstance(operand, Pair):
+        return Pair(_map(operand.first, register, names), _map(operand.second, register, names))
+    if isinstance(operand, Vec):
+        return Vec(tuple(_map(o, register, names) for o in operand.items))
+    if isinstance(operand, Group):
+        return Group(tuple(_map(o, register, names) for o in operand.items))
+    return operand
+
+
+def _unknown(ins: Instruction, what: str) -> UnknownInstruction:
+    return UnknownInstruction(
+        f"{what} is not supported",
+        where=f"{ins.name}, .loc line {ins.line[1]}",
+        numbers="calls are inlined when the kernel is decoded",
+        way_out="let the compiler inline the function (__forceinline__)",
+    )

@@ -1,0 +1,208 @@
+"""What the emulator knows of each opcode before it runs, and the operands of instructions.
+
+`isa` registers each opcode once (`isa.generator.instruction`): with the function that writes its
+code, and with the facts below, by which all other parts of the emulator handle it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ptx_emulator.ptx.syntax import Group, Imm, Instruction, Mem, Not, Operand, Pair, Reg, Vec
+
+OfThis = Callable[[Instruction], bool]
+
+
+class Width(Enum):
+    """Which threads execute an instruction together."""
+
+    THREAD = "each by itself"
+    WARP = "lanes of a warp; with .sync those of the member mask, the last operand"
+    WHOLE_WARP = "all lanes of a warp, of which none may have exited (.aligned)"
+    WARPGROUP = "four whole warps"
+    BLOCK = "all threads that a barrier of a block or a cluster counts"
+
+
+@dataclass(frozen=True)
+class Opcode:
+    """The facts of an opcode. One that depends on the modifiers is a function of the instruction.
+
+    Attributes:
+        emit: writes the code of an instruction: (generator, instruction).
+        unit: what executes it, one of `counters.work.CLASSES`.
+        result: its first operand is a destination.
+        width: the threads that execute it together.
+        accesses: bytes of its narrowest access to shared and to global memory; None: it accesses
+            no memory that other threads access.
+        strong: it needs no order with other strong accesses: atomic, volatile, with an order.
+        branches: it may continue elsewhere, or not at all.
+        starts_segment, ends_segment: a segment of code starts with it, or ends with it.
+        asynchronous: it uses the asynchronous proxy, or waits for an operation that does.
+    """
+
+    emit: Callable[[Any, Instruction], None] | None = None
+    unit: str | Callable[[Instruction], str] = ""
+    result: bool | OfThis = True
+    width: Width | Callable[[Instruction], Width] = Width.THREAD
+    accesses: Callable[[Instruction], tuple[int, int]] | None = None
+    strong: bool | OfThis = False
+    branches: bool = False
+    starts_segment: bool | OfThis = False
+    ends_segment: bool = False
+    asynchronous: bool | OfThis = False
+
+
+OPCODES: dict[str, Opcode] = {}
+_UNKNOWN = Opcode()
+
+
+def opcode_of(ins: Instruction) -> Opcode:
+    """The facts of an instruction's opcode; those of an unknown one are the defaults."""
+    return OPCODES.get(ins.op, _UNKNOWN)
+
+
+def fact(name: str, ins: Instruction) -> Any:
+    """A fact of `Opcode` for one instruction."""
+    value = getattr(opcode_of(ins), name)
+    return value(ins) if callable(value) else value
+
+
+def accumulates(ins: Instruction) -> bool:
+    """Whether the first operand is read as well as written."""
+    return ins.op == "wgmma" and "mma_async" in ins.mods
+
+
+def is_barrier(ins: Instruction) -> bool:
+    return fact("width", ins) is Width.BLOCK
+
+
+def is_warp_wide(ins: Instruction) -> bool:
+    """Whether lanes of a warp execute it together, of one warp or of several."""
+    return fact("width", ins) not in (Width.THREAD, Width.BLOCK)
+
+
+def has_members(ins: Instruction) -> bool:
+    """Whether its last operand is a mask of the lanes that execute it together."""
+    return "sync" in ins.mods and fact("width", ins) is Width.WARP
+
+
+def synchronises_lanes(ins: Instruction) -> bool:
+    """Whether it orders the accesses of the lanes of a warp that execute it, barriers apart."""
+    return has_members(ins) or fact("width", ins) is Width.WARPGROUP
+
+
+def may_access_between_threads(ins: Instruction) -> bool:
+    """Whether it may access memory that other threads access, too."""
+    private = {"local", "param", "const", "nc"}
+    return opcode_of(ins).accesses is not None and private.isdisjoint(ins.mods)
+
+
+def registers_in(operand: Operand) -> list[int]:
+    """Numbers of all registers of an operand."""
+    if isinstance(operand, Reg):
+        return [operand.index]
+    if isinstance(operand, Not):
+        return [operand.reg.index]
+    if isinstance(operand, Mem):
+        items = (operand.base, *operand.coordinates)
+        return [r for item in items for r in registers_in(item)]
+    if isinstance(operand, Pair):
+        return registers_in(operand.first) + registers_in(operand.second)
+    if isinstance(operand, (Vec, Group)):
+        return [r for item in operand.items for r in registers_in(item)]
+    return []
+
+
+def mask_of(registers: list[int]) -> int:
+    """A bit mask of registers."""
+    mask = 0
+    for register in registers:
+        mask |= 1 << register
+    return mask
+
+
+def bits_of(mask: int) -> tuple[int, ...]:
+    """The registers of a bit mask."""
+    return tuple(place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
+
+
+def as_immediate(operand: Operand) -> int | None:
+    """The value of an integer immediate, else None."""
+    if isinstance(operand, Imm) and not operand.float_bits:
+        return operand.value
+    return None
+
+
+def gates(code: list[Instruction], leaders: set[int]) -> set[int]:
+    """Warpgroup-wide instructions before which warps may have to wait for each other.
+
+    Warps stay together within a segment, so only the first such instruction of each segment is a
+    gate; a segment starts there.
+    """
+    found = set()
+    together = False
+    for pc, ins in enumerate(code):
+        together = together and pc not in leaders
+        if fact("width", ins) is Width.WARPGROUP and not together:
+            found.add(pc)
+            together = True
+    return found
+
+
+class Accesses(NamedTuple):
+    """The accesses of a kernel; the sets hold numbers of instructions.
+
+    Attributes:
+        shared_vector, global_vector: bytes of the narrowest access to shared and to global memory.
+            Accesses are aligned to their size, so a shadow with vectors of this width is exact.
+        strong: atomic, or with an order (.relaxed, .acquire, ...), or volatile.
+        volatile: the volatile ones of these.
+        releases: strong ones that release.
+        read_only: loads from global memory that nothing may write (.nc).
+        between_threads: whether one thread may read what another one writes.
+        synchronises: whether fences and strong accesses may order other accesses.
+    """
+
+    shared_vector: int
+    global_vector: int
+    strong: frozenset[int]
+    volatile: frozenset[int]
+    releases: frozenset[int]
+    read_only: frozenset[int]
+    between_threads: bool
+    synchronises: bool
+
+
+def find_accesses(code: list[Instruction]) -> Accesses:
+    """The accesses of flat code."""
+    shared, device = 16, 16
+    strong, volatile, releases, read_only = (set[int]() for _ in range(4))
+    fences = False
+    for pc, ins in enumerate(code):
+        fences |= ins.op in ("membar", "fence")
+        narrowest = opcode_of(ins).accesses
+        if narrowest is not None:
+            of_shared, of_device = narrowest(ins)
+            shared, device = min(shared, of_shared), min(device, of_device)
+        if fact("strong", ins):
+            strong.add(pc)
+            if "volatile" in ins.mods:
+                volatile.add(pc)
+            if {"release", "acq_rel"} & set(ins.mods):
+                releases.add(pc)
+                fences = True
+        if "nc" in ins.mods or ins.op == "ldu":
+            read_only.add(pc)
+    return Accesses(
+        shared,
+        device,
+        frozenset(strong),
+        frozenset(volatile),
+        frozenset(releases),
+        frozenset(read_only),
+        any(may_access_between_threads(ins) for ins in code),
+        fences and bool(strong),
+    )

@@ -1,0 +1,395 @@
+"""Parses PTX text into a :class:`ptx_emulator.ptx.syntax.Module`.
+
+Braces open scopes: registers, labels and variables of an inline-asm block hide outer ones.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ptx_emulator.errors import PtxSyntaxError
+from ptx_emulator.ptx.lexer import Cursor, number
+from ptx_emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Function,
+    Group,
+    Imm,
+    Instruction,
+    LabelRef,
+    Mem,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sink,
+    Special,
+    Sym,
+    Variable,
+    Vec,
+)
+
+_LINKAGE = {".visible", ".weak", ".extern", ".common"}
+_SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
+_SPECIAL = re.compile(
+    r"%(tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock_hi|clock64"
+    r"|globaltimer|globaltimer_lo|globaltimer_hi|lanemask_(?:eq|lt|le|gt|ge)|dynamic_smem_size"
+    r"|total_smem_size|aggr_smem_size|n?cluster\w*|is_explicit_cluster|envreg\d+|pm\d+\w*)"
+    r"(?:\.[xyzw])?$"
+)
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
+
+
+@dataclass
+class _Scope:
+    parent: _Scope | None
+    registers: dict[str, Reg] = field(default_factory=dict)
+    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)  # prefix -> type, count
+    labels: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)  # name -> unique name
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A label that may be defined later in the function."""
+
+    name: str
+    scope: _Scope
+
+
+def parse(text: str) -> Module:
+    """Parses a whole module.
+
+    Raises:
+        PtxSyntaxError: the text is not valid PTX.
+    """
+    return _Parser(text).module()
+
+
+class _Parser(Cursor):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        files = {int(n): name.replace("\\", "/") for n, name in _FILE.findall(self.clean)}
+        target = re.search(r"\.target\s+(\w+)", self.clean)
+        self.out = Module(text, {}, {}, files, target.group(1) if target else "")
+        self.fn = Function("", False, [], [])
+        self.scope = _Scope(None)
+        self.outermost: dict[tuple[int, ...], tuple[int, int]] = {}  # by file, line, column
+
+    # ---- module level
+
+    def module(self) -> Module:
+        while self.kinds[self.at] != "end":
+            text = self.texts[self.at]
+            if self.kinds[self.at] in ("loc", "line"):
+                self.at += 1
+            elif text == ".section":
+                self.skip_section()
+            elif text in (".entry", ".func"):
+                self.function()
+            elif text in _LINKAGE:
+                self.at += 1
+            elif text in _SPACES:
+                for variable in self.variable_declaration():
+                    self.out.variables[variable.name] = variable
+            elif text in (".alias", ".pragma"):
+                while not self.accept(";"):
+                    self.at += 1
+            else:
+                raise self.fail("not a directive that is allowed at module level")
+        return self.out
+
+    def skip_section(self) -> None:
+        while self.take() != "{":
+            pass
+        depth = 1
+        while depth:
+            text = self.take()
+            depth += (text == "{") - (text == "}")
+            if self.kinds[self.at] == "end" and depth:
+                raise self.fail("a section without an end")
+
+    # ---- functions
+
+    def function(self) -> None:
+        is_entry = self.take() == ".entry"
+        self.fn = Function("", is_entry, [], [])
+        self.scope = _Scope(None)
+        if not is_entry and self.peek() == "(":
+            self.fn.returns = self.parameters()
+        self.fn.name = self.take()
+        if self.peek() == "(":
+            self.fn.params = self.parameters()
+        while self.peek() not in ("{", ";"):
+            word, sizes = self.take(), []
+            while self.kinds[self.at] == "number":
+                sizes.append(number(self.take()).value)
+                self.accept(",")
+            self.fn.directives[word] = tuple(sizes)
+        known = self.out.functions.get(self.fn.name)
+        if self.accept(";"):
+            self.out.functions.setdefault(self.fn.name, self.fn)
+            return
+        if known is not None and known.has_body:
+            raise self.fail(f"a second body of {self.fn.name}")
+        self.fn.has_body = True
+        self.out.functions[self.fn.name] = self.fn
+        self.take("{")
+        self.body()
+        self.fn.code = [self.resolved(i) for i in self.fn.code]
+
+    def parameters(self) -> list[Variable]:
+        self.take("(")
+        found: list[Variable] = []
+        while not self.accept(")"):
+            if self.peek() == ".reg":
+                self.take()
+                kind = self.take()[1:]
+                name = self.take()
+                self.fn.param_registers[name] = self.declare(name, kind)
+                found.append(Variable(name, "reg", kind))
+            else:
+                for variable in self.variable_declaration(parameter=True):
+                    self.scope.variables[variable.name] = variable.name
+                    self.fn.variables[variable.name] = variable
+                    found.append(variable)
+            self.accept(",")
+        return found
+
+    def location(self, text: str) -> None:
+        """Reads a ``.loc``; its ``inlined_at`` refers to the position of an earlier ``.loc``.
+
+        If that position was itself inlined at several calls, the nearest earlier ``.loc`` is used:
+        PTX does not identify the call.
+        """
+        match = _LOC.match(text)
+        if match is None:
+            raise self.fail("a .loc without a file and a line")
+        file, line, column, *caller = (int(number or 0) for number in match.groups())
+        self.line = self.outer = (file, line)
+        if any(caller):
+            self.outer = self.outermost.get(tuple(caller), (caller[0], caller[1]))
+        self.outermost[file, line, column] = self.outer
+
+    def body(self) -> None:
+        """Statements up to the closing brace of the scope."""
+        while True:
+            kind, text = self.kinds[self.at], self.texts[self.at]
+            if kind == "loc":
+                self.location(text)
+                self.at += 1
+            elif text == "}":
+                self.at += 1
+                return
+            elif text == "{":
+                self.at += 1
+                outer, self.scope = self.scope, _Scope(self.scope)
+                self.body()
+                self.scope = outer
+            elif kind == "name" and text[0] == ".":
+                self.body_directive(text)
+            elif kind == "line":
+                self.at += 1
+            elif kind == "end":
+                raise self.fail("a function without an end")
+            elif self.texts[self.at + 1] == ":":
+                self.scope.labels[text] = len(self.fn.code)
+                self.at += 2
+                if self.peek() == ".branchtargets":
+                    self.at += 1
+                    names = []
+                    while not self.accept(";"):
+                        names.append(self.take())
+                        self.accept(",")
+                    self.fn.branch_targets[text] = [_Forward(n, self.scope) for n in names]  # type: ignore[misc]
+                elif self.peek() == ".callprototype":
+                    while not self.accept(";"):
+                        self.at += 1
+            else:
+                self.instruction()
+
+    def body_directive(self, text: str) -> None:
+        if text == ".reg":
+            self.at += 1
+            kind = self.take()[1:]
+            while True:
+                name = self.take()
+                if self.accept("<"):
+                    self.scope.ranges[name] = (kind, int(self.take()))
+                    self.take(">")
+                else:
+                    self.scope.registers[name] = self.declare(name, kind)
+                if not self.accept(","):
+                    break
+            self.take(";")
+        elif text in _SPACES:
+            for variable in self.variable_declaration():
+                # Sibling scopes may use the same name: make it unique in the function.
+                unique = variable.name
+                while unique in self.fn.variables:
+                    unique += "'"
+                self.scope.variables[variable.name] = unique
+                variable.name = unique
+                self.fn.variables[unique] = variable
+        elif text == ".pragma":
+            while not self.accept(";"):
+                self.at += 1
+        elif text in _LINKAGE:
+            self.at += 1
+        else:
+            raise self.fail("a directive that is not known inside a function")
+
+    def declare(self, name: str, kind: str) -> Reg:
+        if kind not in TYPE_BYTES:
+            raise self.fail(f"unknown register type .{kind}")
+        reg = Reg(len(self.fn.registers))
+        self.fn.registers.append((name, kind))
+        self.scope.registers[name] = reg
+        return reg
+
+    def register(self, name: str) -> Reg | None:
+        stem = name.rstrip("0123456789")
+        scope: _Scope | None = self.scope
+        while scope is not None:
+            found = scope.registers.get(name)
+            if found is not None:
+                return found
+            span = scope.ranges.get(stem)
+            if span and stem != name and int(name[len(stem) :]) < span[1]:
+                inner, self.scope = self.scope, scope
+                reg = self.declare(name, span[0])
+                self.scope = inner
+                return reg
+            scope = scope.parent
+        return None
+
+    def instruction(self) -> None:
+        begin = self.positions[self.at]
+        guard, negated = None, False
+        if self.accept("@"):
+            negated = self.accept("!")
+            guard = self.register(self.take())
+            if guard is None:
+                raise self.fail("a guard that is not a declared predicate")
+        op, *mods = self.take().split(".")
+        operands: list[Operand] = []
+        while self.peek() != ";":
+            operands.append(self.operand())
+            if not self.accept(","):
+                break
+            if self.peek() == ";":
+                raise self.fail("expected an operand")
+        end = self.positions[self.at]
+        self.take(";")
+        self.fn.code.append(
+            Instruction(
+                op, tuple(mods), operands, guard, negated, self.line, self.outer, begin, end
+            )
+        )
+
+    # ---- operands
+
+    def operand(self) -> Operand:
+        first = self.simple_operand()
+        if self.accept("|"):
+            return Pair(first, self.simple_operand())
+        return first
+
+    def simple_operand(self) -> Operand:
+        text = self.texts[self.at]
+        if self.kinds[self.at] == "name":
+            self.at += 1
+            return self.named(text)
+        if text == "{":
+            return Vec(self.list_until("}"))
+        if text == "(":
+            return Group(self.list_until(")"))
+        if text == "[":
+            return self.memory()
+        if text == "!":
+            self.at += 1
+            reg = self.named(self.take())
+            if not isinstance(reg, Reg):
+                raise self.fail("only a predicate register can be negated")
+            return Not(reg)
+        return self.immediate()
+
+    def list_until(self, close: str) -> tuple[Operand, ...]:
+        self.at += 1
+        items: list[Operand] = []
+        while not self.accept(close):
+            items.append(self.operand())
+            self.accept(",")
+        return tuple(items)
+
+    def named(self, name: str) -> Operand:
+        reg = self.scope.registers.get(name) or self.register(name)
+        if reg is not None:
+            return reg
+        if name == "_":
+            return Sink()
+        if name[0] == "%" and _SPECIAL.match(name):
+            return Special(name[1:])
+        if name == "WARP_SZ":
+            return Imm(32)
+        scope: _Scope | None = self.scope
+        while scope is not None:
+            if name in scope.variables:
+                return Sym(scope.variables[name], self.offset())
+            scope = scope.parent
+        if name in self.out.variables or name in self.out.functions:
+            return Sym(name, self.offset())
+        return _Forward(name, self.scope)  # type: ignore[return-value]
+
+    def offset(self) -> int:
+        total = 0
+        while self.peek() in ("+", "-") and self.kinds[self.at + 1] in ("number", "mark"):
+            total += self.immediate().value
+        return total
+
+    def memory(self) -> Operand:
+        self.take("[")
+        base: Operand
+        base = self.immediate() if self.kinds[self.at] != "name" else self.named(self.take())
+        if not isinstance(base, (Reg, Sym, Imm)):
+            raise self.fail("an address that is neither a register nor a known variable")
+        offset = self.offset()
+        coordinates: tuple[Operand, ...] = ()
+        if self.accept(","):
+            if self.peek() != "{":
+                raise self.fail("expected the coordinates of a tensor copy")
+            coordinates = self.list_until("}")
+        self.take("]")
+        return Mem(base, offset, coordinates)
+
+    # ---- labels
+
+    def resolved(self, ins: Instruction) -> Instruction:
+        for place, operand in enumerate(ins.operands):
+            if isinstance(operand, _Forward):
+                ins.operands[place] = self.label(operand, ins)
+        for name, targets in self.fn.branch_targets.items():
+            self.fn.branch_targets[name] = [
+                self.label(t, ins).target if isinstance(t, _Forward) else t for t in targets
+            ]
+        return ins
+
+    def label(self, forward: _Forward, ins: Instruction) -> LabelRef:
+        if forward.name in self.fn.branch_targets:
+            return Sym(forward.name)  # type: ignore[return-value]
+        scope: _Scope | None = forward.scope
+        while scope is not None:
+            if forward.name in scope.labels:
+                return LabelRef(scope.labels[forward.name])
+            scope = scope.parent
+        if forward.name in self.out.functions:
+            return Sym(forward.name)  # type: ignore[return-value]
+        line = self.text.count("\n", 0, ins.position) + 1
+        raise PtxSyntaxError(
+            f"{forward.name!r} is neither a register, a variable, a label nor a function",
+            where=f"line {line} of the PTX, .loc line {ins.line[1]}",
+            numbers=self.text[ins.position : ins.end].strip(),
+            way_out="declare it, or check that the text is complete",
+        )

@@ -1,0 +1,361 @@
+"""A kernel ready for code generation: flat code, control flow, liveness, register types."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.ptx.flatten import flatten
+from ptx_emulator.ptx.instructions import (
+    Width,
+    accumulates,
+    as_immediate,
+    bits_of,
+    fact,
+    find_accesses,
+    gates,
+    is_barrier,
+    is_warp_wide,
+    opcode_of,
+    registers_in,
+)
+from ptx_emulator.ptx.register_types import register_dtypes
+from ptx_emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
+from ptx_emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Instruction,
+    LabelRef,
+    Module,
+    Operand,
+    Reg,
+    Sym,
+)
+
+GLOBAL_BASE = 0x7F12_0000_0000
+CONST_GAP = 4096
+ALL_LANES = 0xFFFFFFFF  # as a member mask
+_LONG = re.compile(r"\{([^{}]{60,})\}")
+REGION_LIMIT = 600  # most instructions of an if that some warps run without splitting the cohort
+
+
+class Region(NamedTuple):
+    """Straight-line code that a forward branch skips.
+
+    Attributes:
+        inputs: registers that it reads or must preserve.
+        outputs: registers that it changes and that are live after it.
+        warp_wide: whether it contains warp-wide instructions.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    warp_wide: bool
+
+
+class PtxProgram:
+    """One kernel of a module.
+
+    Attributes:
+        code: flat instructions.
+        accesses: which of them access memory, and how; ``repeats``: which are polls.
+        racing: volatile accesses that are no polls.
+        asynchronous: whether mbarriers, bulk copies or wgmma are used.
+        live: bit mask of the live registers before each instruction (one more for the end).
+        leaders: where a segment starts when no lane is masked off.
+        gates: warpgroup-wide instructions that may have to wait for other warps.
+        maybe_undefined: registers that are read before they are written on some path.
+        strays: shuffles whose member mask may leave out lanes, or name some that do not exist.
+        shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
+        constants: address of each module variable of .global and .const.
+    """
+
+    def __init__(self, module: Module, name: str, ragged: bool = False) -> None:
+        """``ragged``: the last warp of a block has fewer than 32 threads."""
+        entry = module.functions.get(name)
+        if entry is None or not entry.is_entry or not entry.has_body:
+            known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
+            raise LaunchArguments(
+                f"the PTX has no kernel {name!r}",
+                where="ptx_emulator.launch",
+                numbers=f"kernels of this PTX: {known or 'none'}",
+                way_out='name one of them (declare it extern "C" to keep its name)',
+            )
+        self.module = module
+        self.name = name
+        self.params = entry.params
+        self.directives = entry.directives
+        self.required_threads = entry.directives.get(".reqntid", ())
+        self.max_threads = self.required_threads or entry.directives.get(".maxntid", ())
+        flat = flatten(module, entry)
+        self.code = flat.code
+        self.registers = flat.registers
+        self.branch_targets = flat.branch_targets
+        self.variables = {**module.variables, **flat.variables}
+        self._place_variables()
+        self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
+        self.accesses = find_accesses(self.code)
+        self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
+        self._flow()
+        self._liveness()
+        self.repeats = find_repeats(self)
+        self.failed_waits = find_failed_waits(self, find_waits(self.code))
+        self.racing = self.accesses.volatile - self.repeats.polls
+        self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
+        self._track_undefined(ragged)
+        self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
+        self.initial += [np.False_] * len(self.tracked)
+        self._regions: dict[tuple[int, int], Region | None] = {}
+        self._live_lists: dict[int, tuple[int, ...]] = {}
+
+    # ---- variables
+
+    def _place_variables(self) -> None:
+        self.shared: dict[str, int] = {}
+        self.local: dict[str, int] = {}
+        self.constants: dict[str, int] = {}
+        self.params_at: dict[str, int] = {}
+        shared = local = param = 0
+        constant = GLOBAL_BASE
+        dynamic = []
+        for name, variable in self.variables.items():
+            align = variable.align
+            if variable.space == "shared" and variable.count == 0:
+                dynamic.append((name, align))
+            elif variable.space == "shared":
+                shared = -(-shared // align) * align
+                self.shared[name] = shared
+                shared += variable.size
+            elif variable.space == "local":
+                local = -(-local // align) * align
+                self.local[name] = local
+                local += variable.size
+            elif variable.space in ("global", "const"):
+                constant = -(-constant // max(16, align)) * max(16, align)
+                self.constants[name] = constant
+                constant += variable.size + CONST_GAP
+        for variable in self.params:
+            param = -(-param // variable.align) * variable.align
+            self.params_at[variable.name] = param
+            param += variable.size
+        top = max([align for _, align in dynamic], default=16)
+        self.dynamic_shared = -(-shared // top) * top if dynamic else shared
+        for name, _ in dynamic:
+            self.shared[name] = self.dynamic_shared
+        self.static_shared_bytes = shared
+        self.has_dynamic_shared = bool(dynamic)
+        self.local_bytes = -(-local // 16) * 16
+        self.param_bytes = param
+        self.constant_bytes = constant - GLOBAL_BASE
+
+    # ---- control flow and liveness
+
+    def successors(self, pc: int) -> list[int]:
+        """Instructions that may follow instruction ``pc``."""
+        ins = self.code[pc]
+        if not opcode_of(ins).branches:
+            return [pc + 1]
+        after = [pc + 1] if ins.guard is not None else []
+        if ins.op == "bra":
+            target = ins.operands[0]
+            assert isinstance(target, LabelRef)
+            return [target.target, *after]
+        if ins.op == "brx":
+            table = ins.operands[1]
+            assert isinstance(table, Sym)
+            return [*self.branch_targets[table.name], *after]
+        return after
+
+    def _flow(self) -> None:
+        leaders = {0}
+        for pc, ins in enumerate(self.code):
+            opcode = opcode_of(ins)
+            if opcode.branches:
+                leaders.update(self.successors(pc))
+            if opcode.branches or opcode.ends_segment or is_barrier(ins):
+                leaders.add(pc + 1)
+            if fact("starts_segment", ins):
+                leaders.add(pc)
+        self.gates = gates(self.code, leaders)
+        self.leaders = leaders | self.gates
+
+    def constant_of(self, operand: Operand) -> int | None:
+        """The 32-bit value of an operand that is the same in every thread, else None."""
+        seen: set[Operand] = set()
+        while isinstance(operand, Reg) and operand not in seen:
+            seen.add(operand)
+            made = self._definitions.get(operand.index, [])
+            if len(made) != 1 or made[0].op != "mov" or made[0].guard is not None:
+                return None
+            operand = made[0].operands[1]
+        value = as_immediate(operand)
+        return None if value is None else value & 0xFFFFFFFF
+
+    def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
+        """(registers written, registers read); a guarded write also reads."""
+        writes: list[int] = []
+        reads: list[int] = []
+        for place, operand in enumerate(ins.operands):
+            if place == 0 and fact("result", ins):
+                writes = registers_in(operand)
+            else:
+                reads += registers_in(operand)
+        if accumulates(ins):
+            reads = [*reads, *writes]
+        if ins.guard is not None:
+            reads = [*reads, ins.guard.index, *writes]
+        if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
+            carry = len(self.registers)
+            if ins.op.endswith("c"):
+                reads = [*reads, carry]
+            if "cc" in ins.mods:
+                writes = [*writes, carry]
+        return writes, reads
+
+    def _liveness(self) -> None:
+        code = self.code
+        count = len(code)
+        writes, reads = [0] * count, [0] * count
+        self._definitions: dict[int, list[Instruction]] = {}
+        for pc, ins in enumerate(code):
+            to, source = self.effects(ins)
+            for r in to:
+                writes[pc] |= 1 << r
+                self._definitions.setdefault(r, []).append(ins)
+            for r in source:
+                reads[pc] |= 1 << r
+            writes[pc] &= ~reads[pc] if ins.guard is not None else -1
+        starts = sorted(s for s in self.leaders if s < count)
+        ends = [*starts[1:], count]
+        self.live = live = [0] * (count + 1)
+        changed = True
+        while changed:
+            changed = False
+            for start, end in zip(reversed(starts), reversed(ends), strict=True):
+                state = 0
+                for target in self.successors(end - 1):
+                    state |= live[target]
+                for pc in range(end - 1, start - 1, -1):
+                    state = (state & ~writes[pc]) | reads[pc]
+                    if pc > start:
+                        live[pc] = state
+                if state != live[start]:
+                    live[start] = state
+                    changed = True
+        self.writes, self.reads = writes, reads
+        self.maybe_undefined = live[0]
+
+    def _track_undefined(self, ragged: bool) -> None:
+        """Assigns a definedness slot to each register that may be read before it is written, or
+        that a shuffle may fill from a lane that does not take part in it.
+
+        Values computed from such registers are tracked as well: a compiler may compute with an
+        undefined value as long as the result never leaves the registers.
+        """
+        tracked = self.maybe_undefined
+        self.strays = set()
+        for pc, ins in enumerate(self.code):
+            if ins.op == "shfl" and (ragged or self.constant_of(ins.operands[-1]) != ALL_LANES):
+                self.strays.add(pc)
+                tracked |= 1 << registers_in(ins.operands[0])[0]
+        changed = True
+        while changed:
+            changed = False
+            for pc, ins in enumerate(self.code):
+                if self.reads[pc] & tracked and fact("result", ins):
+                    new = self.writes[pc] & ~tracked
+                    if new and ins.op not in ("ld", "ldmatrix", "atom", "mma", "wgmma"):
+                        tracked |= new
+                        changed = True
+        base = len(self.registers) + 1
+        found = [r for r in range(len(self.registers)) if tracked >> r & 1]
+        self.tracked = {r: base + place for place, r in enumerate(found)}
+        slots = ((1 << len(found)) - 1) << base
+        self.live = [mask | slots for mask in self.live]
+
+    def region(self, start: int, end: int) -> Region | None:
+        """The straight-line code between a forward branch and its target.
+
+        None if it is long, or contains a branch, an exit or an instruction that may wait.
+        """
+        key = (start, end)
+        if key not in self._regions:
+            self._regions[key] = self._find_region(start, end)
+        return self._regions[key]
+
+    def _find_region(self, start: int, end: int) -> Region | None:
+        if not start < end <= start + REGION_LIMIT:
+            return None
+        reads = writes = 0
+        warp_wide = False
+        for pc in range(start, end):
+            ins = self.code[pc]
+            opcode, width = opcode_of(ins), fact("width", ins)
+            if opcode.branches or opcode.ends_segment or fact("starts_segment", ins):
+                return None
+            if width in (Width.BLOCK, Width.WARPGROUP) or ins.op == "call":
+                return None
+            warp_wide |= is_warp_wide(ins)
+            reads |= self.reads[pc]
+            writes |= self.writes[pc]
+        inputs = reads & self.live[start]
+        outputs = writes & self.live[end]
+        for reg, slot in self.tracked.items():
+            if (inputs | outputs) >> reg & 1:
+                inputs |= 1 << slot
+            if outputs >> reg & 1:
+                outputs |= 1 << slot
+        return Region(bits_of(inputs | outputs), bits_of(outputs), warp_wide)
+
+    def live_list(self, pc: int) -> tuple[int, ...]:
+        """Numbers of the registers that are live before instruction ``pc``."""
+        found = self._live_lists.get(pc)
+        if found is None:
+            found = self._live_lists[pc] = bits_of(self.live[min(pc, len(self.code))])
+        return found
+
+    # ---- messages
+
+    def source_line(self, pc: int) -> str:
+        """``file:line`` of the .cu, or of the PTX where there is no .loc."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        if not ins.line[1]:
+            return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def _file_line(self, number: int, line: int) -> str:
+        file = self.module.files.get(number, "?")
+        here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
+        return f"{file.removeprefix(here)}:{line}"
+
+    def describe(self, pc: int) -> str:
+        """An instruction for messages: its line, the line that it was inlined at, its text."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        at = self.source_line(pc)
+        if ins.outer != ins.line and ins.outer[1]:
+            at += f", inlined at {self._file_line(*ins.outer)}"
+        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
+
+    def text(self, pc: int) -> str:
+        """The text of the instruction in the PTX, on one line."""
+        ins = self.code[min(pc, len(self.code) - 1)]
+        return " ".join(self.module.text[ins.position : ins.end].split())
+
+    def local_name(self, offset: int) -> str:
+        """The variable of local memory at an offset, for messages; '' if there is none."""
+        for name, start in self.local.items():
+            if start <= offset < start + self.variables[name].size:
+                return f", byte {offset - start} of {name.split('#')[0]}"
+        return ""
+
+    def register_name(self, index: int) -> str:
+        return self.registers[index][0]
+
+
+def _shorter(match: re.Match[str]) -> str:
+    """Abbreviates a long list of registers to its first and last."""
+    first, *_, last = match.group(1).split(",")
+    return f"{{{first}, ..., {last.strip()}}}"

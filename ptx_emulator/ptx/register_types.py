@@ -1,0 +1,118 @@
+"""Chooses the numpy dtype that holds each register.
+
+A .b32 register of PTX may hold integers or floats. Any choice is correct, because instructions view
+the bits as the type they need; choosing the most frequent type makes such views rare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ptx_emulator.ptx.instructions import registers_in
+from ptx_emulator.ptx.syntax import (
+    TYPE_BYTES,
+    Instruction,
+    Mem,
+    Not,
+    Operand,
+    Pair,
+)
+
+# PTX type -> dtype code. Untyped bits (b8 to b64) map to unsigned integers.
+DTYPE = {
+    **{f"u{b}": f"u{b // 8}" for b in (8, 16, 32, 64)},
+    **{f"b{b}": f"u{b // 8}" for b in (8, 16, 32, 64)},
+    **{f"s{b}": f"i{b // 8}" for b in (8, 16, 32, 64)},
+    "f16": "f2",
+    "bf16": "u2",
+    "f16x2": "u4",
+    "bf16x2": "u4",
+    "tf32": "f4",
+    "f32": "f4",
+    "f64": "f8",
+    "f32x2": "u8",
+    "pred": "b1",
+    "b128": "c16",
+}
+_FIXED = {"f32", "f64", "f16", "pred", "f16x2", "bf16x2", "bf16", "b128"}
+_MOVES = {"mov", "selp", "shfl"}
+
+
+def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
+    """The dtype code of every register, by the majority of its uses.
+
+    Args:
+        code: all instructions.
+        kinds: the PTX type of each register.
+    """
+    parent = list(range(len(kinds)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    votes: list[Counter[str]] = [Counter() for _ in kinds]
+
+    def vote(operand: Operand, kind: str) -> None:
+        for reg in _plain(operand):
+            if TYPE_BYTES[kinds[reg]] == TYPE_BYTES[kind] and kind[0] != "b":
+                votes[reg][DTYPE[kind]] += 1
+
+    for ins in code:
+        types = [m for m in ins.mods if m in TYPE_BYTES and m != "pred"]
+        if not types:
+            continue
+        if ins.op in _MOVES:
+            regs = [r for o in ins.operands for r in _plain(o)]
+            size = TYPE_BYTES[types[-1]]
+            regs = [r for r in regs if kinds[r] not in _FIXED and TYPE_BYTES[kinds[r]] == size]
+            for other in regs[1:]:
+                parent[root(other)] = root(regs[0])
+            if kinds[_plain(ins.operands[0])[0] if _plain(ins.operands[0]) else 0] == "f32":
+                for reg in regs:
+                    votes[reg]["f4"] += 1
+        else:
+            _vote(ins, types, vote)
+    total: dict[int, Counter[str]] = {}
+    for index, counter in enumerate(votes):
+        total.setdefault(root(index), Counter()).update(counter)
+    found = []
+    for place, kind in enumerate(kinds):
+        if kind in _FIXED:
+            found.append(DTYPE[kind])
+            continue
+        poll = total[root(place)]
+        width = str(TYPE_BYTES[kind])
+        best = [(count, code) for code, count in poll.items() if code[1:] == width]
+        found.append(max(best)[1] if best else "u" + width)
+    found.append("u4")  # the carry flag
+    return found
+
+
+def _vote(ins: Instruction, types: list[str], vote: object) -> None:
+    assert callable(vote)
+    if ins.op == "cvt":
+        vote(ins.operands[0], types[0])
+        for operand in ins.operands[1:]:
+            vote(operand, types[-1])
+    elif ins.op == "mma":
+        vote(ins.operands[0], types[0])
+        vote(ins.operands[3], types[-1])
+    elif ins.op == "wgmma":
+        vote(ins.operands[0], types[0])
+    elif "wide" in ins.mods:
+        wide = types[0][0] + str(16 * TYPE_BYTES[types[0]])
+        vote(ins.operands[0], wide)
+        for operand in ins.operands[1:3]:
+            vote(operand, types[0])
+    else:
+        for operand in ins.operands:
+            vote(operand, types[-1])
+
+
+def _plain(operand: Operand) -> list[int]:
+    """The registers of an operand that hold values of the instruction's types."""
+    operand = operand.first if isinstance(operand, Pair) else operand
+    return [] if isinstance(operand, (Mem, Not)) else registers_in(operand)

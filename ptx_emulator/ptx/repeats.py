@@ -1,0 +1,289 @@
+"""Loads and waits whose result decides whether they are executed again, and waits that fail.
+
+A thread that polls a flag goes on only when the flag has the value that it waits for, so it does
+not matter that the flag is written while it is read. Every other volatile load takes what happens
+to be there. In the same way a wait for an mbarrier may give up (try_wait) or fail (test_wait), and
+only a loop makes sure that its phase has completed.
+
+Where a wait succeeds, its warp is ordered after the phase. But what is executed after a failure as
+well is not ordered by the wait, although it succeeds in this launch. So the order counts only where
+the kernel goes after a success alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ptx_emulator.ptx.instructions import (
+    as_immediate,
+    fact,
+    mask_of,
+    may_access_between_threads,
+    opcode_of,
+    registers_in,
+)
+from ptx_emulator.ptx.syntax import Instruction, LabelRef, Not, Operand, Pair, Reg
+
+if TYPE_CHECKING:
+    from ptx_emulator.ptx.program import PtxProgram
+
+# The results of these depend on more than their operands, which they use.
+_USES = frozenset(("ld", "ldu", "atom", "mbarrier", "call"))
+_BRANCHES = frozenset(("bra", "brx"))
+
+
+class Repeats(NamedTuple):
+    """Numbers of instructions.
+
+    Attributes:
+        polls: volatile loads whose result decides about a way out of a loop that they are in.
+        endless: waits for an mbarrier in a loop that only their result ends.
+        counted: waits in a loop that their result ends, or something else.
+        ignored: waits whose result nothing uses.
+    """
+
+    polls: frozenset[int]
+    endless: frozenset[int]
+    counted: frozenset[int]
+    ignored: frozenset[int]
+
+
+def find_waits(code: list[Instruction]) -> list[int]:
+    """The instructions that test or wait for a phase of an mbarrier."""
+    words = {"try_wait", "test_wait"}
+    return [
+        pc for pc, ins in enumerate(code) if ins.op == "mbarrier" and words.intersection(ins.mods)
+    ]
+
+
+def find_repeats(program: PtxProgram) -> Repeats:
+    """The polls of a kernel, by data-flow analysis."""
+    code = program.code
+    loads = [pc for pc in program.accesses.volatile if code[pc].op == "ld"]
+    waits = find_waits(code)
+    if not loads and not waits:
+        return Repeats(*(frozenset[int]() for _ in Repeats._fields))
+    decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
+    repeated: set[int] = set()
+    counted: set[int] = set()
+    for loop in _loops(program):
+        for pc in loop.intersection(decided) - repeated:
+            ways_out, own = _ways_out(program, loop), decided[pc].branches
+            if pc in waits:
+                # Without the result, nothing that changes from turn to turn decides.
+                guards = [r for way in ways_out for r in program.effects(code[way])[1]]
+                found = bool(ways_out) and ways_out <= own
+                found = found and _is_fixed(program, loop, guards, pc)
+                counted |= {pc} if ways_out & own else set()
+            else:
+                place = registers_in(code[pc].operands[1])
+                found = bool(ways_out & own) and _is_fixed(program, loop, place)
+            if found:
+                repeated.add(pc)
+        if len(repeated) == len(decided):
+            break
+    polls, endless = repeated.intersection(loads), repeated.intersection(waits)
+    ignored = [pc for pc in waits if not decided[pc].any]
+    # Compilers copy the first turn of a loop to the place before it.
+    places = {_place(code[pc]) for pc in polls}
+    polls.update(pc for pc in loads if _place(code[pc]) in places)
+    return Repeats(*map(frozenset, (polls, endless, counted, ignored)))
+
+
+def _place(ins: Instruction) -> tuple[object, ...]:
+    return (ins.operands[1], *(word for word in ins.mods if word in ("global", "shared")))
+
+
+def _loops(program: PtxProgram) -> Iterator[set[int]]:
+    """The instructions of each loop, those between a branch back and its target; short ones first.
+
+    A branch back may lead to what never comes to the branch again: then there is no loop.
+    """
+    after = [program.successors(pc) for pc in range(len(program.code))]
+    before: dict[int, list[int]] = {}
+    for pc, targets in enumerate(after):
+        for target in targets:
+            before.setdefault(target, []).append(pc)
+    back = [(pc, to) for pc, targets in enumerate(after) for to in targets if to <= pc]
+    for end, start in sorted(back, key=lambda edge: edge[0] - edge[1]):
+        behind = _reached(end, start, lambda pc: before.get(pc, ()))
+        if start in behind:
+            yield behind & _reached(start, end, lambda pc: after[pc] if pc < len(after) else ())
+
+
+def _reached(first: int, last: int, ways: Callable[[int], Iterable[int]]) -> set[int]:
+    """What can be reached from ``first`` without passing ``last``, both included."""
+    found, todo = {first}, [first] if first != last else []
+    while todo:
+        for pc in ways(todo.pop()):
+            if pc not in found:
+                found.add(pc)
+                if pc != last:
+                    todo.append(pc)
+    return found
+
+
+def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
+    """The instructions that may leave a loop; those that end the launch do not count."""
+    return {
+        pc
+        for pc in loop
+        if opcode_of(program.code[pc]).branches and not loop.issuperset(program.successors(pc))
+    }
+
+
+def _is_fixed(
+    program: PtxProgram, loop: set[int], registers: list[int], but: int | None = None
+) -> bool:
+    """Whether registers have the same value in every turn, but for the result of ``but``."""
+    todo, seen = list(registers), set[int]()
+    while todo:
+        register = todo.pop()
+        for at in loop - {but} if register not in seen else ():
+            if program.writes[at] >> register & 1:
+                if program.code[at].op in _USES or program.reads[at] >> register & 1:
+                    return False
+                todo += program.effects(program.code[at])[1]
+        seen.add(register)
+    return True
+
+
+class _Uses(NamedTuple):
+    """The branches that a result decides, and whether it is used for ``any`` purpose."""
+
+    branches: set[int]
+    any: bool
+
+
+def _uses(program: PtxProgram, pc: int) -> _Uses:
+    code = program.code
+    result = mask_of(program.effects(code[pc])[0])
+    known: dict[int, int] = {}
+    todo = [(after, result) for after in program.successors(pc)]
+    branches, used = set(), False
+    while todo:
+        at, held = todo.pop()
+        if at >= len(code) or not held & program.live[at] & ~known.get(at, 0):
+            continue
+        held = known[at] = held & program.live[at] | known.get(at, 0)
+        ins = code[at]
+        if not program.reads[at] & held:
+            held &= ~program.writes[at]
+        elif ins.op in _USES or not fact("result", ins):
+            used = True
+            branches |= {at} if ins.op in _BRANCHES else set()
+        else:
+            held |= mask_of(program.effects(ins)[0])
+        todo += [(after, held) for after in program.successors(at)]
+    return _Uses(branches, used)
+
+
+Known = dict[int, int]
+"""The values of registers that a failure determines."""
+_COMPARED = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
+    "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+_LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+
+
+class FailedWaits(NamedTuple):
+    """Waits whose success does not order all that follows, by numbers of instructions.
+
+    Attributes:
+        loose: these waits.
+        begins, ends: of an instruction, the waits whose order counts from there on, or no more.
+    """
+
+    loose: frozenset[int]
+    begins: dict[int, tuple[int, ...]]
+    ends: dict[int, tuple[int, ...]]
+
+
+def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
+    """Follows the failure of each wait through a kernel; loops that a wait ends do not fail."""
+    loose: set[int] = set()
+    begins: dict[int, tuple[int, ...]] = {}
+    ends: dict[int, tuple[int, ...]] = {}
+    for wait in waits:
+        failed = _after_failure(program, wait, set(waits))
+        if not any(_matters(program.code[pc]) for pc in failed):
+            continue
+        loose.add(wait)
+        for pc in range(len(program.code)):
+            for after in program.successors(pc):
+                inside = pc in failed or pc == wait
+                if inside and after not in failed:
+                    begins[after] = (*begins.get(after, ()), wait)
+                elif not inside and after in failed:
+                    ends[after] = (*ends.get(after, ()), wait)
+    return FailedWaits(frozenset(loose), begins, ends)
+
+
+def _matters(ins: Instruction) -> bool:
+    """Whether it accesses what other threads access, or synchronises with them."""
+    return may_access_between_threads(ins) or fact("unit", ins) == "barrier"
+
+
+def _after_failure(program: PtxProgram, wait: int, waits: set[int]) -> set[int]:
+    """The instructions that may be executed after a wait has failed, before one that cannot."""
+    code, endless = program.code, program.repeats.endless
+    found: dict[int, Known] = {}
+    todo = [(wait, Known())]
+    while todo:
+        pc, known = todo.pop()
+        if pc >= len(code) or (pc in endless and pc != wait):
+            continue
+        if pc in found:
+            known = dict(found[pc].items() & known.items())
+            if known == found[pc]:
+                continue
+        found[pc] = known
+        ins = code[pc]
+        taken = 1 if ins.guard is None else known.get(ins.guard.index)
+        if taken is not None and ins.guard_negated:
+            taken = 1 - taken
+        after = program.successors(pc)
+        if taken is not None and ins.op == "bra":
+            target = ins.operands[0]
+            assert isinstance(target, LabelRef)
+            after = [target.target if taken else pc + 1]
+        if taken != 0:
+            value = 0 if pc in waits else _value(ins, known)
+            known = {r: v for r, v in known.items() if not program.writes[pc] >> r & 1}
+            to = ins.operands[0] if ins.operands else None
+            to = to.first if isinstance(to, Pair) else to
+            if isinstance(to, Reg) and value is not None and ins.guard is None:
+                known[to.index] = value
+        todo += [(target, known) for target in after]
+    return set(found) - {wait}
+
+
+def _value(ins: Instruction, known: Known) -> int | None:
+    """The result of an instruction, if it depends on known values only."""
+
+    def of(operand: Operand) -> int | None:
+        if isinstance(operand, Not):
+            value = known.get(operand.reg.index)
+            return None if value is None else 1 - value
+        return known.get(operand.index) if isinstance(operand, Reg) else as_immediate(operand)
+
+    values = [of(operand) for operand in ins.operands[1:]]
+    if ins.op == "selp" and values[2] is not None:
+        return values[0 if values[2] else 1]
+    if ins.op == "vote" and "all" in ins.mods and values[0] == 0:
+        return 0
+    if ins.op == "and" and 0 in values:
+        return 0
+    if not values or None in values:
+        return None
+    function: Callable[..., Any] | None = _LOGIC.get(ins.op)
+    if ins.op == "setp" and len(values) == 2:
+        function = next((_COMPARED[word] for word in ins.mods if word in _COMPARED), None)
+    if ins.op in ("mov", "cvt"):
+        return values[0]
+    if ins.op == "not" and "pred" in ins.mods:
+        return 1 - int(values[0] or 0)
+    return None if function is None else int(function(*values))

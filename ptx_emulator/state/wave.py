@@ -1,0 +1,227 @@
+"""The state of a launch and of the running wave of blocks, which all parts of the emulator share.
+
+The machine creates the parts (barriers, checkers, counters, ...), and each part keeps a reference
+to this state. This module imports the parts for type checking only.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from flashgen.shared.errors import EmulatorError
+from ptx_emulator.errors import way_out
+from ptx_emulator.ptx.program import PtxProgram
+from ptx_emulator.state.cohort import Cohort, SingleThreads, active, spread
+from ptx_emulator.state.memory import Array, FlatMemory, GlobalMemory
+
+if TYPE_CHECKING:
+    from ptx_emulator.checks.async_proxy import AsyncProxy
+    from ptx_emulator.checks.global_races import GlobalRaces
+    from ptx_emulator.checks.member_lanes import MemberLanes
+    from ptx_emulator.checks.shared_races import SharedRaces
+    from ptx_emulator.counters.recorder import Recorder
+    from ptx_emulator.counters.totals import Counters
+    from ptx_emulator.isa.tensor_core_sums import SumModels
+    from ptx_emulator.machine.barriers import Barriers, ClusterBarrier
+    from ptx_emulator.machine.bulk import BulkCopies
+    from ptx_emulator.machine.copies import AsyncCopies
+    from ptx_emulator.machine.map_bytes import TensorMaps
+    from ptx_emulator.machine.mbarriers import Mbarriers
+    from ptx_emulator.machine.register_pool import RegisterPool
+    from ptx_emulator.machine.wgmma import Warpgroups
+
+
+class Site(NamedTuple):
+    """Where an error happened: a row of a cohort at an instruction, and the lane if it is known."""
+
+    cohort: Cohort
+    pc: int
+    row: int = 0
+    lane: int | None = None
+
+
+class Stored(NamedTuple):
+    """The store that is being checked; addresses count from ``base`` of the memory ``view``."""
+
+    cohort: Cohort
+    view: Array
+    address: Any
+    base: int
+    value: Any
+    lanes: Any
+
+    def repeats(self, row: int, lane: int | None, together: bool) -> bool:
+        """Whether all lanes that store where this lane does store one value.
+
+        With ``together`` they are compared with each other only, else with the memory, too.
+        """
+        n, chosen = self.cohort.n, active(self.cohort, self.lanes)
+        at = spread(self.address, n) - self.base
+        if lane is not None:
+            chosen = chosen & (at == at[row, lane])
+        values = spread(self.value, n)[chosen]
+        if not together:
+            there = self.view.take(at[chosen] // self.view.itemsize)
+            values = np.append(values, there.astype(values.dtype))
+        return len({one.tobytes() for one in values}) < 2
+
+
+class Wave:
+    """State of one launch, and of the wave of blocks that is running.
+
+    A warp of the wave is called a row: row r belongs to block ``row_block[r]`` of the wave and is
+    warp ``row_warp[r]`` of that block.
+
+    Attributes:
+        maps: the tensor maps of the launch.
+        warps: warps per block; ``threads``: threads per block.
+        shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
+            ``shared``, which holds the shared memory of all blocks of the wave.
+        blocks: number of each block of the wave in the grid.
+        cluster_shape: sizes of a cluster of blocks; ``cluster_size``: their product. The blocks of
+            a cluster follow each other in the wave, in the order of their ranks.
+        row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
+            ``cluster_warps``: warps per cluster.
+        cluster_ids: number in the grid of the first block of each cluster of the wave.
+        local: local memory of all threads of the wave; ``local_written`` has ones where they have
+            written it, and is None without checkers.
+        alive: lanes that have not exited (rows, 32).
+        live_warps: warps per block with a lane that has not exited.
+        allow: names of `errors.FORGIVEN` that are not reported.
+        random: source of random scheduling decisions; None without an order_seed.
+        sums: how tensor cores add; None if their sums are rounded once.
+        stored: the store that is being checked, for messages.
+        recorder, global_races, shared_races, proxy: None where the launch does not use them.
+    """
+
+    # Of the launch.
+    program: PtxProgram
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster_shape: tuple[int, int, int]
+    cluster_size: int
+    cluster_warps: int
+    memory: GlobalMemory
+    maps: TensorMaps
+    parameters: Array
+    random: random.Random | None
+    step_limit: int
+    steps: int
+    threads: int
+    warps: int
+    dynamic_bytes: int
+    shared_size: int
+    shared_pitch: int
+    check: bool
+    sums: SumModels | None
+    allow: frozenset[str]
+    counters: Counters
+    recorder: Recorder | None
+    global_races: GlobalRaces | None
+    # Of the wave.
+    blocks: Array
+    row_block: Array
+    row_warp: Array
+    row_cluster: Array
+    row_member: Array
+    cluster_ids: Array
+    alive: Array
+    live_warps: Array
+    shared: FlatMemory
+    local: FlatMemory
+    local_written: FlatMemory | None
+    shared_base_of_row: Array
+    cohorts: list[Cohort]
+    stored: Stored | None = None
+    members: MemberLanes
+    barriers: Barriers
+    mbarriers: Mbarriers
+    copies: AsyncCopies
+    bulk: BulkCopies
+    wgmma: Warpgroups
+    registers: RegisterPool
+    cluster: ClusterBarrier
+    shared_races: SharedRaces | None
+    proxy: AsyncProxy | None
+
+    # ---- cohorts
+
+    def replace(self, old: Cohort, parts: list[Cohort]) -> None:
+        """Runs ``parts`` in place of the cohort ``old``."""
+        self.cohorts.remove(old)
+        self.cohorts += parts
+
+    def split(
+        self, cohort: Cohort, keep: Array, pc_kept: int, pc_rest: int
+    ) -> tuple[Cohort, Cohort]:
+        """Splits a cohort in two by row; both selections must be non-empty."""
+        live = self.program.live_list
+        kept = cohort.part(keep, live(pc_kept), pc_kept)
+        rest = cohort.part(~keep, live(pc_rest), pc_rest)
+        self.replace(cohort, [kept, rest])
+        return kept, rest
+
+    def shared_base(self, cohort: Cohort) -> Array:
+        """Offset of each row's block in ``shared``, in bytes (n, 1)."""
+        base = cohort.shared_base
+        if base is None:
+            base = cohort.shared_base = self.shared_base_of_row[cohort.rows]
+        return base
+
+    # ---- places and errors
+
+    def forgives_store(self, site: Site, together: bool) -> str:
+        """The end of a way out for a store that races with another one of the same value, or ''."""
+        if "same_value" in self.allow or self.stored is None:
+            return ""
+        same = self.stored.repeats(site.row, site.lane, together)
+        return way_out("same_value") if same else ""
+
+    def block_name(self, row: int) -> str:
+        """The block of a row as its grid coordinates."""
+        linear = int(self.blocks[self.row_block[row]])
+        gx, gy, _ = self.grid
+        return f"({linear % gx}, {linear // gx % gy}, {linear // (gx * gy)})"
+
+    def place(self, row: int, lane: int | None, pc: int) -> str:
+        """Kernel, block, warp, lane, source line and instruction, for messages."""
+        program = self.program
+        at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
+        if lane is not None:
+            at += f", lane {lane}"
+        return f"{at}, {program.describe(pc)}"
+
+    def member_name(self, member: int) -> str:
+        """A warp of a cluster for messages, by its number in the cluster."""
+        rank, warp = divmod(member, self.warps)
+        return f"warp {warp}" + (f" of rank {rank}" if self.cluster_size > 1 else "")
+
+    def warps_text(self, rows: Array) -> str:
+        """Warps of the wave for messages: the warps of the first block by number."""
+        row = int(rows[0])
+        here = self.row_warp[rows[self.row_block[rows] == self.row_block[row]]]
+        there = np.zeros(int(here.max()) + 1, bool)
+        there[here] = True
+        others = f" and {len(rows) - len(here)} of other blocks" if len(rows) > len(here) else ""
+        plural = "s" if len(here) > 1 else ""
+        return f"block {self.block_name(row)} warp{plural} {ranges_text(there)}{others}"
+
+    def fail(
+        self, kind: type[EmulatorError], what: str, site: Site, numbers: str, way_out: str
+    ) -> NoReturn:
+        """Raises an error of class ``kind``."""
+        cohort, pc, row, lane = site
+        if isinstance(cohort, SingleThreads):
+            lane = int(cohort.lane[row])
+        where = self.place(int(cohort.rows[row]), lane, pc)
+        raise kind(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def ranges_text(mask: Array) -> str:
+    """The set positions of a mask as ranges, such as ``0-3 8``."""
+    lanes = np.flatnonzero(mask)
+    runs = np.split(lanes, np.flatnonzero(np.diff(lanes) > 1) + 1) if len(lanes) else []
+    return " ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) or "none"

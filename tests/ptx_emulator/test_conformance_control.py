@@ -1,0 +1,421 @@
+"""Control flow: divergence and reconvergence, loops, switches, calls, grids, scoped names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ptx_emulator.errors import UninitialisedRead, UnknownInstruction
+from ptx_emulator.ptx.flatten import flatten
+from ptx_emulator.ptx.parser import parse
+from tests.ptx_emulator.test_conformance import Array, compiled, probe, run, run_ptx
+
+SEEDS = [None, 1]
+
+CUDA = r"""
+#define THREAD (blockIdx.x * blockDim.x + threadIdx.x)
+extern "C" __global__ void nested(const int* in, int* out) {
+    int i = THREAD, x = in[i], r = 0;
+    if (x & 1) {
+        if (x & 2) { r = x * 3; if (x & 4) r -= 7; else r += 1; }
+        else       { for (int j = 0; j < (x >> 3); ++j) r += j * j; }
+        r ^= 0x55;
+    } else if (x > 40) {
+        r = -x;
+        if (x > 80) { out[i] = 12345; return; }
+    }
+    out[i] = r;
+}
+extern "C" __global__ void collatz(const int* in, int* out) {
+    int i = THREAD, x = in[i], steps = 0;
+    while (x != 1) { x = x & 1 ? 3 * x + 1 : x / 2; ++steps; }
+    out[i] = steps;
+}
+extern "C" __global__ void jumps(const int* in, int* out) {
+    int i = THREAD, x = in[i], sum = 0;
+    for (int a = 0; a < 12; ++a) {
+        if ((x + a) % 5 == 0) continue;
+        for (int b = 0; b < a; ++b) {
+            if (b * a > x) break;
+            if ((b ^ x) & 1) continue;
+            sum += a * 16 + b;
+        }
+        if (sum > 1000 + x) break;
+        sum += 1;
+    }
+    out[i] = sum;
+}
+extern "C" __global__ void reconverge(const int* in, int* out) {
+    int i = THREAD, x = in[i], sum = 0;
+    for (int j = 0; j < x % 9; ++j) sum += x + j;
+    if (x % 3 == 0) sum *= 2;
+    for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    out[i] = sum;
+}
+extern "C" __global__ void shuffle_in_loop(const int* in, int* out) {
+    int i = THREAD, lane = threadIdx.x & 31, x = in[i], left = x % 7;
+    while (__any_sync(0xffffffffu, left > 0)) {
+        int other = __shfl_xor_sync(0xffffffffu, x, 1);
+        if (left > 0) { x += other * (lane + 1); --left; }
+    }
+    out[i] = x;
+}
+extern "C" __global__ void early(const int* in, int* out, int n) {
+    int i = THREAD;
+    if (i >= n) return;
+    int x = in[i];
+    if (x < 0) return;
+    unsigned here = __activemask();
+    out[i] = x + 1 + (here == 0);
+}
+extern "C" __global__ void early_then_barrier(const int* in, int* out, int n) {
+    __shared__ int s[128];
+    if (threadIdx.x >= n) return;           // the barrier counts those that stay
+    s[threadIdx.x] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = s[n - 1 - threadIdx.x];
+}
+extern "C" __global__ void dispatch(const int* in, int* out) {
+    int i = THREAD, x = in[i], r;
+    switch (x & 15) {
+        case 0: r = x + 1; break;
+        case 1: r = x * x; break;
+        case 2: r = -x;
+        case 3: r = x ^ 77; break;
+        case 4: r = x / 3; break;
+        case 5: r = x % 7; break;
+        case 6: r = x << 2; break;
+        case 9: r = 99; break;
+        case 11: return;
+        default: r = 1000;
+    }
+    out[i] = r;
+}
+__device__ __noinline__ float poly(float x, int n) {
+    float y = 0.f;
+    for (int i = 0; i < n; ++i) y = y * x + 1.f;
+    return y;
+}
+struct Both { float low, high; int where; };
+__device__ __noinline__ Both extremes(const float* p, int n) {
+    Both b = {p[0], p[0], 0};
+    for (int i = 1; i < n; ++i) {
+        if (p[i] < b.low) { b.low = p[i]; b.where = i; }
+        b.high = p[i] > b.high ? p[i] : b.high;
+    }
+    return b;
+}
+__device__ __noinline__ void accumulate(float* sum, float x) { *sum += x; }
+extern "C" __global__ void calls(const float* in, float* out) {
+    int i = threadIdx.x;
+    float sum = 0.f;
+    if (i % 3) sum = poly(in[i], i % 5);
+    Both b = extremes(in + i, 4);
+    accumulate(&sum, b.low + 10.f * b.where);
+    if (i & 1) accumulate(&sum, b.high);
+    out[i] = sum;
+}
+__device__ __noinline__ int step(int x) {
+    int r = x & 3;
+    while (x > 2) { x = x & 1 ? x - 3 : x / 2; r = 5 * r + x; }
+    return r & 63;
+}
+__device__ __noinline__ int twice(int x) { return step(x) + 64 * step(step(x) ^ 33); }
+extern "C" __global__ void chains(const int* in, int* out) {
+    int i = threadIdx.x, x = in[i];
+    out[i] = x & 1 ? twice(step(x) + 7) - twice(x) : step(twice(x)) + step(x);
+}
+__device__ __noinline__ int fib(int n) { return n < 2 ? n : fib(n - 1) + fib(n - 2); }
+extern "C" __global__ void recursion(const int* in, int* out) {
+    int i = threadIdx.x;
+    out[i] = fib(in[i] % 9);
+}
+extern "C" __global__ void grid3(int* out) {
+    int b = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    int t = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    int n = blockDim.x * blockDim.y * blockDim.z;
+    out[b * n + t] = blockIdx.x + 10 * blockIdx.y + 100 * blockIdx.z + 1000 * threadIdx.x
+                   + 10000 * threadIdx.y + 100000 * threadIdx.z;
+}
+extern "C" __global__ void waves(const int* in, int* out) {
+    __shared__ int s[32];
+    s[threadIdx.x] = in[THREAD];
+    __syncthreads();
+    out[THREAD] = s[31 - threadIdx.x] + blockIdx.x;
+}
+extern "C" __global__ void scoped(const int* in, int* out) {
+    int i = THREAD, x = in[i], r = 0, q = 0;
+    #pragma unroll
+    for (int k = 0; k < 3; ++k)
+        asm volatile("{ .reg .pred P; .reg .b32 t; setp.gt.s32 P, %1, %2; mov.b32 t, 5;\n"
+                     "@P bra SKIP; mov.b32 t, 9; SKIP: add.s32 %0, %0, t; }"
+                     : "+r"(r) : "r"(x), "r"(10 * k));
+    asm volatile("{ .reg .b32 t; { .reg .b32 t; mov.b32 t, 1; add.s32 %0, %1, t; }"
+                 " mov.b32 t, 2; add.s32 %0, %0, t; }" : "=r"(q) : "r"(x));
+    out[i] = r * 1000 + q;
+}
+"""
+VALUES = np.random.default_rng(1).integers(0, 100, 256).astype(np.int32)
+
+
+def lanewise(kernel: str, seed: int | None = None, values: Array = VALUES) -> Array:
+    out = np.full_like(values, -1)
+    run(CUDA, kernel, (2,), (values.size // 2,), values, out, seed=seed)
+    return out
+
+
+def nested(x: int) -> int:
+    if x & 1:
+        looped = sum(j * j for j in range(x >> 3))
+        return (x * 3 + (-7 if x & 4 else 1) if x & 2 else looped) ^ 0x55
+    return 12345 if x > 80 else -x if x > 40 else 0
+
+
+def collatz(x: int) -> int:
+    steps = 0
+    while x != 1:
+        x, steps = (3 * x + 1 if x & 1 else x // 2), steps + 1
+    return steps
+
+
+def jumps(x: int) -> int:
+    total = 0
+    for a in range(12):
+        if (x + a) % 5 == 0:
+            continue
+        for b in range(a):
+            if b * a > x:
+                break
+            if (b ^ x) & 1:
+                continue
+            total += a * 16 + b
+        if total > 1000 + x:
+            break
+        total += 1
+    return total
+
+
+def dispatch(x: int) -> int:
+    cases = {
+        0: x + 1,
+        1: x * x,
+        2: x ^ 77,
+        3: x ^ 77,
+        4: x // 3,
+        5: x % 7,
+        6: x << 2,
+        9: 99,
+        11: -1,
+    }
+    return cases.get(x & 15, 1000)
+
+
+def scoped(x: int) -> int:
+    return 1000 * sum(5 if x > 10 * k else 9 for k in range(3)) + x + 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("function", [nested, jumps, dispatch, scoped], ids=lambda f: f.__name__)
+def test_each_lane_follows_its_own_path(function: Callable[[int], int], seed: int | None) -> None:
+    got = lanewise(function.__name__, seed)
+    assert got.tolist() == [function(x) for x in VALUES.tolist()]
+
+
+def test_loops_end_lane_by_lane() -> None:
+    values = np.maximum(VALUES, 1)
+    assert lanewise("collatz", values=values).tolist() == [collatz(x) for x in values.tolist()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_warp_is_whole_again_after_a_divergent_loop(seed: int | None) -> None:
+    x = VALUES.astype(np.int64)
+    trips = x % 9
+    sums = (x * trips + trips * (trips - 1) // 2) * np.where(x % 3 == 0, 2, 1)
+    want = sums.reshape(-1, 32).sum(axis=1).repeat(32)
+    assert (lanewise("reconverge", seed) == want).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shuffles_inside_a_loop_that_runs_until_the_last_lane_is_done(seed: int | None) -> None:
+    x = VALUES.astype(np.uint32)
+    left, lane = VALUES % 7, np.arange(VALUES.size) % 32
+    for _ in range(left.max()):
+        other = x[np.arange(x.size) ^ 1]
+        x = np.where(left > 0, x + other * (lane + 1).astype(np.uint32), x)
+        left = left - 1
+    assert (lanewise("shuffle_in_loop", seed).view(np.uint32) == x).all()
+
+
+def test_lanes_that_return_early_write_nothing() -> None:
+    values = VALUES - 50
+    out = np.full_like(values, -1)
+    run(CUDA, "early", (3,), (96,), values, out, np.int32(250))
+    want = np.where((values >= 0) & (np.arange(256) < 250), values + 1, -1)
+    assert (out == want).all()
+
+
+@pytest.mark.parametrize("count", [32, 50, 64, 97, 128])
+def test_threads_that_have_left_are_not_waited_for(count: int) -> None:
+    out = np.full(128, -1, np.int32)
+    run(CUDA, "early_then_barrier", (1,), (128,), VALUES[:128], out, np.int32(count))
+    assert (out[:count] == VALUES[:count][::-1]).all()
+    assert (out[count:] == -1).all()
+
+
+def test_calls_return_scalars_structs_and_write_through_pointers() -> None:
+    x = np.random.default_rng(2).integers(-9, 9, 70).astype(np.float32)
+    out = np.zeros(64, np.float32)
+    run(CUDA, "calls", (1,), (64,), x, out)
+    for i in range(64):
+        window = x[i : i + 4].tolist()
+        total = 0.0
+        if i % 3:
+            for _ in range(i % 5):
+                total = total * x[i] + 1
+        total += min(window) + 10 * window.index(min(window)) + (max(window) if i & 1 else 0)
+        assert out[i] == total, i
+
+
+def test_lanes_in_different_calls_of_one_function_have_values_of_their_own() -> None:
+    def step(x: int) -> int:
+        r = x & 3
+        while x > 2:
+            x = x - 3 if x & 1 else x // 2
+            r = 5 * r + x
+        return r & 63
+
+    def twice(x: int) -> int:
+        return step(x) + 64 * step(step(x) ^ 33)
+
+    x = np.random.default_rng(3).integers(0, 500, 64).astype(np.int32)
+    out = np.zeros(64, np.int32)
+    run(CUDA, "chains", (1,), (64,), x, out)
+    for value, got in zip(x.tolist(), out.tolist(), strict=True):
+        odd = value & 1
+        want = twice(step(value) + 7) - twice(value) if odd else step(twice(value)) + step(value)
+        assert got == want, value
+
+
+def test_all_calls_of_a_function_have_the_same_registers() -> None:
+    def registers(calls: int) -> int:
+        chained = "step(" * calls + "in[threadIdx.x]" + ")" * calls
+        source = CUDA.replace("step(twice(x)) + step(x)", chained)
+        flat = flatten(module := parse(compiled(source)), module.functions["chains"])
+        return len(flat.registers)
+
+    assert registers(40) < registers(20) + 100 < 400
+
+
+def test_recursion_is_refused_by_name() -> None:
+    with pytest.raises(UnknownInstruction, match="recursive"):
+        run(CUDA, "recursion", (1,), (64,), VALUES[:64], np.zeros(64, np.int32))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_grid_of_three_dimensions(seed: int | None) -> None:
+    grid, block = (3, 2, 4), (5, 4, 3)
+    out = np.zeros(24 * 60, np.int32)
+    run(CUDA, "grid3", grid, block, out, seed=seed)
+    z, y, x, tz, ty, tx = np.indices((*grid[::-1], *block[::-1])).reshape(6, -1)
+    assert (out == x + 10 * y + 100 * z + 1000 * tx + 10000 * ty + 100000 * tz).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_blocks_than_could_ever_run_at_once(seed: int | None) -> None:
+    values = np.arange(32 * 2500, dtype=np.int32)
+    out = np.zeros_like(values)
+    run(CUDA, "waves", (2500,), (32,), values, out, seed=seed)
+    want = values.reshape(-1, 32)[:, ::-1] + np.arange(2500)[:, None]
+    assert (out.reshape(-1, 32) == want).all()
+
+
+def test_brx_idx_jumps_by_a_table() -> None:
+    body = """.reg .pred p; .reg .b32 i; and.b32 i, %a, 3; mov.b32 %d, 0;
+        table: .branchtargets L0, L1, L2, L0;
+        brx.idx i, table;
+        L0: add.u32 %d, %d, 100; bra.uni OUT;
+        L1: add.u32 %d, %d, 200; setp.gt.u32 p, %a, 50; @p bra L2; bra OUT;
+        L2: add.u32 %d, %d, 300;
+        OUT: add.u32 %d, %d, i;"""
+    values = VALUES.astype(np.uint32)
+    base = {0: 100, 1: 200, 2: 300, 3: 100}
+    want = [base[x & 3] + (300 if x & 3 == 1 and x > 50 else 0) + (x & 3) for x in values.tolist()]
+    assert probe(body, "u4", values).tolist() == want
+
+
+def test_a_predicated_instruction_acts_only_where_its_guard_holds() -> None:
+    body = """.reg .pred p, q; .reg .b32 x; setp.lt.u32 p, %a, 50; and.b32 x, %a, 1;
+        setp.ne.and.s32 q, x, 0, p; mov.b32 %d, 7; @p add.u32 %d, %d, %a; @!p mov.b32 %d, 1;
+        @q st.global.u32 [%at_a], 1000; @!q mov.pred p, q; ld.global.u32 %e, [%at_a];
+        @p add.u32 %d, %d, 10000;"""
+    values = VALUES.astype(np.uint32)
+    before = values.copy()
+    got, memory = probe(body, "u4 u4", values)
+    odd = (before < 50) & (before & 1 == 1)
+    assert (memory == np.where(odd, 1000, before)).all()
+    want = np.where(before < 50, before + 7, 1) + np.where(odd, 10000, 0)
+    assert (got == want).all()
+
+
+def test_exit_ends_a_thread_from_inside_a_function() -> None:
+    ptx = """.func quit(.param .b32 v) { .reg .b32 %v; .reg .pred %p; ld.param.b32 %v, [v];
+            setp.gt.s32 %p, %v, 9; @%p exit; ret; }
+        .visible .entry k(.param .u64 out) { .reg .b32 %t; .reg .b64 %p; mov.u32 %t, %tid.x;
+            ld.param.u64 %p, [out]; mad.wide.u32 %p, %t, 4, %p;
+            { .param .b32 v; st.param.b32 [v+0], %t; call.uni quit, (v); }
+            st.global.u32 [%p], 1; ret; }"""
+    out = np.zeros(32, np.uint32)
+    run_ptx(ptx, "k", 1, 32, out)
+    assert out.tolist() == [1] * 10 + [0] * 22
+
+
+@pytest.mark.parametrize(
+    ("kind", "want"), [("u8", 0xC8), ("s8", 0xFFC8), ("u16", 0x1C8), ("b8", 0xC8)]
+)
+def test_a_parameter_is_read_narrower_than_it_was_written(kind: str, want: int) -> None:
+    """As NVRTC passes a bool: 32 bits are written, of which the function reads the lowest 8."""
+    ptx = f""".func (.param .b32 r) low(.param .b32 v) {{ .reg .b16 %h; .reg .b32 %w;
+            ld.param.{kind} %h, [v]; cvt.u32.u16 %w, %h; st.param.b32 [r+0], %w; ret; }}
+        .visible .entry k(.param .u64 out) {{ .reg .b32 %t; .reg .b64 %p;
+            ld.param.u64 %p, [out]; mov.u32 %t, 0x1C8;
+            {{ .param .b32 v; .param .b32 r; st.param.b32 [v+0], %t;
+               call.uni (r), low, (v); ld.param.b32 %t, [r+0]; }}
+            st.global.u32 [%p], %t; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    run_ptx(ptx, "k", 1, 1, out)
+    assert out.tolist() == [want]
+
+
+@pytest.mark.parametrize("element", [0, 1])
+def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(element: int) -> None:
+    """As compilers store an array that the program has set in part; the rest must not be read."""
+    ptx = f""".visible .entry k(.param .u64 out) {{ .local .align 4 .b8 a[4];
+            .reg .b16 %h<3>; .reg .b32 %t; .reg .b64 %p; .reg .pred %q;
+            ld.param.u64 %p, [out]; mov.u32 %t, %tid.x; setp.eq.u32 %q, %t, 99;
+            mov.u16 %h0, 7; @%q mov.u16 %h1, 8;
+            st.local.v2.u8 [a], {{%h0, %h1}}; ld.local.u8 %h2, [a+{element}];
+            cvt.u32.u16 %t, %h2; st.global.u32 [%p], %t; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    if element:
+        with pytest.raises(UninitialisedRead, match="local memory is read"):
+            run_ptx(ptx, "k", 1, 1, out)
+    else:
+        run_ptx(ptx, "k", 1, 1, out)
+        assert out.tolist() == [7]
+
+
+def test_spellings_of_other_compilers() -> None:
+    """Spaces inside brackets and braces, comments, .loc and .pragma between instructions."""
+    body = """.loc 1 2 3
+        // a comment with a brace }
+        mov.b32 { %h0, %h1 } , %a ;/* and one /* inside */ add.s16 %h0 , %h0 , 1;
+        .pragma "nounroll";
+        mov.b32 %d,{%h1,%h0};
+        $L_x$1: @!%q bra $L_x$2; add.u32 %d, %d, 0x1U;
+        $L_x$2: add.u32 %d, %d, 010; add.u32 %d, %d, -1; add.u32 %d, %d, 0b11;"""
+    body = ".reg .b16 %h<2>; .reg .pred %q; setp.ne.b32 %q, %a, %a;\n" + body
+    values = np.random.default_rng(3).integers(0, 1 << 32, 64, np.uint32)
+    swapped = (values >> 16) | ((values & 0xFFFF) + 1 & 0xFFFF) << 16
+    assert (probe(body, "u4", values) == swapped + np.uint32(8 - 1 + 3)).all()

@@ -1,0 +1,171 @@
+"""Packed sequences of transformers: kept apart or refused, never dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DataCollatorWithFlattening
+
+from flashgen import InputError
+from flashgen.frontends.transformers.attention import attention
+from flashgen.frontends.transformers.masks import make_mask
+from flashgen.integrations import transformers as integration
+from tests.support.tiers import slow
+from tests.support.transformers_models import tiny
+
+Tensor = torch.Tensor
+LENGTHS = (7, 1, 12)
+
+
+def flattened(**options: Any) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(4)
+    samples = [{"input_ids": torch.randint(3, 97, (n,), generator=draw).tolist()} for n in LENGTHS]
+    batch = DataCollatorWithFlattening(return_tensors="pt", **options)(samples)
+    return {name: batch[name] for name in batch if name != "labels"}
+
+
+def apart(model: Any, ids: Tensor) -> Tensor:
+    """The logits of each sample in a call of its own."""
+    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", slow("mistral"), slow("gemma2"), slow("gpt_oss")])
+def test_boundaries_of_sequences_keep_samples_apart(name: str, cache: bool) -> None:
+    batch = flattened(return_flash_attn_kwargs=True)
+    model = tiny(name).model("fg", layers=2)
+    with torch.no_grad():
+        found = model(**batch, use_cache=cache).logits
+        expected = apart(tiny(name).model("eager", layers=2), batch["input_ids"])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_boundaries_serve_without_positions_too_and_in_training() -> None:
+    batch = flattened(return_flash_attn_kwargs=True, return_position_ids=False)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    ours, eager = tiny("llama").model("fg"), tiny("llama").model("eager")
+    # Rotary embeddings depend on differences of positions alone.
+    loss = ours(**batch).logits.square().sum()
+    expected = eager(batch["input_ids"], position_ids=positions, use_cache=False).logits
+    name = "model.layers.0.self_attn.q_proj.weight"
+    own, other = (dict(each.named_parameters())[name] for each in (ours, eager))
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, own)[0],
+        torch.autograd.grad(expected.square().sum(), other)[0],
+        atol=1e-3,
+        rtol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("boundaries", [slow(False), slow(True)])
+def test_a_compiled_model_keeps_samples_apart(boundaries: bool) -> None:
+    batch = flattened(return_flash_attn_kwargs=boundaries)
+    model = tiny("llama").model("fg")
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False).logits
+        graph = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(graph(**batch, use_cache=False).logits, expected)
+
+
+def test_packed_positions_beside_a_cache_are_refused_with_a_way_out_that_works() -> None:
+    batch = flattened()
+    model = tiny("llama").model("fg")
+    with torch.no_grad():
+        with pytest.raises(InputError, match="start again") as error:
+            model(**batch, use_cache=True)
+        assert "use_cache=False" in error.value.way_out
+        assert error.value.numbers.startswith("3 sequences in 20 rows")
+        found = model(**batch, use_cache=False).logits
+        expected = apart(tiny("llama").model("eager"), batch["input_ids"])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:
+    batch = flattened()
+    model = tiny("llama").model("fg")
+    ones = torch.ones_like(batch["input_ids"])
+    tail = ones.clone()
+    tail[:, -3:] = 0
+    for mask in (ones, tail):
+        with torch.no_grad(), pytest.raises(InputError, match="start again") as error:
+            model(**batch, attention_mask=mask, use_cache=False)
+        assert "no attention_mask" in error.value.way_out
+
+
+def test_positions_that_go_on_and_those_of_padding_are_no_packed_ones() -> None:
+    given = tiny("llama").inputs(length=30)
+    model = tiny("llama").model("fg")
+    ids, padding = given["input_ids"], given["attention_mask"]
+    with torch.no_grad():
+        first = model(ids[:, :20], use_cache=True)
+        cache = first.past_key_values
+        rest = model(ids[:, 20:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(rest, model(ids).logits[:, 20:], atol=1e-4, rtol=1e-4)
+        positions = (padding.cumsum(-1) - 1).clamp(min=0)
+        model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
+        assert model.generate(**given, max_new_tokens=3, do_sample=False).shape == (2, 33)
+
+
+def test_contents_that_change_in_place_are_read_again() -> None:
+    model = tiny("llama").model("fg")
+    ids, positions = torch.arange(3, 23)[None], torch.arange(20)[None]
+    with torch.no_grad():
+        model(ids, position_ids=positions, use_cache=True)
+        positions[:, 10:] -= 10
+        with pytest.raises(InputError, match="start again"):
+            model(ids, position_ids=positions, use_cache=True)
+
+
+def call(batch: int = 1, keys: int = 20, causal: bool = True, **options: Any) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(batch, 2, n, 16, generator=draw) for n in (20, keys))
+    layer = torch.nn.Module()
+    mask = make_mask(batch, 20, keys) if causal else None
+    return attention(layer, q, k, k, mask, is_causal=None if causal else False, **options)[0]
+
+
+def ends(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"cu_seq_lens_q": ends(0, 20)}, "no tensor of boundaries"),
+        ({"cu_seq_lens_q": [0, 20], "cu_seq_lens_k": [0, 20]}, "no tensor of boundaries"),
+        ({"cu_seq_lens_q": ends(0, 19), "cu_seq_lens_k": ends(0, 20)}, "do not divide the rows"),
+        ({"cu_seq_lens_q": ends(0, 20), "cu_seq_lens_k": ends(1, 20)}, "do not divide the rows"),
+        (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends(0, 9, 7, 20)), "do not divide"),
+        ({"cu_seq_lens_q": ends(0, 9, 20), "cu_seq_lens_k": ends(0, 8, 20)}, "other boundaries"),
+        ({"cu_seqlens": ends(0, 20)}, "boundaries of sequences"),
+        (
+            {"batch": 2, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends(0, 20))},
+            "a batch of 1",
+        ),
+    ],
+)
+def test_boundaries_that_fit_no_row_are_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        call(**options)
+
+
+def test_an_encoder_may_have_other_boundaries_for_its_keys() -> None:
+    options = {"cu_seq_lens_q": ends(0, 9, 20), "cu_seq_lens_k": ends(0, 4, 4 + 12)}
+    found = call(keys=16, causal=False, **options, max_length_q=11, max_length_k=12)
+    whole = call(keys=16, causal=False)
+    assert not torch.allclose(found, whole)
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, 2, n, 16, generator=draw) for n in (20, 16))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], k[:, :, c:d])
+        for (a, b), (c, d) in (((0, 9), (0, 4)), ((9, 20), (4, 16)))
+    ]
+    torch.testing.assert_close(found, torch.cat(parts, 2).transpose(1, 2))
+    names = [op.name for op in integration.operators()]
+    assert "full_packed" in names
