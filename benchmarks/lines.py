@@ -2,11 +2,11 @@
 
     python benchmarks/lines.py
 
-Counts the Python files of flashgen/, tests/ and benchmarks/ and every file of templates/. A control
-line of a kernel template is one that consists of Jinja statements alone, such as `if`, `endfor`,
-`set` or `macro`; each line of a statement of several lines counts. Those that include or import
-another template do not count. Their share is that of all lines of the kernel templates, comments
-and blank lines included.
+Counts the Python files of flashgen/, ptx_emulator/, tests/ and benchmarks/ and every file of
+templates/. A control line of a kernel template is one that consists of Jinja statements alone, such
+as `if`, `endfor`, `set` or `macro`; each line of a statement of several lines counts. Those that
+include or import another template do not count. Their share is that of all lines of the kernel
+templates, comments and blank lines included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("flashgen", "templates")
+PRODUCT = ("flashgen", "ptx_emulator", "templates")
 FOLDERS = (*PRODUCT, "tests", "benchmarks")
 KERNELS = ("common", "sm80", "sm90")  # folders of templates/ whose files become kernels
 
@@ -63,11 +63,11 @@ def control_lines(text: str) -> int:
 
 
 def files_of(folder: str) -> Iterator[tuple[str, Path]]:
-    """The files that are counted, each with the subfolder that its lines are added to."""
+    """The files that are counted, each with the folder that its lines are added to."""
     for path in sorted((ROOT / folder).rglob("*" if folder == "templates" else "*.py")):
         if path.is_file() and "__pycache__" not in path.parts:
-            subfolder, *rest = path.relative_to(ROOT / folder).parts
-            yield (f"{folder}/{subfolder}/" if rest else f"{folder}/"), path
+            above = path.relative_to(ROOT / folder).parts[:-1]
+            yield "/".join((folder, *above[: 2 if folder == "flashgen" else 1], "")), path
 
 
 def main() -> None:

@@ -19,7 +19,7 @@
 // refused   block_k 128 by 8 warps, blocks per SM 1: fits, but is slower by the model
 // launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 61,184 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 112;  // query rows per step of the main loop
 constexpr int BLOCK_K = 64;  // keys per block

@@ -18,7 +18,7 @@
 // refused   block_k 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 101,480 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
 constexpr int BLOCK_K = 128;  // keys per block

@@ -18,7 +18,7 @@
 // refused   block_q 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 98,408 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 128;  // keys per step of the main loop

@@ -9,7 +9,7 @@
 // plan      convert_dq  block_q 128  warps 4  blocks per SM 8
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 16,384 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 128;  // rows per block, those of a step of the main kernel
 constexpr int HEAD_DIM = 64;  // columns of dQ

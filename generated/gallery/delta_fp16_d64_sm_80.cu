@@ -9,7 +9,7 @@
 // plan      delta  block_q 64  warps 4  blocks per SM 8
 // launch    grid (ceil(seq_q / 64), heads_q, batch)  block 128  dynamic shared memory 0 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 64;  // rows per block
 constexpr int HEAD_DIM_V = 64;  // columns of O and dO

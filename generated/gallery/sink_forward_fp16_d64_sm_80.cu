@@ -17,7 +17,7 @@
 // refused   block_q 256 by 8 warps, blocks per SM 1: fits, but is slower by the model
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 40,960 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop

@@ -18,7 +18,7 @@
 // tiles     (seq_q / 192 + batch, heads_q, 1), drawn from a counter in global memory
 // launch    grid (blocks)  block 512  dynamic shared memory 82,032 B
 
-// ---- plan: derived by flashgen/planner, recomputed by the asserts below ------------------------
+// ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 
 constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 112;  // keys per step of the main loop

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ NOTHING_RAN = re.compile(
     re.IGNORECASE,
 )
 """Sentences that no page may have while there are records of GPUs."""
-FOLDERS = "flashgen|templates|tests|docs|specs|generated|benchmarks|examples"
+FOLDERS = "flashgen|ptx_emulator|templates|tests|docs|specs|generated|benchmarks|examples"
 
 
 def test_the_readme_has_at_most_120_lines() -> None:
@@ -46,10 +48,67 @@ def test_other_pages_name_paths_that_exist() -> None:
         assert missing == [], page.name
 
 
-def test_every_package_has_a_row_on_the_architecture_page() -> None:
+def map_of_the_tree() -> dict[str, list[str]]:
+    """The folders with bold rows, each with the paths of the rows below it."""
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    packages = [p.parent for p in (ROOT / "flashgen").glob("*/__init__.py")]
-    assert [p.name for p in packages if f"`flashgen/{p.name}/`" not in text] == []
+    rows = text.partition("## Map of the tree")[2].partition("\n## ")[0].splitlines()
+    found: dict[str, list[str]] = {}
+    for cells in (row.split(" | ") for row in rows if row.startswith("| ")):
+        paths = re.findall(r"`([^`]+)`", cells[0])
+        if cells[0].startswith("| **"):
+            folder = paths[0] if paths else ""
+            found[folder] = []
+        elif paths:
+            found[folder] += paths
+    return found
+
+
+def test_the_map_of_the_tree_names_what_there_is() -> None:
+    found = map_of_the_tree()
+    missing = [f + p for f, paths in found.items() for p in paths if not (ROOT / f / p).exists()]
+    assert missing == []
+    wings = {p.parent.name for p in (ROOT / "flashgen").glob("*/__init__.py")} - {"integrations"}
+    assert {f"flashgen/{wing}/" for wing in wings} | {"ptx_emulator/"} == set(found) - {""}
+    for folder, paths in found.items():
+        there = {path.name for path in (ROOT / folder).glob("*")} if folder else set()
+        parts = {name for name in there if (ROOT / folder / name / "__init__.py").exists()}
+        if folder.startswith("flashgen/") and folder != "flashgen/reference/":
+            parts |= {name for name in there if name.endswith(".py")}
+        assert parts - {"__init__.py"} <= {p.strip("/") for p in paths}, folder
+
+
+def changes_with_a_word() -> list[Any]:
+    """Of "To change X, go to Y": the paths and the word of each row that has one."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = text.partition("## To change X")[2].partition("\n## ")[0].splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("| ")]
+    return [
+        pytest.param(re.findall(r"`([\w.]+/[\w./]*)`", where), word[0].strip("`"), id=word[0])
+        for _, where, *word in cells[1:]
+        if word and word[0].startswith("`")
+    ]
+
+
+def test_at_least_ten_changes_have_a_word() -> None:
+    assert len(changes_with_a_word()) >= 10
+
+
+@pytest.mark.parametrize(("paths", "word"), changes_with_a_word())
+def test_a_change_names_all_files_that_mention_its_word(paths: list[str], word: str) -> None:
+    whole = re.compile(r"(?<!\w)" + re.escape(word) + r"(?!\w)" * word[-1].isalnum())
+    mention = {name for name, text in sources().items() if whole.search(text)}
+    assert mention
+    assert {name for name in mention if not name.startswith(tuple(paths))} == set()
+    full = [path for path in paths if path.endswith((".py", ".j2")) and path not in mention]
+    assert full == [], f"{word} is not in them"
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The texts of the packages and of the templates of kernels by their paths."""
+    folders = ("flashgen", "ptx_emulator", "templates")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.[pj][y2]")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
 @pytest.mark.parametrize(

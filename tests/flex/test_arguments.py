@@ -49,7 +49,7 @@ def test_the_signature_is_torchs_and_takes_what_it_refuses() -> None:
 )
 def test_arguments_of_other_kinds(named: dict[str, object], what: str) -> None:
     given = dict(zip(("query", "key", "value"), operands(1, 2, 8, 8, dim=8), strict=True))
-    with pytest.raises(fg.errors.FlashgenError, match=what):
+    with pytest.raises(fg.FlashgenError, match=what):
         fg.flex_attention(**(given | named))
 
 

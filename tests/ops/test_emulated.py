@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flashgen as fg
+import ptx_emulator
 from flashgen.calls.ops import run_forward
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import judge_forward
@@ -227,9 +228,9 @@ def test_the_order_of_the_emulator_can_be_chosen(given, monkeypatch):
     spec = AttentionSpec(mask_mod=causal, head_dim=16)
     q, k, v = (x.requires_grad_() for x in Case(32, 32, 1, 1, 1, "float16", 16, 16).tensors())
     seeds = []
-    launched = fg.emulator.launch
+    launched = ptx_emulator.launch
     monkeypatch.setattr(
-        fg.emulator, "launch", lambda *a, **k: seeds.append(k["order_seed"]) or launched(*a, **k)
+        ptx_emulator, "launch", lambda *a, **k: seeds.append(k["order_seed"]) or launched(*a, **k)
     )
     backend = {"argument": "emulator:5", "environment": "emulator"}.get(given)
     monkeypatch.setenv("FLASHGEN_EMULATOR_ORDER", "" if backend is None else "9")

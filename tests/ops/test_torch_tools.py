@@ -98,5 +98,5 @@ def test_the_flop_counter_counts_the_pairs_of_packed_sequences():
 
 
 def test_the_emulator_is_reachable_after_importing_flashgen():
-    code = "import flashgen, sys; assert 'numpy' not in sys.modules; ptx_emulator.launch"
+    code = "import flashgen, sys; assert 'numpy' not in sys.modules; flashgen.emulator.launch"
     run_python("-c", code)

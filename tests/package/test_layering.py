@@ -17,7 +17,7 @@ PACKAGES = ("flashgen", "ptx_emulator")
 # The wings in their order: a module may import its own wing and those before it.
 WINGS = ("version", "shared", "ptx_emulator", "spec", "reference", "kernels", "calls", "frontends")
 # These may import everything: the commands and reports, and the modules with public names.
-TOP = {"tools", "__init__", "__main__", "distributed", "emulator", "integrations"}
+TOP = {"tools", "__init__", "__main__", "distributed", "emulator", "export", "integrations"}
 # What a function may import when it is called: the page of a report is made of the report.
 LATE = {("calls", "tools")}
 # The emulator is a package of its own, which shares its errors and TMA descriptors with flashgen.

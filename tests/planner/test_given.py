@@ -79,7 +79,9 @@ def test_a_tile_that_is_no_tile_is_refused(tile):
         ("argument tiles['dq']", lambda: build_backward(SPEC, tiles={"dq": tile})),
     ]
     for where, call in calls:
-        with pytest.raises(PlanError, match=r"a given tile is a flashgen\.planner\.Tile") as caught:
+        with pytest.raises(
+            PlanError, match=r"a given tile is a flashgen\.kernels\.planner\.Tile"
+        ) as caught:
             call()
         assert caught.value.where == where
         assert f"given {tile!r}" in caught.value.numbers
