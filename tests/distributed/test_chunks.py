@@ -182,3 +182,68 @@ def test_a_group_of_one_rank_is_a_call() -> None:
     q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
     op = fg.attention(SPEC)
     assert torch.equal(distributed.attention(op, q, k, v, method="ring"), op(q, k, v))
+
+
+LAYOUT = fg.AttentionSpec(head_dim=16, block_sparse=fg.BlockSparse(block_q=32, block_k=16))
+DOCUMENT = fg.load(ROOT / "specs" / "document.py")
+WINDOW = fg.load(ROOT / "specs" / "sliding_window.py")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "argument"),
+    [
+        ("causal", {}, "spec"),
+        (SPEC, {"seq": "a"}, "seq"),
+        (SPEC, {"seq": 0}, "seq"),
+        (SPEC, {"seq": 64.0}, "seq"),
+        (SPEC, {"world": True}, "world"),
+        (SPEC, {"world": -2}, "world"),
+        (SPEC, {"batch": None}, "batch"),
+        (SPEC, {"heads": 0}, "heads"),
+        (WINDOW, {}, "window"),
+        (WINDOW, {"window": "wide"}, "window"),
+        (DOCUMENT, {"ids": [1, 2]}, "ids"),
+        (DOCUMENT, {"ids": torch.zeros(1, 64)}, "ids"),
+        (DOCUMENT, {"ids": torch.zeros(64, dtype=torch.int32)}, "ids"),
+        (DOCUMENT, {"ids": torch.zeros(3, 64, dtype=torch.int32)}, "ids"),
+        (LAYOUT, {}, "layout"),
+        (LAYOUT, {"layout": torch.ones(1, 1, 2, 3, dtype=torch.bool)}, "layout"),
+        (SPEC.replace(packed=True), {**CU_SEQLENS, "cu_seqlens_q": ENDS.flip(0)}, "cu_seqlens_q"),
+    ],
+)
+def test_wrong_values_of_balance_and_forecast_are_refused(
+    spec: Any, options: dict[str, Any], argument: str
+) -> None:
+    sizes = {"seq": 64, "world": 2, "batch": 1, "heads": 2}
+    given = {**sizes, **{n: x for n, x in options.items() if n in sizes}}
+    captures = {n: x for n, x in options.items() if n not in sizes}
+    with pytest.raises(InputError) as error:
+        distributed.balance(spec, **given, **captures)
+    assert f"argument {argument}" in error.value.where
+    shape = given["batch"], given["heads"], given["heads"], given["seq"]
+    with pytest.raises(InputError) as error:
+        distributed.forecast(spec, given["world"], shape, captures=captures)
+    assert f"argument {argument}" in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"sizes": 64}, "sizes"),
+        ({"link": -1.0}, "link"),
+        ({"link": "fast"}, "link"),
+        ({"method": ["ring"]}, "method"),
+        ({"shard": [[range(16)], [range(16, 32)]]}, "shard"),
+        ({"shard": 3}, "shard"),
+    ],
+)
+def test_wrong_options_of_forecast_are_refused(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(InputError, match=f"argument {argument} of") as error:
+        distributed.forecast(SPEC, 2, **{"sizes": (1, 2, 2, 64), **options})
+    assert error.value.way_out
+
+
+def test_tiles_of_no_positions_are_refused() -> None:
+    for tile in (0, -8, 12.5, "a"):
+        with pytest.raises(InputError, match="argument tile of"):
+            distributed.balance(SPEC, 64, 2, tile=tile)  # type: ignore[arg-type]

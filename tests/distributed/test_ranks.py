@@ -15,7 +15,8 @@ CASES = "tests.support.distributed_cases"
 REFUSED = "tests.support.mesh_cases:what_is_refused"
 WORLDS = [2, slow(4), slow(8)]
 
-# Executed by one group of processes for each number of ranks: their imports take seconds.
+# Two ranks execute all of them in one group of processes, whose imports take seconds. More ranks
+# have a group for each tuple, which takes a minute of CPU time for all that are compared.
 COMPARED = (
     "gathers_and_rings",
     "heads_are_exchanged",
@@ -32,10 +33,11 @@ COMPARED = (
     "gathered_chunks_are_equal_bits",
     "the_example_learns",
 )
-TOGETHER = (
-    *(*COMPARED, "sent_chunks", "ranks_that_disagree", "different_specs"),
-    *("peak_of_a_ring", "peak_of_a_gather", "a_compiled_call"),
+OTHERS = (
+    *("sent_chunks", "ranks_that_disagree", "different_specs", "wrong_calls"),
+    *("peak_of_a_ring", "peak_of_a_gather", "a_failing_step"),
 )
+TOGETHER = (*COMPARED, *OTHERS, "a_compiled_call")
 LAST = "a_rank_that_ends"  # after which the group is one rank short
 
 Returned = Callable[[int, str], list[Any]]
@@ -53,7 +55,8 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
         folder = folder.parent
 
     def of(world: int, case: str) -> list[Any]:
-        cases = [*map(_full, TOGETHER), *([REFUSED, _full(LAST)] if world == 2 else [])]
+        group = TOGETHER if world == 2 else COMPARED if case in COMPARED else OTHERS
+        cases = [*map(_full, group), *([REFUSED, _full(LAST)] if world == 2 else [])]
         ranks = run_ranks_once(folder, world, cases)
         results = [rank[_full(case)] for rank in (ranks[:1] if case == LAST else ranks)]
         for number, (_, error) in enumerate(results):
@@ -120,8 +123,33 @@ def test_dtensors_and_meshes_of_two_dimensions_are_refused(returned: Returned) -
 def test_ranks_that_disagree_are_refused_before_anything_is_computed(returned: Returned) -> None:
     for message in returned(2, "ranks_that_disagree"):
         assert "the ranks call with different arguments" in message
-        assert "rank 0: {'q': (1, 4, 64, 16" in message
-        assert "rank 1: {'q': (1, 2, 48, 16" in message
+        assert "rank 0: heads 0 of 4, q (1, 4, 64, 16)" in message
+        assert "rank 1: heads 0 of 2, q (1, 2, 48, 16)" in message
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_rank_waits_for_one_that_refuses_its_arguments(returned: Returned, world: int) -> None:
+    """Every rank has an error of its own in each call, and the group can be used afterwards."""
+    for rank, messages in enumerate(returned(world, "wrong_calls")):
+        assert not messages.pop("warm")
+        assert not messages.pop("good")
+        assert ("has no such group" in messages.pop("member")) == (rank > 0)
+        for name, message in messages.items():
+            assert message.startswith(("InputError", "PlanError")), (
+                f"rank {rank}, {name}: {message}"
+            )
+            assert len(message.splitlines()) >= 4
+        others = "another rank has refused its arguments"
+        for name in ("uneven", "one scale", "one dtype", "one stride", "one list", "one length"):
+            refused = rank > 0 if name == "uneven" else rank == world - 1
+            assert (others in messages[name]) == (not refused), f"rank {rank}, {name}"
+        assert "different arguments: deterministic" in messages["one switch"]
+        assert "needs a gradient" in messages["one gradient"]
+
+
+def test_an_error_of_all_ranks_in_a_step_leaves_no_transfer_behind(returned: Returned) -> None:
+    for messages in returned(2, "a_failing_step"):
+        assert [message.splitlines()[0] for message in messages] == ["no kernel"] * 2
 
 
 def test_ranks_with_different_specs_are_told_what_differs(returned: Returned) -> None:

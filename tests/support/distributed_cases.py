@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -336,9 +337,10 @@ def sent_chunks() -> list[tuple[str, int]]:
     sent: list[tuple[str, int]] = []
     start = exchange.Exchange.start
 
-    def counted(self: Any, given: Any, taken: Any, step: str) -> Any:
-        sent.append((step, sum(each.tensor.numel() * 4 for each in given)))
-        return start(self, given, taken, step)
+    def counted(self: Any, given: Any, taken: Any, step: str, *tag: int) -> Any:
+        if "of the ring" in step:
+            sent.append((step, sum(each.tensor.numel() * 4 for each in given)))
+        return start(self, given, taken, step, *tag)
 
     exchange.Exchange.start = counted  # type: ignore[method-assign]
     try:
@@ -362,6 +364,108 @@ def ranks_that_disagree() -> str:
     return "no error"
 
 
+Wrong = dict[str, Any]
+
+
+def wrong_calls() -> dict[str, str]:
+    """The errors of calls with wrong arguments on all ranks or on the last one, then a good call.
+
+    A rank that waited for one that refuses its arguments would take part in the wrong comparison.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    last = rank == world - 1
+    x = torch.zeros(1, 2 * world, 32, 16)
+    ids = torch.zeros(1, 32 - last, dtype=torch.int32)
+    uneven = [
+        [range(32)],
+        [range(32, 72)],
+        *([range(n * 36, (n + 1) * 36)] for n in range(2, world)),
+    ]
+    window = fg.AttentionSpec(
+        lambda b, h, q, k: q - k < fg.Scalar("window", "int32"), head_dim=16, dtype="float32"
+    )
+    bias = fg.Tensor("bias", ("heads",), "float32", grad=True)
+    biased = causal_spec().replace(score_mod=lambda s, b, h, q, k: s + bias[h])
+    learned = {"bias": torch.zeros(2 * world, requires_grad=not last)}
+    table = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+    documents = causal_spec().replace(mask_mod=lambda b, h, q, k: table[b, q] == table[b, k])
+    boundaries = torch.tensor([5, 32 * world], dtype=torch.int32)
+    packed, dropped = causal_spec(packed=True), causal_spec(dropout=True)
+    ends = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
+    strided = torch.zeros(1, 2 * world, 16, 32).transpose(2, 3)
+    everywhere: dict[str, Wrong] = {
+        "uneven": {"shard": uneven},
+        "shard": {"shard": "diagonal"},
+        "method": {"method": "rings"},
+        "arch": {"arch": "sm_1"},
+        "sharded": {"sharded": 4},
+        "packed": {"spec": packed, **ends},
+        "odd heads": {"q": x[:, :3], "method": "all_to_all"},
+        "scalar": {"spec": window, "window": "wide"},
+        "summed": {"reduce_learned": "no"},
+        "group": {"group": "cp"},
+    }
+    on_one: dict[str, Wrong] = {
+        "one method": {"method": "all_gather"} if last else {},
+        "one shard": {"shard": "head_tail"} if last else {},
+        "one scale": {"scale": -1.0} if last else {},
+        "one dtype": {"k": x.half()} if last else {},
+        "one stride": {"q": strided} if last else {},
+        "one list": {"q": [1.0]} if last else {},
+        "one gradient": {"k": x.clone().requires_grad_(not last)},
+        "one bias": {"spec": biased, **learned},
+        "one switch": {"deterministic": True} if last else {},
+        "one dropout": {"spec": dropped, "dropout_p": 0.5 if last else 0.0},
+        "one length": {"spec": documents, "ids": ids, "sharded": {"ids": 1}},
+        "one scalar": {"spec": window, "window": 3 + last},
+    }
+    found, first = {}, dist.new_group([0])
+    for name, options in {
+        "warm": {},
+        **everywhere,
+        **on_one,
+        "member": {"group": first},
+        "good": {},
+    }.items():
+        given = {"spec": causal_spec(), "q": x, "k": x, "v": x, "method": "ring", **options}
+        op = fg.attention(given.pop("spec"))
+        try:
+            distributed.attention(op, **given)
+            found[name] = ""
+        except fg.FlashgenError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def a_failing_step() -> list[str]:
+    """The errors of calls whose kernel cannot be built, each followed by a call that compares."""
+    from flashgen.frontends.distributed.context import Context
+
+    def fail(*_: Any) -> None:
+        raise fg.CompileError("no kernel", where="here", numbers="0", way_out="another")
+
+    own_chunks = Context.own_chunks
+
+    def begins_late(context: Any, *operands: Tensor) -> Any:
+        time.sleep(0.2 * dist.get_rank())  # the first rank fails before the others send
+        return own_chunks(context, *operands)
+
+    found = []
+    for passes in ("forward", "backward"):
+        problem = Problem(causal_spec(), 64 * dist.get_world_size(), "head_tail")
+        q, k, v = (problem.mine(x).requires_grad_() for x in problem.qkv)
+        try:
+            late = mock.patch.object(Context, "own_chunks", begins_late)
+            with late, mock.patch.object(Context, passes, side_effect=fail):
+                out = distributed.attention(problem.op, q, k, v, method="ring", shard="head_tail")
+                assert isinstance(out, Tensor)
+                out.sum().backward()
+        except fg.CompileError as error:
+            found.append(str(error))
+        problem.compare("ring")
+    return found
+
+
 def different_specs() -> list[str]:
     """The errors of calls in which rank 1 has another spec."""
 
@@ -381,9 +485,10 @@ def different_specs() -> list[str]:
     found = []
     for number, each in enumerate(changes):  # compared at the first call with each spec
         spec = causal_spec().replace(**each[dist.get_rank() > 0], name=f"different_{number}")
+        captures = {tensor.name: torch.zeros(2) for tensor in spec.tensors}
         q, k, v = (torch.zeros(1, 2, 64, spec.head_dim) for _ in range(3))
         try:
-            distributed.attention(fg.attention(spec), q, k, v)
+            distributed.attention(fg.attention(spec), q, k, v, **captures)
             found.append("no error")
         except fg.InputError as error:
             found.append(str(error))
@@ -434,13 +539,13 @@ def a_rank_that_ends() -> str:
     import os
 
     problem = Problem(causal_spec(), 64 * dist.get_world_size())
-    q, k, v = map(problem.mine, problem.qkv)
-    distributed.attention(problem.op, q, k, v, method="ring")
+    q, k, v = (problem.mine(x).requires_grad_() for x in problem.qkv)
+    out = distributed.attention(problem.op, q, k, v, method="ring")
+    assert isinstance(out, Tensor)
     if dist.get_rank() == dist.get_world_size() - 1:
         os._exit(3)
     try:
-        for _ in range(3):
-            distributed.attention(problem.op, q, k, v, method="ring")
+        out.sum().backward()
     except distributed.DistributedError as error:
         return str(error)
     return "no error"

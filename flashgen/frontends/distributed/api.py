@@ -8,38 +8,19 @@ from typing import Any
 import torch
 
 from flashgen.calls.ops import Attention
-from flashgen.calls.ops import attention as operator
-from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.refusals import untraced
-from flashgen.calls.runtime.arguments.slices import scalars_of
-from flashgen.calls.runtime.arguments.tensors import as_declared
-from flashgen.calls.runtime.block_layouts import with_layout
-from flashgen.calls.runtime.programs import SpecProgram, program_of
-from flashgen.frontends.distributed import gathered, ring
-from flashgen.frontends.distributed.checks import (
-    WHERE,
-    check_operands,
-    check_rows,
-    check_spec,
-    compare,
-    compare_specs,
-    offsets_of,
-    refuse,
-    shared_rng,
-)
+from flashgen.frontends.distributed import gathered as all_gather
+from flashgen.frontends.distributed import passes, ring
+from flashgen.frontends.distributed.checks import Asked, checked, compare, leave_refusal
 from flashgen.frontends.distributed.context import Context, context_of
-from flashgen.frontends.distributed.exchange import Exchange, group_of
+from flashgen.frontends.distributed.exchange import WHERE, Exchange, group_of
 from flashgen.frontends.distributed.heads import Exchanged, Replicated
-from flashgen.frontends.distributed.part_calls import Whole
-from flashgen.frontends.distributed.sharded_tensors import check_local, gathered_tensor
-from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.frontends.distributed.sharded_tensors import gathered
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
-from flashgen.shared.signature import OFFSETS
-from flashgen.spec.language.signature import signature_of
 
 Tensor = torch.Tensor
 
-_MODULES = {"all_gather": gathered, "ring": ring}
+_STEPS = {"all_gather": all_gather.steps, "ring": ring.steps}
 
 
 @untraced(
@@ -112,53 +93,49 @@ def attention(
         out [batch, heads_q, own rows, head_dim_v], or with return_lse a tuple (out, lse).
 
     Raises:
-        InputError: an argument is invalid, or ranks disagree about it; nothing has been computed.
+        InputError: an argument is invalid, here or on another rank, or ranks disagree about it;
+            nothing has been computed.
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
     exchange = Exchange(group_of(group, WHERE))
-    if method not in METHODS:
-        refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
-    check_local({"q": q, "k": k, "v": v, **captures})
-    check_operands(op, {"q": q, "k": k, "v": v})
-    program = program_of(op.spec).of_dtype(q.dtype)
-    if isinstance(program, SpecProgram) and program.spec is not op.spec:
-        op = operator(program.spec)
-    digest = compare_specs(exchange, op.spec)
-    signature = signature_of(op.spec)
-    captures = {**with_layout(signature, captures)}
-    check_spec(op, method, whole, captures)
-    names = [tensor.name for tensor in signature.tensors]
-    captures |= zip(names, as_declared(signature, [captures[n] for n in names]), strict=True)
-    first_head, heads, *_ = scalars_of(h_offset, whole, q, k).values()
-    queries = sharding_of(shard, exchange.world, q.shape[2])
-    keys = sharding_of(shard, exchange.world, k.shape[2])
-    check_rows(exchange, (("q", queries, q), ("k", keys, k)))
-    starts = offsets_of(op.spec, method, (q_offset, k_offset), (queries, keys), sharded)
-    positions = queries.moved(starts[0]), keys.moved(starts[1])
-    settled(deterministic)
-    said = digest, method, shard, reduce_learned, starts, deterministic
-    compare(exchange, said, (q, k, v), captures, sharded)
-    for name, dim in (sharded or {}).items():
-        captures[name] = gathered_tensor(exchange, name, captures.get(name), dim, (keys, queries))
-    if dropout_p:
-        rng = shared_rng(exchange, op.spec, method, positions, dropout_p, rng, q.device)
-    numbers: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "rng": rng}
-    numbers |= {"backend": backend, "arch": arch, "deterministic": deterministic}
-    offsets = dict(zip(OFFSETS, starts, strict=True))
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    try:
+        asked = checked(
+            exchange,
+            op,
+            (q, k, v),
+            options,
+            captures,
+            method=method,
+            shard=shard,
+            sharded=sharded,
+            h_offset=h_offset,
+            whole=whole,
+            rng=rng,
+            return_lse=return_lse,
+            reduce_learned=reduce_learned,
+        )
+    except Exception as error:
+        leave_refusal(exchange, error)
+        raise
+    compare(exchange, asked.op.spec, asked.facts)
+    op, options, captures, rng = asked.op, asked.options, asked.captures, asked.rng
+    for name, (dim, sharding) in asked.sharded.items():
+        captures[name] = gathered(exchange, captures[name], dim, sharding)
+    if options.dropout_p and rng is not None:
+        rng = rng.clone()
+        exchange.from_first(rng, "seed and offset of dropout")
+    summed = frozenset(captures if reduce_learned else asked.sharded)
+    numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
     if exchange.world == 1:
-        numbers |= {"h_offset": h_offset, "whole": whole, **offsets, **captures}
-        return op(q, k, v, return_lse=return_lse, **numbers)  # type: ignore[call-overload,no-any-return]
-    summed = frozenset(captures if reduce_learned else sharded or ())
-    if method == "all_to_all":
-        first = first_head + exchange.rank * (q.shape[1] // exchange.world)
-        numbers |= {"h_offset": first, "whole": {"heads": heads}, **offsets}
-        result = _by_heads(exchange, op, (q, k, v), (queries, keys), numbers, captures, summed)
+        numbers |= {"h_offset": h_offset, "whole": whole}
+        result = op(q, k, v, return_lse=True, **numbers, **captures)
+    elif method == "all_to_all":
+        result = _by_heads(exchange, asked, (q, k, v), numbers, summed)
     else:
-        options = CallOptions(scale, 0, 0, backend, arch, deterministic, (), float(dropout_p))
-        of_whole = Whole(first_head, heads, queries.length, keys.length)
-        context = context_of(exchange, op, q, positions, of_whole, options, captures, summed)
+        context = context_of(exchange, asked, q, summed)
         tensors = [captures[name] for name in context.names]
-        result = _Attend.apply(_MODULES[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
+        result = _Attend.apply(_STEPS[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
 
 
@@ -169,7 +146,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, method: Any, context: Context, *tensors: Any) -> tuple[Tensor, Tensor]:
         """The tensors are q, k, v, rng and the captured tensors."""
         q, k, v, rng, *captured = tensors
-        out, lse = method.forward(context, Operands(q, k, v, tuple(captured), rng))
+        with context.exchange.finishing():
+            out, lse = passes.forward(method, context, Operands(q, k, v, tuple(captured), rng))
         ctx.method, ctx.context = method, context
         ctx.save_for_backward(q, k, v, rng, out, lse, *captured)
         ctx.set_materialize_grads(False)
@@ -182,7 +160,8 @@ class _Attend(torch.autograd.Function):
         # Every rank takes part in every transfer, whatever its own results are used for.
         results = OutputGradients(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         operands = Operands(q, k, v, tuple(captured), rng)
-        dq, dk, dv, learned = ctx.method.backward(context, operands, results)
+        with context.exchange.finishing():
+            dq, dk, dv, learned = passes.backward(ctx.method, context, operands, results)
         totals = context.learned_gradients(learned, operands, results)
         rest = (
             totals[name].to(x.dtype) if name in totals else None
@@ -193,35 +172,29 @@ class _Attend(torch.autograd.Function):
 
 def _by_heads(
     exchange: Exchange,
-    op: Attention,
+    asked: Asked,
     operands: tuple[Tensor, Tensor, Tensor],
-    shardings: tuple[Sharding, Sharding],
     numbers: dict[str, Any],
-    captures: dict[str, Any],
     summed: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
-    """The method "all_to_all"; ``numbers`` are the keyword arguments of the rank's call."""
-    world, heads_kv = exchange.world, operands[1].shape[1]
-    if heads_kv % world:
-        refuse(
-            "all_to_all gives each rank some of the key heads",
-            "method",
-            f"{heads_kv} key heads, {world} ranks",
-            'method="all_gather" or "ring"',
-        )
+    """The method "all_to_all"; ``numbers`` are keyword arguments of the rank's call."""
+    one = asked.whole
+    first = one.first_head + exchange.rank * (one.heads_q // exchange.world)
+    shardings = asked.queries, asked.keys, asked.keys
     q, k, v = (
         Exchanged.apply(exchange, sharding, True, x)  # type: ignore[no-untyped-call]
-        for x, sharding in zip(operands, (shardings[0], shardings[1], shardings[1]), strict=True)
+        for x, sharding in zip(operands, shardings, strict=True)
     )
     given = {
-        name: Replicated.apply(exchange, numbers["deterministic"], x)  # type: ignore[no-untyped-call]
+        name: Replicated.apply(exchange, asked.options.deterministic, x)  # type: ignore[no-untyped-call]
         if name in summed and isinstance(x, Tensor) and x.requires_grad
         else x
-        for name, x in captures.items()
+        for name, x in asked.captures.items()
     }
-    out, lse = op(q, k, v, return_lse=True, **numbers, **given)
+    place = {"h_offset": first, "whole": {"heads": one.heads}}
+    out, lse = asked.op(q, k, v, return_lse=True, **place, **numbers, **given)
     results = (
-        Exchanged.apply(exchange, shardings[0], False, x)  # type: ignore[no-untyped-call]
+        Exchanged.apply(exchange, asked.queries, False, x)  # type: ignore[no-untyped-call]
         for x in (out, lse[..., None])
     )
     out, lse = results

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from flashgen.calls.runtime.arguments.options import scalar_value
+from flashgen.calls.runtime.arguments.positions import check_boundaries
+from flashgen.calls.runtime.arguments.refusals import whole_number
+from flashgen.calls.runtime.arguments.tensors import check_captured, check_positions
+from flashgen.calls.runtime.arguments.tensors import check_sizes as check_tensor_sizes
+from flashgen.calls.runtime.block_layouts import check_layout, with_layout
+from flashgen.frontends.distributed.exchange import refuse
 from flashgen.frontends.distributed.reach import reached
 from flashgen.shared.dtypes import Number
-from flashgen.shared.errors import InputError
+from flashgen.shared.signature import BOUNDARIES, LAYOUT
+from flashgen.spec.language.signature import signature_of
 from flashgen.spec.language.spec import AttentionSpec
 
 MOST_CHUNKS = 16
@@ -76,17 +84,11 @@ def balance(
         captures: the scalars and the captured tensors that the mask reads, by name.
 
     Raises:
-        InputError: the sequence cannot be divided.
+        InputError: the sequence cannot be divided, or an argument is invalid.
     """
-    if world < 1 or seq < 1 or seq % world:
-        unit = 2 * max(world, 1)
-        raise InputError(
-            "the sequence is divided into chunks of equal length",
-            where="flashgen.distributed.balance",
-            numbers=f"seq {seq}, world {world}",
-            way_out=f"a sequence padded to {-(-max(seq, 1) // unit) * unit}",
-        )
-    live = live_tiles(spec, seq, (batch, heads), tile, *split_captures(captures))
+    where = "flashgen.distributed.balance"
+    check_sizes(where, spec, seq=seq, world=world, batch=batch, heads=heads, tile=tile)
+    live = live_tiles(spec, seq, (batch, heads), tile, *known(spec, seq, (batch, heads), captures))
     lengths = [min(tile, seq - start) for start in range(0, seq, tile)]
     rows = np.repeat(live.sum(axis=1).astype(float), lengths)  # for each position of a query
     best: Assignment | None = None
@@ -102,12 +104,54 @@ def balance(
     return best
 
 
-def split_captures(
-    captures: Mapping[str, Any],
+def check_sizes(where: str, spec: Any, *, seq: Any, world: Any, **sizes: Any) -> None:
+    """Refuses what is no spec, sizes that are not 1 or more, and sequences that are not divided."""
+    if not isinstance(spec, AttentionSpec):
+        given, way_out = f"given {spec!r:.200}", "fg.AttentionSpec(mask_mod, head_dim=64)"
+        refuse("no spec is given", "spec", given, way_out, where)
+    for name, value in {"seq": seq, "world": world, **sizes}.items():
+        if (whole_number(value) or 0) < 1:
+            what = f"{name} is not a whole number of 1 or more"
+            refuse(what, name, f"given {value!r:.200}", f"{name}=1, or a larger int", where)
+    if seq % world:
+        padded = -(-seq // (2 * world)) * 2 * world
+        what, numbers = "the sequence is divided into chunks of equal length", f"seq {seq}"
+        refuse(what, "seq", f"{numbers}, world {world}", f"a sequence padded to {padded}", where)
+
+
+def known(
+    spec: AttentionSpec, seq: int, others: tuple[int, int], captures: Mapping[str, Any]
 ) -> tuple[dict[str, Number], dict[str, torch.Tensor]]:
-    """The scalars and the captured tensors among what a call captures."""
-    tensors = {name: x for name, x in captures.items() if isinstance(x, torch.Tensor)}
-    return {name: x for name, x in captures.items() if name not in tensors}, tensors
+    """The scalars, and the captured tensors on which the live tiles depend, by name.
+
+    Args:
+        others: batch and heads.
+
+    Raises:
+        InputError: a value is missing or invalid.
+    """
+    signature = signature_of(spec)
+    captures = with_layout(signature, captures)
+    read = {t.name for t in spec.tensors if t.symbol in spec.mask.free_symbols}
+    read |= {*BOUNDARIES, LAYOUT}
+    used = tuple(t for t in signature.tensors if t.name in read or t.name in captures)
+    for name in [each.name for each in signature.scalars] + [each.name for each in used]:
+        if name not in captures:
+            given = f"given: {', '.join(captures) or 'none'}"
+            what = f"{name!r} of spec {spec.name} is missing"
+            refuse(what, name, given, f"{name}=...", "flashgen.distributed.balance")
+    part = replace(signature, tensors=used)
+    tensors = {t.name: captures[t.name] for t in used}
+    values = tuple(tensors.values())
+    device = getattr(values[0], "device", torch.device("cpu")) if values else torch.device("cpu")
+    check_captured(part, values, device)
+    if spec.packed:
+        check_boundaries(part, tensors, seq, seq)
+    else:
+        check_tensor_sizes(part, values, dict(zip(("batch", "heads"), others, strict=True)))
+        check_positions(part, values, (seq, seq), (seq, seq))
+    check_layout(part, values, (seq, seq), (seq, seq))
+    return {s.name: scalar_value(s, captures[s.name]) for s in signature.scalars}, tensors
 
 
 def live_tiles(
@@ -125,7 +169,9 @@ def live_tiles(
     """
     tiles = tuple(range(start, min(start + tile, seq)) for start in range(0, seq, tile))
     sizes = (*others, seq, seq)
-    some = (tiles[n : n + 64] for n in range(0, len(tiles), 64))  # bounds the memory
+    sequences = len(tensors[BOUNDARIES[0]]) if spec.packed else 1
+    step = max(1, min(64, 2**27 // (len(tiles) * sequences)))  # bounds the memory
+    some = (tiles[n : n + step] for n in range(0, len(tiles), step))
     return np.concatenate([reached(spec, each, tiles, sizes, scalars, tensors) for each in some])
 
 

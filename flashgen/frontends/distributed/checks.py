@@ -1,33 +1,177 @@
-"""Checks of a distributed call, and what the ranks agree on before anything is computed."""
+"""Checks of a distributed call, and what the ranks agree on before anything is computed.
+
+Each rank checks its arguments as one call on the whole sequence would check them. Before a call of
+a new kind the ranks exchange notes, a hash of what they ask for or the error of a rank that
+refuses its arguments, so that none waits for a rank that will not come.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from flashgen.calls.ops import Attention
-from flashgen.calls.ops.registration import operator_of
-from flashgen.calls.runtime.arguments.options import check_names, draw_rng
+from flashgen.calls.ops import attention as operator
+from flashgen.calls.runtime.arguments.call import Call, check, check_contents
+from flashgen.calls.runtime.arguments.options import (
+    check_names,
+    draw_rng,
+    probability_of,
+    refuse_return_lse,
+    settled,
+)
 from flashgen.calls.runtime.arguments.positions import offset_of
-from flashgen.frontends.distributed.exchange import Exchange
-from flashgen.frontends.distributed.sharding import Sharding
+from flashgen.calls.runtime.arguments.tensors import as_declared
+from flashgen.calls.runtime.arguments.tensors import check_operands as check_own
+from flashgen.calls.runtime.block_layouts import with_layout
+from flashgen.calls.runtime.programs import SpecProgram, Variant, program_of
+from flashgen.frontends.distributed.exchange import REFUSAL, WHERE, Exchange, refuse
+from flashgen.frontends.distributed.sharded_tensors import check_local, check_sharded, of_length
+from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.shared.arch import facts as facts_of
+from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.dropout import BLOCK
-from flashgen.shared.errors import InputError
+from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.signature import OFFSETS
 from flashgen.spec.language import SEQ_K, SEQ_Q, python_text
 from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
 
-WHERE = "flashgen.distributed.attention"
+
+class Asked(NamedTuple):
+    """What a call asks for, checked on this rank.
+
+    Attributes:
+        op: for the dtype of q.
+        queries, keys: who holds which positions, from 0 on.
+        whole: the sizes and the numbers of one call on the whole.
+        options: of that call, without scalars.
+        captures: the scalars and the captured tensors by name, as the spec declares them.
+        sharded: the dimension along which captured tensors are divided, and like what.
+        rng: seed and offset of dropout; None where nothing is dropped.
+        facts: in words, what all ranks have to ask for.
+    """
+
+    op: Attention
+    queries: Sharding
+    keys: Sharding
+    whole: CheckedCall
+    options: CallOptions
+    captures: dict[str, Any]
+    sharded: dict[str, tuple[int, Sharding]]
+    rng: Tensor | None
+    facts: dict[str, str]
 
 
-def check_operands(op: Any, operands: Mapping[str, Any]) -> None:
+def checked(
+    exchange: Exchange,
+    op: Any,
+    operands: tuple[Any, Any, Any],
+    options: CallOptions,
+    captures: Mapping[str, Any],
+    *,
+    method: Any,
+    shard: Any,
+    sharded: Any,
+    h_offset: Any,
+    whole: Any,
+    rng: Any,
+    return_lse: Any,
+    reduce_learned: Any,
+) -> Asked:
+    """Checks the arguments of `flashgen.distributed.attention` on this rank.
+
+    Raises:
+        FlashgenError: an argument is invalid.
+    """
+    if not isinstance(method, str) or method not in METHODS:
+        refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
+    if type(return_lse) is not bool:
+        refuse_return_lse(return_lse)
+    if type(reduce_learned) is not bool:
+        what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"
+        refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")
+    q, k, v = operands
+    by_name: dict[str, Any] = dict(zip("qkv", operands, strict=True))
+    check_local({**by_name, **captures})
+    _check_kinds(op, by_name)
+    program = program_of(op.spec).of_dtype(q.dtype)
+    assert isinstance(program, SpecProgram), "that of a spec"
+    op, signature = operator(program.spec), program.signature
+    captures = dict(with_layout(signature, captures))
+    _check_spec(op.spec, method, whole)
+    check_names(signature, captures)
+    names = [tensor.name for tensor in signature.tensors]
+    captures |= zip(names, as_declared(signature, [captures[n] for n in names]), strict=True)
+    check_own(signature, q, k, v)
+    queries, keys = (sharding_of(shard, exchange.world, x.shape[2]) for x in (q, k))
+    for name, sharding, x in (("q", queries, q), ("k", keys, k)):
+        if x.shape[2] != (rows := sharding.rows(exchange.rank)):
+            refuse(
+                f"{name} does not have the rows of this rank's chunks",
+                name,
+                f"rank {exchange.rank}: {x.shape[2]} rows, its chunks have {rows}",
+                "the rows of the rank's chunks, one chunk behind the other",
+            )
+    if method == "all_to_all" and k.shape[1] % exchange.world:
+        refuse(
+            "all_to_all gives each rank some of the key heads",
+            "method",
+            f"{k.shape[1]} key heads, {exchange.world} ranks",
+            'method="all_gather" or "ring"',
+        )
+    q_offset, k_offset = _offsets_of(op.spec, method, options, (queries, keys), sharded)
+    sharded = check_sharded(exchange.rank, captures, sharded, (keys, queries))
+    options = options._replace(
+        q_offset=q_offset,
+        k_offset=k_offset,
+        deterministic=settled(options.deterministic),
+        dropout_p=probability_of(options.dropout_p),
+    )
+    if options.dropout_p and rng is None:
+        rng = draw_rng(options.dropout_p, q.device)
+    if options.dropout_p and method != "all_to_all":
+        _check_blocks(op.spec, options, (queries.moved(q_offset), keys.moved(k_offset)))
+    # As one device would have them: the checks read shapes, and the values of what is not divided.
+    lengths = queries.length, keys.length, keys.length
+    q, k, v = (of_length(x, 2, length) for x, length in zip(operands, lengths, strict=True))
+    given = {n: of_length(captures[n], dim, s.length) for n, (dim, s) in sharded.items()}
+    call = Call.of(
+        program,
+        lambda *fields: program_of(program.variant(Variant(*fields))),
+        Operands(q, k, v, (), rng),
+        options,
+        {**captures, **given},
+        h_offset=h_offset,
+        whole=whole,
+    )
+    signature = call.program.signature
+    one = check(signature, call.operands, call.options)
+    of_call = [tensor.name for tensor in signature.tensors]
+    check_contents(signature, dict(zip(of_call, call.operands.captured, strict=True)), one, k)
+    facts_of(call.program.target(options.backend, options.arch, q.device).arch)
+    dims = {name: dim for name, (dim, _) in sharded.items()}
+    if not isinstance(shard, str):  # rows may differ, and are those of the chunks
+        dims |= dict.fromkeys("qkv", 2)
+    facts = {
+        "method": method,
+        "shard": shard if isinstance(shard, str) else str(keys.of_rank),
+        "reduce_learned": str(reduce_learned),
+        **{name: str(value) for name, value in options._asdict().items() if name != "scalars"},
+        "heads": f"{one.first_head} of {one.heads}",
+        **{name: _described(x, dims.get(name)) for name, x in (by_name | captures).items()},
+    }
+    return Asked(op, queries, keys, one, options, captures, sharded, rng, facts)
+
+
+def _check_kinds(op: Any, operands: Mapping[str, Any]) -> None:
     """Refuses what is no operator, and operands that have no rows to compare with the chunks."""
-    if not isinstance(op, Attention):
-        refuse("no operator is given", "op", f"a {type(op).__name__}", "fg.attention(spec)")
+    if not isinstance(op, Attention) or not isinstance(op.spec, AttentionSpec):
+        refuse("no operator of a spec is given", "op", f"{op!r:.200}", "fg.attention(spec)")
     for name, x in operands.items():
         if not isinstance(x, Tensor) or x.dim() != 4:
             given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -35,10 +179,8 @@ def check_operands(op: Any, operands: Mapping[str, Any]) -> None:
             refuse(f"{name} is not a tensor of 4 dimensions", name, given, f"a tensor {axes}")
 
 
-def check_spec(
-    op: Attention, method: str, whole: Mapping[str, int] | None, captures: Mapping[str, Any]
-) -> None:
-    """Refuses what cannot be computed on parts, and captures that are not those of the spec."""
+def _check_spec(spec: AttentionSpec, method: str, whole: Any) -> None:
+    """Refuses what cannot be computed on parts."""
     if whole is not None and not (isinstance(whole, Mapping) and set(whole) == {"heads"}):
         refuse(
             "the lengths of the whole follow from the chunks",
@@ -46,7 +188,6 @@ def check_spec(
             f"given {whole!r:.200}",
             'whole={"heads": ...}, where this group has some of the heads',
         )
-    spec = op.spec
     if spec.paged:
         refuse(
             "the pages of a cache cannot be divided over ranks",
@@ -63,23 +204,24 @@ def check_spec(
             f"spec {spec.name} reads {', '.join(sorted(found))}",
             'method="all_to_all"',
         )
-    check_names(operator_of(spec).signature, dict(captures))
 
 
-def offsets_of(
+def _offsets_of(
     spec: AttentionSpec,
     method: str,
-    given: tuple[Any, Any],
+    options: CallOptions,
     shardings: tuple[Sharding, Sharding],
-    sharded: Mapping[str, int] | None,
-) -> tuple[int, int]:
+    sharded: Any,
+) -> list[int]:
     """The positions of the first query and of the first key of the whole.
 
     Raises:
         InputError: they are not whole numbers, or the call has parts without a meaning elsewhere
             than at 0.
     """
-    for name, value in zip(OFFSETS, given, strict=True):
+    offsets = []
+    for name, sharding in zip(OFFSETS, shardings, strict=True):
+        value = getattr(options, name)
         if isinstance(value, Tensor):
             refuse(
                 "which ranks need which keys is decided on the host, by numbers",
@@ -87,104 +229,124 @@ def offsets_of(
                 f"a tensor of {tuple(value.shape)}",
                 f"{name}=int({name}), or one call for each batch entry",
             )
-    q_offset, k_offset = (
-        offset_of(name, value, sharding.length)
-        for name, value, sharding in zip(OFFSETS, given, shardings, strict=True)
-    )
-    if not (q_offset or k_offset):
-        return 0, 0
-    name, number = OFFSETS[0 if q_offset else 1], q_offset or k_offset
-    if spec.packed and method != "all_to_all":
-        refuse(
-            "parts of packed sequences have offsets of their own",
-            name,
-            f"{number}; spec {spec.name} has packed sequences",
-            f'{name}=0, or method="all_to_all"',
-        )
-    if sharded:
-        refuse(
-            "a tensor that is divided like the sequence has no elements for positions before it",
-            name,
-            f"{number}, with sharded={dict(sharded)!r:.200}",
-            f"{name}=0, or the whole tensor on every rank",
-        )
-    return q_offset, k_offset
+        offsets.append(number := offset_of(name, value, sharding.length))
+        if number and spec.packed and method != "all_to_all":
+            refuse(
+                "parts of packed sequences have offsets of their own",
+                name,
+                f"{number}; spec {spec.name} has packed sequences",
+                f'{name}=0, or method="all_to_all"',
+            )
+        if number and sharded:
+            refuse(
+                "a tensor that is divided like the sequence has no elements for positions before "
+                "it",
+                name,
+                f"{number}, with sharded={sharded!r:.200}",
+                f"{name}=0, or the whole tensor on every rank",
+            )
+    return offsets
 
 
-def shared_rng(
-    exchange: Exchange,
-    spec: AttentionSpec,
-    method: str,
-    shardings: tuple[Sharding, Sharding],
-    dropout_p: float,
-    rng: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """The seed and offset of rank 0, with which all ranks drop the elements of one call."""
-    divided = method != "all_to_all"
-    if spec.packed and divided:
+def _check_blocks(spec: AttentionSpec, options: CallOptions, shardings: tuple[Any, Any]) -> None:
+    """Refuses dropout where parts of sequences begin inside of a block of random bits."""
+    if spec.packed:
         refuse(
             f"with dropout, parts of sequences begin at multiples of {BLOCK}",
             "dropout_p",
-            f"{dropout_p}; spec {spec.name} has packed sequences, which begin anywhere in a chunk",
+            f"{options.dropout_p}; spec {spec.name} has packed sequences, which begin anywhere in "
+            "a chunk",
             'method="all_to_all", or dropout_p=0',
         )
     starts = [chunk.start for sharding in shardings for chunk in sharding.chunks]
-    if divided and any(start % BLOCK for start in starts):
+    inside = [start for start in starts if start % BLOCK]
+    if inside:
         refuse(
             f"with dropout, chunks begin at multiples of {BLOCK}",
             "shard",
-            f"a chunk begins at {next(start for start in starts if start % BLOCK)}",
+            f"a chunk begins at {inside[0]}",
             f"chunks whose lengths are multiples of {BLOCK}, or dropout_p=0",
         )
-    drawn = draw_rng(dropout_p, device) if rng is None else rng.clone()
-    assert drawn is not None, "dropout_p is above 0"
-    exchange.from_first(drawn, "seed and offset of dropout")
-    return drawn
 
 
-def check_rows(exchange: Exchange, each: Any) -> None:
-    for name, sharding, tensor in each:
-        rows = sharding.rows(exchange.rank)
-        if tensor.shape[2] != rows:
-            refuse(
-                f"{name} does not have the rows of this rank's chunks",
-                name,
-                f"rank {exchange.rank}: {tensor.shape[2]} rows, its chunks have {rows}",
-                "the rows of the rank's chunks, one chunk behind the other",
-            )
+def _described(value: Any, divided: int | None) -> str:
+    """A capture in words; of a tensor, without the size along which it is divided."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    shape: list[Any] = list(value.shape)
+    if divided is not None:
+        shape[divided] = "divided"
+    text = f"({', '.join(map(str, shape))}), {value.dtype}, on {value.device.type}"
+    gradient = value.requires_grad and torch.is_grad_enabled()
+    return text + (", needs a gradient" if gradient else "")
 
+
+# ---- agreement -----------------------------------------------------------------------------------
+
+_STEP = "comparison of the calls"
 
 _agreed: set[Any] = set()
 
 
-def compare_specs(exchange: Exchange, spec: AttentionSpec) -> str:
-    """Compares the spec with those of the other ranks, once for each spec; returns its digest.
+def leave_refusal(exchange: Exchange, error: Exception) -> None:
+    """Tells ranks that compare their calls with this rank's what is wrong with its own."""
+    parts = [str(error)]
+    if isinstance(error, FlashgenError):
+        parts = [error.what, error.where, error.numbers]
+    exchange.leave_note(REFUSAL + "; ".join(parts).encode(), _STEP)
+
+
+def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -> None:
+    """Compares the call with those of the other ranks.
+
+    On GPUs this is once for each kind of call, because the host has to wait for what it reads.
 
     Raises:
-        InputError: the ranks have different specs; the error says what differs.
+        InputError: the ranks ask for different things, or a rank has refused its arguments.
+        DistributedError: a rank has ended, or the time limit of the group has passed.
     """
-    digest = spec.digest
-    key = id(exchange.group), digest
-    if key in _agreed:
-        return digest
-    mine = _parts_of(spec)
-    everyone = exchange.everyones((digest, mine), "comparison of the specs")
-    for rank, (other_digest, theirs) in enumerate(everyone):
-        if other_digest != digest:
-            differ = [name for name in mine if mine[name] != theirs[name]]
-            shown = (
-                ", ".join(f"{name} {_from_difference(own[name], other[name])}" for name in differ)
-                for own, other in ((mine, theirs), (theirs, mine))
+    said = hashlib.sha256(repr((spec.digest, facts)).encode()).hexdigest().encode()
+    key = id(exchange.group), said
+    if exchange.world == 1 or key in _agreed:
+        return
+    notes = exchange.notes(said, _STEP)
+    for rank, note in enumerate(notes):
+        if note.startswith(REFUSAL):
+            raise InputError(
+                "another rank has refused its arguments",
+                where=WHERE,
+                numbers=f"rank {rank}: {note[len(REFUSAL) :].decode(errors='replace')}",
+                way_out=f"see the error of rank {rank}: the call needs all ranks",
             )
-            numbers = "\n".join(
-                f"rank {number}: {text}"
-                for number, text in zip((exchange.rank, rank), shown, strict=True)
-            )
-            what = f"the ranks have different specs: {', '.join(differ) or 'their expressions'}"
-            refuse(what, "op", numbers, "the same spec on every rank")
-    _agreed.add(key)
-    return digest
+    if notes != [said] * exchange.world:
+        mine = spec.digest, _parts_of(spec), facts
+        _refuse_difference(exchange.rank, exchange.everyones(mine, _STEP))
+    if exchange.device == "cuda":
+        _agreed.add(key)
+
+
+def _refuse_difference(rank: int, everyone: list[Any]) -> None:
+    digest, *mine = everyone[rank]
+    number = next(n for n, theirs in enumerate(everyone) if theirs != everyone[rank])
+    other_digest, *theirs = everyone[number]
+    specs = digest != other_digest
+    own, other = (of[0 if specs else 1] for of in (mine, theirs))
+    differ = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    named = ", ".join(differ) or "their expressions"
+    lines = (
+        ", ".join(f"{n} {_from_difference(a.get(n, ''), b.get(n, ''))}" for n in differ)
+        for a, b in ((own, other), (other, own))
+    )
+    refuse(
+        f"the ranks have different specs: {named}"
+        if specs
+        else f"the ranks call with different arguments: {named}",
+        "op" if specs else differ[0],
+        "\n".join(f"rank {n}: {text}" for n, text in zip((rank, number), lines, strict=True)),
+        "the same spec on every rank"
+        if specs
+        else "the same options, and tensors that belong together, on every rank",
+    )
 
 
 def _parts_of(spec: AttentionSpec) -> dict[str, str]:
@@ -208,62 +370,3 @@ def _from_difference(text: str, other: str) -> str:
     same = next((place for place, (own, their) in pairs if own != their), len(other))
     begin = 0 if len(text) <= 200 else max(0, same - 40)
     return ("..." if begin else "") + text[begin : begin + 200]
-
-
-def compare(
-    exchange: Exchange,
-    facts: tuple[Any, ...],
-    operands: tuple[Tensor, ...],
-    captures: Mapping[str, Any],
-    sharded: Mapping[str, int] | None,
-) -> None:
-    """Compares the call with those of the other ranks, once for each kind of call.
-
-    Later calls of a kind are not compared: on a GPU, the host would have to wait for what it reads.
-
-    Raises:
-        InputError: the ranks call different operators, or with tensors that do not fit together.
-    """
-    sharded = sharded or {}
-    shapes = {
-        name: _shape(x, sharded.get(name)) if isinstance(x, Tensor) else x
-        for name, x in (*zip("qkv", operands, strict=True), *captures.items())
-    }
-    if not isinstance(facts[2], str):  # rows may differ, and are those of the chunks
-        shapes |= {n: _shape(x, 2) for n, x in zip("qkv", operands, strict=True)}
-    said = (*facts[:2], repr(facts[2]), *facts[3:], repr(sorted(sharded.items())), repr(shapes))
-    key = id(exchange.group), said
-    if key in _agreed:
-        return
-    everyone = exchange.everyones(said, "comparison of the arguments")
-    for rank, theirs in enumerate(everyone):
-        if theirs != said:
-            options = ("op", "method", "shard", "reduce_learned")
-            names = (*options, "q_offset and k_offset", "deterministic", "sharded", "shapes")
-            name, mine, other = next(
-                (n, a, b) for n, a, b in zip(names, said, theirs, strict=True) if a != b
-            )
-            refuse(
-                "the ranks call with different arguments",
-                name,
-                f"rank {exchange.rank}: {mine!s:.300}\nrank {rank}: {other!s:.300}",
-                "the same operator, options and captured tensors on every rank",
-            )
-    _agreed.add(key)
-
-
-def _shape(tensor: Tensor, divided: int | None) -> tuple[Any, ...]:
-    """Shape and dtype of a tensor, without the dimension along which it is divided."""
-    shape: list[Any] = list(tensor.shape)
-    if divided is not None:
-        shape[divided] = "divided"
-    return (*shape, str(tensor.dtype))
-
-
-def refuse(what: str, argument: str, numbers: str, way_out: str = "") -> NoReturn:
-    raise InputError(
-        what,
-        where=f"argument {argument} of {WHERE}",
-        numbers=numbers,
-        way_out=way_out or "the operator itself, on one device",
-    )

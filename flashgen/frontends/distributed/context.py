@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flashgen.calls.ops import Attention
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
-from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.positions import rows_outside
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.sinks import of_heads
+from flashgen.frontends.distributed.checks import Asked
 from flashgen.frontends.distributed.exchange import Exchange
-from flashgen.frontends.distributed.part_calls import PartCalls, Whole
+from flashgen.frontends.distributed.part_calls import PartCalls
 from flashgen.frontends.distributed.partial_results import Merged, sink_gradient
 from flashgen.frontends.distributed.reach import needed_by, reached
 from flashgen.frontends.distributed.sharding import Sharding
@@ -128,11 +127,6 @@ class Context:
 
     # Results.
 
-    def sink(self, operands: Operands) -> Tensor | None:
-        """The logits of the sink, of all heads of the whole."""
-        sink = self.spec.sink
-        return None if sink is None else operands.captured[self.names.index(sink.name)]
-
     def no_parts(self) -> Merged:
         """The merged results of some queries before the first part."""
         return Merged(self.calls.options.backend, self.calls.options.arch)
@@ -145,13 +139,15 @@ class Context:
             rows = q.shape[:3]
             merged.out = empty_rows(q, self.calls.whole.signature.head_dim_v, torch.float32).zero_()
             merged.lse = q.new_full(rows, -torch.inf, dtype=torch.float32)
-        sink = self.sink(operands)
-        if sink is not None:
-            sink = of_heads(sink.detach().flatten(), self.first_head, q.shape[1])
+        captured = dict(zip(self.names, operands.captured, strict=True))
+        sink = None
+        if self.spec.sink is not None:
+            logits = captured[self.spec.sink.name].detach().flatten()
+            sink = of_heads(logits, self.first_head, q.shape[1])
         out, lse = merged.result(q.dtype, sink)
         if sink is not None and self.spec.packed:
             # Rows outside all sequences have no sink either.
-            ends = operands.captured[self.names.index(BOUNDARIES[0])]
+            ends = captured[BOUNDARIES[0]]
             local = {BOUNDARIES[0]: ends - self.queries.chunks[number].start}
             lse = lse.masked_fill(rows_outside(local, q.shape[2]), -torch.inf)
         return out, lse
@@ -160,46 +156,36 @@ class Context:
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
     ) -> dict[str, Tensor]:
         """The gradients of learned tensors, those of `summed` over all ranks."""
-        sink = self.sink(operands)
-        totals = {name: total.float().contiguous() for name, total in learned.items()}
-        operator = self.calls.whole
-        learns = [operator.tensors[place] for place in operator.learned]
-        if sink is not None and self.spec.sink is not None and self.spec.sink.name in learns:
-            name, more = self.spec.sink.name, sink_gradient(sink, results, self.first_head)
-            totals[name] = totals[name] + more if name in totals else more
-        for name in learns:  # every rank takes part in every sum
-            if name not in totals:
-                place = self.names.index(name)
-                totals[name] = torch.zeros_like(operands.captured[place], dtype=torch.float32)
-        summed = [totals[name] for name in learns if name in self.summed]
-        in_order = settled(self.calls.options.deterministic)
+        operator, sink = self.calls.whole, self.spec.sink
+        names = [operator.tensors[place] for place in operator.learned]
+        captured = dict(zip(self.names, operands.captured, strict=True))
+        # Every rank takes part in every sum.
+        totals = {n: torch.zeros_like(captured[n], dtype=torch.float32) for n in names}
+        totals |= {name: total.float().contiguous() for name, total in learned.items()}
+        if sink is not None and sink.name in totals:
+            more = sink_gradient(captured[sink.name], results, self.first_head)
+            totals[sink.name] = totals[sink.name] + more
+        summed = [totals[name] for name in names if name in self.summed]
+        in_order = bool(self.calls.options.deterministic)
         self.exchange.sum(summed, "sums of learned gradients", in_order=in_order)
-        return {name: totals[name] for name in learns}
+        return totals
 
 
-def context_of(
-    exchange: Exchange,
-    op: Attention,
-    q: Tensor,
-    shardings: tuple[Sharding, Sharding],
-    whole: Whole,
-    options: CallOptions,
-    captures: Mapping[str, Any],
-    summed: frozenset[str],
-) -> Context:
-    """The context of a call of ``op``; ``options`` are without scalars."""
-    spec, operator = op.spec, operator_of(op.spec)
-    scalars = {name: captures[name] for name in operator.scalars}
-    tensors = {name: captures[name] for name in operator.tensors}
-    options = options._replace(scalars=tuple(scalars.values()))
-    queries, keys = shardings
-    sizes = q.shape[0], *whole[1:]
-    heads = range(whole.first_head, whole.first_head + q.shape[1])
+def context_of(exchange: Exchange, asked: Asked, q: Tensor, summed: frozenset[str]) -> Context:
+    spec, one, options = asked.op.spec, asked.whole, asked.options
+    operator = operator_of(spec)
+    scalars = {name: asked.captures[name] for name in operator.scalars}
+    tensors = {name: asked.captures[name] for name in operator.tensors}
+    queries = asked.queries.moved(options.q_offset)
+    keys = asked.keys.moved(options.k_offset)
+    options = options._replace(q_offset=0, k_offset=0, scalars=tuple(scalars.values()))
+    heads = range(one.first_head, one.first_head + one.heads_q)
+    sizes = q.shape[0], one.heads, one.seq_q, one.seq_k
     return Context(
         exchange,
         spec,
-        PartCalls.of(spec, q.shape[1], whole, options, operator.tensors),
-        whole.first_head,
+        PartCalls.of(spec, one, options, operator.tensors),
+        one.first_head,
         queries,
         keys,
         reached(spec, queries.chunks, keys.chunks, sizes, scalars, tensors, heads),
@@ -230,10 +216,5 @@ def rows_of(tensors: Sequence[Tensor | None], rows: slice) -> list[Any]:
 
 def zeros_for(tensor: Tensor) -> Tensor:
     """Zeros of a tensor's shape, for sums: float32 and contiguous, as transfers need."""
-    return room_for(tensor).zero_()
-
-
-def room_for(tensor: Tensor) -> Tensor:
-    """Memory for sums of a tensor's shape that are received: float32 and contiguous."""
     contiguous = torch.contiguous_format
-    return torch.empty_like(tensor, dtype=torch.float32, memory_format=contiguous)
+    return torch.zeros_like(tensor, dtype=torch.float32, memory_format=contiguous)

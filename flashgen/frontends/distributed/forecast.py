@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flashgen.frontends.distributed.balance import live_tiles, split_captures
+from flashgen.frontends.distributed.balance import check_sizes, known, live_tiles
+from flashgen.frontends.distributed.exchange import refuse
 from flashgen.frontends.distributed.reach import needed_by, reached
 from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.kernels.planner import plan
 from flashgen.shared.arch import facts
-from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -140,27 +141,28 @@ def forecast(
         link: bytes per second that a GPU can send; if None, that of the architecture.
 
     Raises:
-        InputError: the sequence cannot be divided, or there is no such method.
+        InputError: the sequence cannot be divided, or an argument is invalid.
     """
-    if method not in METHODS:
-        raise InputError(
-            "no such method",
-            where="option --method",
-            numbers=f"{method!r}; available: {', '.join(METHODS)}",
-            way_out=f"--method {METHODS[0]}",
-        )
+    where = "flashgen.distributed.forecast"
+    if not isinstance(method, str) or method not in METHODS:
+        numbers = f"{method!r}; available: {', '.join(METHODS)}"
+        refuse("no such method", "method", numbers, METHODS[0], f"{where}, option --method")
+    if not isinstance(sizes, Sequence) or len(sizes) != 4:
+        what, way_out = "sizes are not those of a call", "batch, heads_q, heads_kv, positions"
+        refuse(what, "sizes", f"given {sizes!r:.200}", f"sizes=({way_out})", where)
     batch, heads_q, heads_kv, seq = sizes
-    if world < 1 or seq % world:
-        raise InputError(
-            "the sequence is divided into parts of equal length",
-            where="option --world",
-            numbers=f"{seq} positions, {world} ranks",
-            way_out=f"a sequence of {-(-seq // max(2 * world, 1)) * 2 * max(world, 1)}",
-        )
+    counts = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv}
+    check_sizes(where, spec, seq=seq, world=world, **counts)
+    if link is not None and not (isinstance(link, int | float) and 0 < link < math.inf):
+        what = "link is not a number of bytes per second"
+        refuse(what, "link", f"given {link!r:.200}", "link=450e9, or None", where)
     sharding = sharding_of(shard, world, seq // world)
+    if sharding.length != seq:
+        what, numbers = "the chunks are not those of the sequence", f"{sharding.length} positions"
+        refuse(what, "shard", f"{numbers}; seq {seq}", "chunks of all positions", where)
     planned, at = plan(spec, arch), facts(arch)
     tile = tile_of(seq)
-    scalars, tensors = split_captures(captures or {})
+    scalars, tensors = known(spec, seq, (batch, heads_q), captures or {})
     live = live_tiles(spec, seq, (batch, heads_q), tile, scalars, tensors)
     owners = _owners(sharding, seq, tile)
     rows = live.sum(axis=1).astype(float)

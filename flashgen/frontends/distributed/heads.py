@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from flashgen.calls.runtime.arguments.options import settled
-from flashgen.frontends.distributed.exchange import Exchange, Transfer
+from flashgen.frontends.distributed.exchange import Exchange
+from flashgen.frontends.distributed.sharded_tensors import joined
 from flashgen.frontends.distributed.sharding import Sharding
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ class Replicated(torch.autograd.Function):
     """A tensor that every rank has; its gradient is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, deterministic: bool | None, x: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange, deterministic: bool, x: Tensor) -> Tensor:
         ctx.arguments = exchange, deterministic
         return x.view_as(x)
 
@@ -49,42 +49,20 @@ class Replicated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         exchange, deterministic = ctx.arguments
         total = gradient.float().contiguous()
-        exchange.sum([total], "sums of learned gradients", in_order=settled(deterministic))
+        exchange.sum([total], "sums of learned gradients", in_order=deterministic)
         return None, None, total.to(gradient.dtype)
 
 
 def _to_heads(exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
-    world, rank = exchange.world, exchange.rank
-    blocks = [block.contiguous() for block in x.chunk(world, dim=1)]
-    batch, heads, dim = x.shape[0], blocks[0].shape[1], x.shape[3]
-    received = [
-        blocks[rank] if peer == rank else x.new_empty(batch, heads, sharding.rows(peer), dim)
-        for peer in range(world)
-    ]
-    _swap(exchange, blocks, received, "exchange of positions for heads")
-    whole = x.new_empty(batch, heads, sharding.length, dim)
-    for peer, rows in enumerate(received):
-        for chunk, place in zip(sharding.of_rank[peer], sharding.slices(peer), strict=True):
-            whole[:, :, chunk.start : chunk.stop] = rows[:, :, place]
-    return whole
+    blocks = [block.contiguous() for block in x.chunk(exchange.world, dim=1)]
+    return joined(exchange, sharding, blocks, "exchange of positions for heads")
 
 
 def _to_rows(exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
-    world, rank = exchange.world, exchange.rank
-    sent = [
-        torch.cat([x[:, :, chunk.start : chunk.stop] for chunk in sharding.of_rank[peer]], 2)
-        for peer in range(world)
+    sent = [sharding.part(x, rank) for rank in range(exchange.world)]
+    own = sent[exchange.rank]
+    received = [
+        own if rank == exchange.rank else torch.empty_like(own) for rank in range(exchange.world)
     ]
-    own = sent[rank]
-    received = [own if peer == rank else torch.empty_like(own) for peer in range(world)]
-    _swap(exchange, sent, received, "exchange of heads for positions")
+    exchange.swap(sent, received, "exchange of heads for positions").wait()
     return torch.cat(received, 1)
-
-
-def _swap(exchange: Exchange, sent: list[Tensor], received: list[Tensor], step: str) -> None:
-    peers = [peer for peer in range(exchange.world) if peer != exchange.rank]
-    exchange.start(
-        [Transfer(peer, sent[peer]) for peer in peers],
-        [Transfer(peer, received[peer]) for peer in peers],
-        step,
-    ).wait()

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
-from flashgen.shared.call import CallOptions, Operands
+from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.signature import BOUNDARIES, OFFSETS
 from flashgen.spec.language import SEQ_K, SEQ_Q
 from flashgen.spec.language.signature import at_offsets, in_whole, partial
 from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
-
-
-class Whole(NamedTuple):
-    """The sizes of the whole of which the ranks have parts.
-
-    Attributes:
-        first_head: the number of the first query head of this group.
-        heads, seq_q, seq_k: the numbers of all query heads, queries and keys.
-    """
-
-    first_head: int
-    heads: int
-    seq_q: int
-    seq_k: int
 
 
 @dataclass(frozen=True)
@@ -56,21 +41,18 @@ class PartCalls:
 
     @staticmethod
     def of(
-        spec: AttentionSpec,
-        heads: int,
-        sizes: Whole,
-        options: CallOptions,
-        names: tuple[str, ...],
+        spec: AttentionSpec, whole: CheckedCall, options: CallOptions, names: tuple[str, ...]
     ) -> PartCalls:
         """
         Args:
-            heads: the query heads of the call.
+            whole: one call on the whole.
             options: with the scalars of the spec.
         """
         lengths = set() if spec.packed else {SEQ_Q, SEQ_K}
         reads_lengths = not lengths.isdisjoint(spec.mask.free_symbols | spec.score.free_symbols)
-        inside = reads_lengths or heads != sizes.heads
+        inside = reads_lengths or whole.heads_q != whole.heads
         if inside:
+            sizes = whole.first_head, whole.heads, whole.seq_q, whole.seq_k
             options = options._replace(scalars=(*options.scalars, *sizes))
         return PartCalls(*_operators(spec, inside), options, names, spec.packed)
 

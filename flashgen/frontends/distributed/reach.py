@@ -20,6 +20,8 @@ from flashgen.spec.language.spec import AttentionSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_FAR = 1 << 40  # beyond all positions
+
 
 def reached(
     spec: AttentionSpec,
@@ -45,11 +47,7 @@ def reached(
         bool [queries, keys].
     """
     mask = analyse(spec).mask
-    pairs = (
-        _pairs_of_sequences(queries, keys, [_array(tensors[name]) for name in BOUNDARIES])
-        if spec.packed
-        else _pairs(queries, keys)
-    )
+    pairs = _pairs(spec, queries, keys, tensors)
     entries, of_heads = sizes[0], range(sizes[1]) if heads is None else heads
     may: Any = np.ones(len(pairs.place), dtype=bool)
     if not mask.always:
@@ -95,36 +93,24 @@ class _Pairs(NamedTuple):
     sequences: int
 
 
-def _pairs(queries: tuple[range, ...], keys: tuple[range, ...]) -> _Pairs:
-    ends = [np.array([(c.start, c.stop - 1) for c in of]).reshape(-1, 2) for of in (queries, keys)]
-    of_q, of_k = np.divmod(np.arange(len(queries) * len(keys)), len(keys))
-    q, k = ends[0][of_q], ends[1][of_k]
-    place = np.flatnonzero((q[:, 0] <= q[:, 1]) & (k[:, 0] <= k[:, 1]))
-    (q_lo, q_hi), (k_lo, k_hi) = q[place].T, k[place].T
-    return _Pairs(place, q_lo, q_hi, k_lo, k_hi, np.zeros_like(place), 1)
-
-
-def _pairs_of_sequences(
-    queries: tuple[range, ...], keys: tuple[range, ...], ends: list[Array]
+def _pairs(
+    spec: AttentionSpec,
+    queries: tuple[range, ...],
+    keys: tuple[range, ...],
+    tensors: Mapping[str, torch.Tensor],
 ) -> _Pairs:
-    found = []
-    of_q, of_k = (
-        [_within(chunk, each) for chunk in chunks]
-        for chunks, each in zip((queries, keys), ends, strict=True)
-    )
-    for i, (q_lo, q_hi) in enumerate(of_q):
-        for j, (k_lo, k_hi) in enumerate(of_k):
-            both = np.flatnonzero((q_lo <= q_hi) & (k_lo <= k_hi))
-            place = np.full_like(both, i * len(keys) + j)
-            found.append((place, q_lo[both], q_hi[both], k_lo[both], k_hi[both], both))
-    columns: Any = (np.concatenate(column) for column in zip(*found, strict=True))
-    return _Pairs._make((*columns, len(ends[0]) - 1))
-
-
-def _within(chunk: range, ends: Array) -> tuple[Array, Array]:
-    """The first and last position in each sequence of the rows of a chunk; first > last if none."""
-    first, last = np.maximum(ends[:-1], chunk.start), np.minimum(ends[1:], chunk.stop) - 1
-    return first - ends[:-1], last - ends[:-1]
+    spans = []
+    for chunks, name in zip((queries, keys), BOUNDARIES, strict=True):
+        # Sequences that are not packed are one, whose positions may begin anywhere.
+        ends = _array(tensors[name]) if spec.packed else np.array([-_FAR, _FAR])
+        origins = ends[:-1] if spec.packed else 0
+        starts, stops = np.array([(c.start, c.stop) for c in chunks]).T[..., None]
+        lo, hi = np.maximum(ends[:-1], starts), np.minimum(ends[1:], stops) - 1
+        spans.append((lo - origins, hi - origins))
+    (q_lo, q_hi), (k_lo, k_hi) = spans
+    q, k, s = np.nonzero((q_lo <= q_hi)[:, None] & (k_lo <= k_hi)[None])
+    ends_of = q_lo[q, s], q_hi[q, s], k_lo[k, s], k_hi[k, s]
+    return _Pairs(q * len(keys) + k, *ends_of, s, q_lo.shape[1])
 
 
 def _live(

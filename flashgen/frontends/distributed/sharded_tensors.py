@@ -2,64 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flashgen.frontends.distributed.exchange import Exchange, Transfer
+from flashgen.frontends.distributed.exchange import Exchange, refuse
 from flashgen.frontends.distributed.sharding import Sharding
-from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
 
 
 def check_local(operands: Mapping[str, Any]) -> None:
-    """Refuses DTensors, whose placements say less than ``shard`` does and could contradict it.
-
-    Raises:
-        InputError: an operand is a DTensor.
-    """
+    """Refuses DTensors, whose placements say less than ``shard`` does and could contradict it."""
     x: Any
     for name, x in operands.items():
         if hasattr(x, "placements") and hasattr(x, "to_local"):  # without the import of DTensor
-            raise InputError(
+            refuse(
                 "a distributed call takes the part of a tensor that this rank has",
-                where=f"argument {name} of flashgen.distributed.attention",
-                numbers=f"a DTensor of {tuple(x.shape)}, placements {x.placements} of the mesh "
+                name,
+                f"a DTensor of {tuple(x.shape)}, placements {x.placements} of the mesh "
                 f"{x.device_mesh.mesh_dim_names}",
-                way_out=f"{name}.to_local()",
+                f"{name}.to_local()",
             )
 
 
-def gathered_tensor(
-    exchange: Exchange, name: str, tensor: Any, dim: int, shardings: tuple[Sharding, ...]
-) -> Tensor:
-    """A captured tensor of all positions, from the parts of the ranks; its gradient is divided.
+def check_sharded(
+    rank: int, captures: Mapping[str, Any], sharded: Any, shardings: tuple[Sharding, ...]
+) -> dict[str, tuple[int, Sharding]]:
+    """The dimension along which each of the ``sharded`` tensors is divided, and like what.
 
     Args:
-        dim: the dimension along which the tensor is divided.
         shardings: of keys and of queries: the first one with as many rows is taken.
 
     Raises:
-        InputError: the tensor does not have the rank's positions along the dimension.
+        InputError: a tensor does not have the rank's positions along the dimension.
     """
-    lengths = [sharding.rows(exchange.rank) for sharding in shardings]
-    if isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim():
-        first = tensor.movedim(dim, 0)
-        for sharding, rows in zip(shardings, lengths, strict=True):
-            if rows == len(first):
-                flat = first.reshape(1, 1, rows, -1)
-                made: Tensor = _Gather.apply(exchange, sharding, flat)  # type: ignore[no-untyped-call]
-                return made.reshape(sharding.length, *first.shape[1:]).movedim(0, dim)
-    given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-    raise InputError(
-        "a sharded tensor has an element for each of the rank's positions",
-        where="argument sharded of flashgen.distributed.attention",
-        numbers=f"{name}: {given}, dimension {dim}; the rank has {lengths[0]} positions",
-        way_out="the part of the tensor that belongs to the rank's chunks, or the whole tensor "
-        "without an entry in sharded",
-    )
+    if not isinstance(sharded, Mapping | None):
+        what, way_out = "sharded names dimensions of captured tensors", 'sharded={"ids": 1}'
+        refuse(what, "sharded", f"given {sharded!r:.200}", way_out)
+    found = {}
+    for name, dim in (sharded or {}).items():
+        x: Any = captures.get(name)
+        whole = type(dim) is int and isinstance(x, Tensor) and -x.dim() <= dim < x.dim()
+        fits = [s for s in shardings if whole and s.rows(rank) == x.shape[dim]]
+        if not fits:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            refuse(
+                "a sharded tensor has an element for each of the rank's positions",
+                "sharded",
+                f"{name}: {given}, dimension {dim!r:.200}; the rank has "
+                f"{shardings[0].rows(rank)} positions",
+                "the part of the tensor that belongs to the rank's chunks, or the whole tensor "
+                "without an entry in sharded",
+            )
+        found[name] = dim, fits[0]
+    return found
+
+
+def of_length(x: Tensor, dim: int, length: int) -> Tensor:
+    """Zeros of another length along a dimension, which need no memory for it; for checks."""
+    shape = x.movedim(dim, 0).shape[1:]
+    zeros = x.new_zeros(shape).expand(length, *shape).movedim(0, dim)
+    return zeros.requires_grad_(x.requires_grad)
+
+
+def joined(exchange: Exchange, sharding: Sharding, sent: Sequence[Tensor], step: str) -> Tensor:
+    """[batch, heads, all positions in order, x] from all ranks' rows.
+
+    Args:
+        sent: what each rank gets of this rank's rows, contiguous.
+    """
+    own, ranks = sent[exchange.rank], range(exchange.world)
+    shapes = [(*own.shape[:2], sharding.rows(rank), own.shape[3]) for rank in ranks]
+    parts = [own if r == exchange.rank else own.new_empty(shapes[r]) for r in ranks]
+    exchange.swap(sent, parts, step).wait()
+    whole = own.new_empty(*own.shape[:2], sharding.length, own.shape[3])
+    for rank in ranks:
+        for chunk, place in zip(sharding.of_rank[rank], sharding.slices(rank), strict=True):
+            whole[:, :, chunk.start : chunk.stop] = parts[rank][:, :, place]
+    return whole
+
+
+def gathered(exchange: Exchange, x: Tensor, dim: int, sharding: Sharding) -> Tensor:
+    """A captured tensor of all positions, from the parts of the ranks; its gradient is divided."""
+    first = x.movedim(dim, 0)
+    flat = first.reshape(1, 1, len(first), math.prod(first.shape[1:]))
+    made: Tensor = _Gather.apply(exchange, sharding, flat)  # type: ignore[no-untyped-call]
+    return made.reshape(sharding.length, *first.shape[1:]).movedim(0, dim)
 
 
 class _Gather(torch.autograd.Function):
@@ -68,20 +99,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
         ctx.sharding, ctx.rank = sharding, exchange.rank
-        x = x.contiguous()
-        peers = [peer for peer in range(exchange.world) if peer != exchange.rank]
-        parts = {peer: x.new_empty(1, 1, sharding.rows(peer), x.shape[3]) for peer in peers}
-        sent = [Transfer(peer, x) for peer in peers]
-        taken = [Transfer(peer, part) for peer, part in parts.items()]
-        exchange.start(sent, taken, "gathering sharded tensors").wait()
-        parts[exchange.rank] = x
-        gathered = x.new_empty(1, 1, sharding.length, x.shape[3])
-        for peer, part in parts.items():
-            for chunk, rows in zip(sharding.of_rank[peer], sharding.slices(peer), strict=True):
-                gathered[:, :, chunk.start : chunk.stop] = part[:, :, rows]
-        return gathered
+        sent = [x.contiguous()] * exchange.world
+        return joined(exchange, sharding, sent, "gathering sharded tensors")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        chunks = ctx.sharding.of_rank[ctx.rank]
-        return None, None, torch.cat([gradient[:, :, c.start : c.stop] for c in chunks], 2)
+        return None, None, ctx.sharding.part(gradient, ctx.rank)

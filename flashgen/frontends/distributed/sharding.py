@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
-from flashgen.shared.errors import InputError
+import torch
+
+from flashgen.frontends.distributed.exchange import refuse
+
+Tensor = torch.Tensor
 
 METHODS = ("all_gather", "ring", "all_to_all")
 """How the ranks of a call exchange what they need; see `flashgen.distributed.attention`."""
@@ -64,6 +68,10 @@ class Sharding:
             start += len(chunk)
         return found
 
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows that a rank holds of [batch, heads, all positions in order, x]."""
+        return torch.cat([whole[:, :, c.start : c.stop] for c in self.of_rank[rank]], 2)
+
 
 def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
     """The sharding that ``shard`` describes.
@@ -115,12 +123,8 @@ def _listed(shard: Sequence[Any], world: int) -> Sharding:
     return Sharding(listed)
 
 
-def _refuse(what: str, numbers: str, way_out: str = "") -> Any:
-    raise InputError(
-        what,
-        where="argument shard of flashgen.distributed.attention",
-        numbers=numbers,
-        way_out=way_out
-        or '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the '
-        "chunks of each rank",
+def _refuse(what: str, numbers: str, way_out: str = "") -> NoReturn:
+    given = (
+        '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the chunks of '
     )
+    refuse(what, "shard", numbers, way_out or f"{given}each rank")
