@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.shared.errors import called_by_users
 from ptx_emulator.counters.totals import Counters
 from ptx_emulator.errors import FORGIVEN, LaunchArguments
 from ptx_emulator.isa.segments import Segments
@@ -32,6 +33,7 @@ _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=No
 _WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
 
 
+@called_by_users()
 def launch(
     ptx: str,
     name: str,
@@ -119,6 +121,7 @@ def launch(
     return counters
 
 
+@called_by_users()
 @contextmanager
 def profiling() -> Iterator[list[Counters]]:
     """Profiles every launch inside the context, as with profile=True.
@@ -134,6 +137,7 @@ def profiling() -> Iterator[list[Counters]]:
         _LAUNCHES.reset(token)
 
 
+@called_by_users()
 @contextmanager
 def watching(tell: Callable[[Counters], None]) -> Iterator[None]:
     """Calls ``tell`` with the counters of the running launch, many times per second.
@@ -147,6 +151,7 @@ def watching(tell: Callable[[Counters], None]) -> Iterator[None]:
         _WATCHER.reset(token)
 
 
+@called_by_users()
 def load(ptx: str, name: str) -> PtxProgram:
     """The decoded kernel; each PTX text is decoded once.
 

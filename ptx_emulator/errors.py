@@ -6,7 +6,7 @@ strict one all but those that it allows by name. All other findings are errors.
 
 from __future__ import annotations
 
-from flashgen.shared.errors import EmulatorError
+from flashgen.shared.errors import EmulatorError, called_by_users
 
 
 class PtxSyntaxError(EmulatorError):
@@ -92,6 +92,7 @@ def way_out(name: str) -> str:
     return f'; {_FORGIVES}: allow=("{name}",) of emulator.launch permits it, as does strict=False'
 
 
+@called_by_users()
 def severity(finding: EmulatorError) -> str:
     """How serious a finding is: "by-the-letter" if a launch may allow it, else "error"."""
     return BY_THE_LETTER if _FORGIVES in finding.way_out else ERROR

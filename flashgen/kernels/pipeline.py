@@ -28,7 +28,7 @@ from flashgen.kernels.planner import (
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges
-from flashgen.shared.errors import CompileError, PlanError, SpecError
+from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by_users
 from flashgen.spec.analysis import Analysis, WalkedAxis, analyse
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -77,6 +77,7 @@ class Kernels:
         return _emit_backward(self._backward)
 
 
+@called_by_users()
 def emit(
     spec: AttentionSpec,
     arch: str = DEFAULT_ARCH,
@@ -178,6 +179,7 @@ def analysed(spec: AttentionSpec, walk: WalkedAxis) -> Analysis:
     return analyse(spec, walk)
 
 
+@called_by_users()
 def build(
     spec: AttentionSpec,
     arch: str = DEFAULT_ARCH,

@@ -43,7 +43,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from flashgen.shared.errors import FlashgenError
+from flashgen.shared.errors import FlashgenError, called_by_users
 
 BACKENDS = ("gpu", "emulator", "tiled")
 """The backends. "emulator:7" is the emulator with the ``order_seed`` 7, see `split_backend`."""
@@ -254,6 +254,7 @@ def debug_level() -> int:
     return int(value)
 
 
+@called_by_users()
 @contextmanager
 def debug(level: int) -> Iterator[None]:
     """Sets the level of FLASHGEN_DEBUG within a ``with`` block.

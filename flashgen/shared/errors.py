@@ -10,7 +10,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+Public = TypeVar("Public", bound=Callable[..., Any])
 
 
 class FlashgenError(Exception):
@@ -46,7 +53,7 @@ class FlashgenError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled with positional arguments only.
         parts = {"where": self.where, "numbers": self.numbers, "way_out": self.way_out}
-        return partial(type(self), self.what, **parts), ()
+        return functools.partial(type(self), self.what, **parts), ()
 
 
 class SpecError(FlashgenError):
@@ -83,3 +90,95 @@ class InputError(FlashgenError):
 
 class EmulatorError(FlashgenError):
     """The emulated kernel did something that PTX forbids, or used PTX that the emulator lacks."""
+
+
+class FrozenError(SpecError, dataclasses.FrozenInstanceError):
+    """A field of a value that does not change is set or deleted."""
+
+
+_PUBLIC = {
+    "flashgen.frontends.distributed": "fg.distributed",
+    "flashgen.frontends.transformers": "fg.integrations.transformers",
+    "ptx_emulator": "fg.emulator",
+}
+"""By package: how users name the module that has its public names. That of all others is fg."""
+
+
+def called_by_users(
+    error: type[FlashgenError] = InputError, place: Callable[[], str] | None = None
+) -> Callable[[Public], Public]:
+    """A decorator of a public function or class: wrong arguments of a call are a FlashgenError.
+
+    Python's TypeError says neither which arguments there are nor the way out. Setting a field of a
+    frozen dataclass is an error of the same kind.
+
+    Args:
+        error: the class of the error.
+        place: what gives its "where"; by default it names the function.
+    """
+
+    def decorate(public: Public) -> Public:
+        if not isinstance(public, type):
+            return cast(Public, _checked(public, error, place))
+        method = "__new__" if issubclass(public, tuple) else "__init__"
+        made = _checked(getattr(public, method), error, place, public.__qualname__)
+        setattr(public, method, made)
+        if dataclasses.is_dataclass(public) and public.__setattr__ is not object.__setattr__:
+            for method in ("__setattr__", "__delattr__"):
+                setattr(public, method, _refuse_change)
+        return public
+
+    return decorate
+
+
+def _checked(
+    function: Callable[..., Any],
+    error: type[FlashgenError],
+    place: Callable[[], str] | None,
+    name: str = "",
+) -> Callable[..., Any]:
+    homes = (home for package, home in _PUBLIC.items() if function.__module__.startswith(package))
+    name = f"{next(homes, 'fg')}.{name or function.__qualname__}"
+
+    @functools.wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except TypeError:
+            signature = inspect.signature(function)
+            try:
+                signature.bind(*given, **named)
+            except TypeError as mistake:
+                what = str(mistake)
+            else:
+                raise
+        bound = ("self", "cls", "_cls")
+        takes = [x for x in signature.parameters.values() if x.name not in bound]
+        shown = inspect.Signature([each.replace(annotation=each.empty) for each in takes])
+        count = len(given) - (len(signature.parameters) - len(takes))
+        needed = [x.name for x in takes if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
+        others = ", and others by name" if len(takes) > len(needed) else ""
+        unknown = next((each for each in named if each not in signature.parameters), "")
+        meant = difflib.get_close_matches(unknown, signature.parameters, 1)
+        raise error(
+            f"{name} is called with other arguments than it has: {what}",
+            where=f"the call of {name}" if place is None else place(),
+            numbers=f"{count} by position, {', '.join(named) or 'none'} by name; takes {shown}",
+            way_out=f"{meant[0]}=... instead of {unknown}=..."
+            if meant
+            else f"{name}({', '.join(needed)}){others}",
+        )
+
+    return checked
+
+
+def _refuse_change(self: Any, name: str, value: object = None) -> NoReturn:
+    kind, options = type(self).__name__, [x.name for x in dataclasses.fields(self) if x.init]
+    raise FrozenError(
+        f"the fields of {kind} do not change once it is made",
+        where=f"{kind}.{name}",
+        numbers=f"given {value!r:.200}; made with {', '.join(options)}",
+        way_out=f"spec.replace({name}=...), which returns a copy"
+        if hasattr(self, "replace") and name in options
+        else f"another {kind}, or a variable beside it",
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from flashgen.shared.errors import called_by_users
 from ptx_emulator.counters.recorder import Recorder
 from ptx_emulator.counters.work import class_of, kind_of_product, multiply_adds
 from ptx_emulator.errors import LaunchArguments
@@ -18,6 +19,7 @@ Place = tuple[str, int]
 """A file and a line; line 0 stands for code without a source line."""
 
 
+@called_by_users()
 @dataclass(frozen=True)
 class Totals:
     """Sums over some instructions of a kernel.
@@ -60,6 +62,7 @@ class Totals:
         return sum(self.multiply_adds.values())
 
 
+@called_by_users()
 class Counters:
     """Totals over all warps of a launch.
 

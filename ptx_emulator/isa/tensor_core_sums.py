@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flashgen.shared.errors import called_by_users
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.state.memory import Array
@@ -105,6 +106,7 @@ def model_of(arch: str, instruction: str, kind: str, k: int, half: bool) -> SumM
     return SumModel(min(k, most), fraction, result, _FLOORS[path]["f16" if half else "f32"], apart)
 
 
+@called_by_users()
 def has_sums_of(gpu: str, target: str, instruction: str) -> bool:
     """Whether an instruction adds on a GPU as in the emulator, bit for bit.
 

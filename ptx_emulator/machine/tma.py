@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashgen.shared.errors import called_by_users
 from flashgen.shared.tensormap import TensorMapSpec
 from ptx_emulator.errors import LaunchArguments
 from ptx_emulator.state.memory import Array
@@ -17,6 +18,7 @@ _PERIOD = 1024  # period of the swizzles in bytes
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
 
+@called_by_users()
 class TensorMap:
     """A kernel argument of type CUtensorMap: a numpy array and the parameters of its boxes.
 

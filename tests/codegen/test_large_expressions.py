@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import flashgen as fg
 from flashgen.kernels import pipeline
 from flashgen.kernels.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.kernels.planner import plan_errors
-from flashgen.shared.errors import PlanError
+from flashgen.kernels.planner.plan_errors import check_size
+from flashgen.shared.errors import FlashgenError, PlanError
 from flashgen.spec.analysis import evaluate
 from flashgen.spec.analysis import score as score_analysis
 from flashgen.spec.analysis.score import derivative, derivatives
@@ -32,6 +34,8 @@ from flashgen.spec.language.signature import in_whole, signature_of
 from flashgen.spec.language.symbols import is_int
 from tests.support.large_mods import KINDS, spec_of
 from tests.support.tiers import one_in
+
+values = fg.Tensor("values", ("n",), "float32")
 
 
 def nodes(expr: sympy.Basic) -> int:
@@ -90,10 +94,39 @@ def test_a_large_function_with_many_sines_calls_one_copy_of_them() -> None:
 def test_mods_beyond_what_a_kernel_can_hold_are_refused_with_the_factor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_errors, "MOST_INSTRUCTIONS", 1000)
+    monkeypatch.setattr(plan_errors, "MOST_EFFORT", 50)
     with pytest.raises(PlanError) as caught:
         fg.plan(spec_of("sines", 25, name="too_large"))
-    assert "about 2,000 instructions per score; limit 1,000: 2 times" in caught.value.numbers
+    assert (
+        "about 100 additions, with a function as several; limit 50: 2 times" in caught.value.numbers
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "step"),
+    [
+        (1450, lambda x, i, q, k: x + 0.5),
+        (75, lambda x, i, q, k: fg.minimum(x, 2.0 + i)),
+        (370, lambda x, i, q, k: -fg.minimum(x, 2.0 * i)),
+        (360, lambda x, i, q, k: fg.sin(x)),
+        (370, lambda x, i, q, k: fg.erf(x)),
+        (90, lambda x, i, q, k: x ** (1.5 + i)),
+        (360, lambda x, i, q, k: fg.where(k > q + i, x, -x)),
+        (180, lambda x, i, q, k: x + values[k + i]),
+    ],
+)
+def test_the_limit_counts_the_time_of_each_kind_of_operation(steps: int, step: Any) -> None:
+    def spec(size: int) -> fg.AttentionSpec:
+        def score_mod(score, b, h, q, k):  # type: ignore[no-untyped-def]
+            for i in range(size):
+                score = step(score, i, q, k)
+            return score
+
+        return fg.AttentionSpec(score_mod=score_mod, head_dim=64, dtype="float16")
+
+    check_size(spec(steps))
+    with pytest.raises(FlashgenError, match="too large for a kernel"):
+        check_size(spec(steps * 11 // 10 + 1))
 
 
 @pytest.mark.slow

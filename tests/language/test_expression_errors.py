@@ -373,5 +373,5 @@ def test_a_mod_of_5_000_sines_is_refused_where_it_becomes_too_large() -> None:
 
     error = refusal(score_mod, "score")
     assert error.where == line_of("too large")
-    assert traced < 550
-    assert "instructions per score up to here; limit 20,000" in error.numbers
+    assert 350 < traced < 450
+    assert "additions up to here, with a function as several; limit 1,500" in error.numbers

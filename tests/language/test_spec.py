@@ -337,7 +337,7 @@ def test_a_score_whose_choices_share_their_parts_is_traced_in_proportion_to_its_
         return fg.where(k > q, -1e30, score)
 
     def additions(score, b, h, q, k):
-        for i in range(1500):
+        for i in range(700):
             score = score + k * (i + 0.5)
         return score
 

@@ -304,3 +304,65 @@ def test_integers_are_exact_at_an_index_that_is_made_of_floats(backend):
     wanted = torch.softmax(torch.where(torch.arange(SEQ) < 2, s, s * 2), -1) @ v
     out = operator(None, score)(q, k, v, flag=ids, backend=backend)
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+
+
+def steps(s):
+    for i in range(60):  # a part of the index has a name
+        s = fg.floor(s * 0.5 + i) + 1
+    return s
+
+
+# Expressions of floats without a fraction, and their values as torch computes them in integers.
+WHOLE = {
+    "a difference": (lambda q, k: fg.floor(q * 0.5) - 1 + k, lambda q, k: q // 2 - 1 + k),
+    "a product": (lambda q, k: 2 * fg.floor(k * 0.5) + 1, lambda q, k: k // 2 * 2 + 1),
+    "rounded up": (lambda q, k: -fg.floor(-k * 0.5) + q, lambda q, k: -(-k // 2) + q),
+    "an absolute value": (lambda q, k: abs(q // 2.0 - fg.round(k)), lambda q, k: abs(q // 2 - k)),
+    "a square": (lambda q, k: fg.floor(k * 0.5) ** 2, lambda q, k: (k // 2) ** 2),
+    "a sign": (lambda q, k: fg.sign(q * 1.0 - k) + 1, lambda q, k: torch.sign(q - k) + 1),
+    "a choice": (
+        lambda q, k: fg.where(q > k, fg.maximum(fg.floor(q * 0.5) - 1, 0) + 1, k),
+        lambda q, k: torch.where(q > k, (q // 2 - 1).clamp(min=0) + 1, k),
+    ),
+    "large": (lambda q, k: fg.maximum(steps(k * 0.0) - 115, 0) + k, lambda q, k: 3 + k),
+}
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_an_index_may_be_any_expression_of_floats_without_a_fraction(backend):
+    def score(s, b, h, q, k):
+        for index, _ in WHOLE.values():
+            s = s + fg.where(index(q, k) < 0, 0, TABLE[h, index(q, k)])
+        return s
+
+    q, k, v = operands(batch=1)
+    table = torch.randn(HEADS, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    row, column = torch.arange(SEQ)[:, None], torch.arange(SEQ)
+    s = q @ k.mT / 4
+    for _, values in WHOLE.values():
+        index = values(row, column).expand(SEQ, SEQ)
+        s = s + torch.where(index < 0, 0, table[:, index.clamp(min=0)])
+    wanted = torch.softmax(s, -1) @ v
+    out = operator(None, score)(q, k, v, table=table, backend=backend)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+    pairs = (torch.autograd.grad(x.square().sum(), table)[0] for x in (out, wanted))
+    torch.testing.assert_close(*pairs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda s, q: s,
+        lambda s, q: q * 1.0 + 1,
+        lambda s, q: fg.floor(s) + 0.5,
+        lambda s, q: fg.floor(s) + s,
+        lambda s, q: fg.floor(s) / 2,
+        lambda s, q: fg.floor(s) ** -1,
+        lambda s, q: abs(s),
+    ],
+)
+def test_an_index_with_a_fraction_is_refused_and_its_floor_is_not(index):
+    with pytest.raises(fg.SpecError, match="is not an integer") as caught:
+        operator(None, lambda s, b, h, q, k: s + LINE[index(s, q)])
+    assert "fg.floor(x) for a float" in caught.value.way_out
+    operator(None, lambda s, b, h, q, k: s + LINE[fg.floor(index(s, q))])

@@ -22,7 +22,7 @@ from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
-from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.errors import InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, CallSignature
 from flashgen.shared.split_choice import choose_split
@@ -328,6 +328,7 @@ class ExportedAttention(Attention):
         return load_export, (str(self.path),)
 
 
+@called_by_users()
 def load_export(folder: str | os.PathLike[str]) -> ExportedAttention:
     """The callable of a spec that ``flashgen export`` wrote to a folder.
 

@@ -12,6 +12,7 @@ from flashgen.calls.runtime.append_kv import append
 from flashgen.calls.runtime.arguments.pages import AppendOperands, check_append
 from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
 from flashgen.shared import config
+from flashgen.shared.errors import called_by_users
 
 Tensor = torch.Tensor
 
@@ -20,6 +21,7 @@ _NAME = "append_kv"
 _TENSORS = AppendOperands._fields
 
 
+@called_by_users()
 def append_kv(
     k: Tensor,
     v: Tensor,

@@ -11,6 +11,7 @@ import torch
 from flashgen.calls.runtime.arguments.refusals import check_dense, refuse
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.shared.errors import called_by_users
 from flashgen.shared.signature import (
     LAYOUT,
     LAYOUT_LISTS,
@@ -24,6 +25,7 @@ Tensor = torch.Tensor
 _AXES = "[batch or 1, heads or 1, row blocks, column blocks]"
 
 
+@called_by_users()
 class Layout(NamedTuple):
     """A block layout as compressed rows and columns. `Layout.of` makes it, for any number of calls.
 
@@ -44,6 +46,7 @@ class Layout(NamedTuple):
     column_blocks: Tensor
 
     @staticmethod
+    @called_by_users()
     def of(live: Tensor) -> Layout:
         """Compresses ``live`` on its own device, without a device synchronisation.
 

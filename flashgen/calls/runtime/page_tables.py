@@ -12,12 +12,14 @@ from flashgen.calls.runtime.arguments.refusals import (
     known,
     refuse,
 )
+from flashgen.shared.errors import called_by_users
 
 Tensor = torch.Tensor
 
 _WHERE = "argument {} of page_table"
 
 
+@called_by_users()
 def page_table(
     indptr: Tensor,
     indices: Tensor,

@@ -17,12 +17,14 @@ from flashgen.frontends.distributed.exchange import WHERE, Exchange, group_of
 from flashgen.frontends.distributed.heads import Exchanged, Replicated
 from flashgen.frontends.distributed.sharded_tensors import gathered
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.errors import called_by_users
 
 Tensor = torch.Tensor
 
 _STEPS = {"all_gather": all_gather.steps, "ring": ring.steps}
 
 
+@called_by_users()
 @untraced(
     "flashgen.distributed.attention exchanges tensors between ranks and is not compiled; without "
     "fullgraph=True, a call is one break in the graph"

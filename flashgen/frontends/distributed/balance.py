@@ -18,6 +18,7 @@ from flashgen.calls.runtime.block_layouts import check_layout, with_layout
 from flashgen.frontends.distributed.exchange import refuse
 from flashgen.frontends.distributed.reach import reached
 from flashgen.shared.dtypes import Number
+from flashgen.shared.errors import called_by_users
 from flashgen.shared.signature import BOUNDARIES, LAYOUT
 from flashgen.spec.language.signature import signature_of
 from flashgen.spec.language.spec import AttentionSpec
@@ -29,6 +30,7 @@ ENOUGH = 1.01
 """A largest share over the mean with which no finer division is tried."""
 
 
+@called_by_users()
 @dataclass(frozen=True)
 class Assignment:
     """The chunks of each rank, and how even their work is.
@@ -59,6 +61,7 @@ class Assignment:
         return "\n".join(lines)
 
 
+@called_by_users()
 def balance(
     spec: AttentionSpec,
     seq: int,

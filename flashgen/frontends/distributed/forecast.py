@@ -16,6 +16,7 @@ from flashgen.frontends.distributed.reach import needed_by, reached
 from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
 from flashgen.kernels.planner import plan
 from flashgen.shared.arch import facts
+from flashgen.shared.errors import called_by_users
 from flashgen.spec.language.spec import AttentionSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -45,6 +46,7 @@ class RankForecast:
         return max(self.transfer, self.compute) if overlaps else self.transfer + self.compute
 
 
+@called_by_users()
 @dataclass(frozen=True)
 class Forecast:
     """A forward call on all ranks; `str` gives the assumptions and a table.
@@ -120,6 +122,7 @@ class Forecast:
         pyplot.close(figure)
 
 
+@called_by_users()
 def forecast(
     spec: AttentionSpec,
     world: int,

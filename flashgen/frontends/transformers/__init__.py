@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from flashgen.calls.ops import Attention
-from flashgen.shared.errors import InputError
+from flashgen.shared.errors import InputError, called_by_users
 
 if TYPE_CHECKING:
     from flashgen.frontends.transformers.ranks import Ranks
@@ -28,6 +28,7 @@ __all__ = ["context_parallel", "operators", "register"]
 _RESERVED = ("eager", "sdpa", "flex_attention")
 
 
+@called_by_users()
 def register(name: str = "fg") -> None:
     """Makes flashgen's attention and its masks available as ``attn_implementation=name``.
 
@@ -59,6 +60,7 @@ def register(name: str = "fg") -> None:
     AttentionMaskInterface.register(name, make_mask)
 
 
+@called_by_users()
 def context_parallel(
     group: Any = None, *, method: str = "ring", shard: Any = "head_tail"
 ) -> AbstractContextManager[Ranks]:
@@ -88,6 +90,7 @@ def context_parallel(
     return entered(group, method=method, shard=shard)
 
 
+@called_by_users()
 def operators() -> tuple[Attention, ...]:
     """The operators that models use so far, in the order of their first use.
 

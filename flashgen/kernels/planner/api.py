@@ -32,9 +32,11 @@ from flashgen.kernels.planner.search import (
 )
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
 from flashgen.shared.arch import facts
+from flashgen.shared.errors import called_by_users
 from flashgen.spec.language.spec import AttentionSpec
 
 
+@called_by_users()
 def plan(
     spec: AttentionSpec,
     arch: str = "sm_80",

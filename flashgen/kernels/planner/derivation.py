@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from flashgen.kernels.planner.formulas import Formula, counted, tidy
 from flashgen.kernels.planner.quantities import Number
 
-# The banner of an emitted file puts "// " before each line, and lines end at column 100.
 COLUMNS = 97
+"""The length of the lines of a printed derivation."""
 INDENT = 10
 
 # Intermediate steps, which the short form of a derivation leaves out.

@@ -11,7 +11,7 @@ from flashgen.kernels.planner.tile_problem import Tile, TileProblem
 from flashgen.shared.arch import facts, known
 from flashgen.shared.errors import PlanError
 from flashgen.spec.language.lets import elements_of
-from flashgen.spec.language.operations import MOST_INSTRUCTIONS, operations
+from flashgen.spec.language.operations import MOST_EFFORT, effort
 from flashgen.spec.language.spec import AttentionSpec
 
 
@@ -90,13 +90,13 @@ def check_size(spec: AttentionSpec) -> None:
             way_out="grad=False for tensors that need no gradient, or sums of these elements that "
             "are computed before the call",
         )
-    needs = operations((spec.mask, spec.score))
-    if needs > MOST_INSTRUCTIONS:
+    needs = effort((spec.mask, spec.score))
+    if needs > MOST_EFFORT:
         raise PlanError(
             "the mods of this spec are too large for a kernel",
             where=_place(spec),
-            numbers=f"about {needs:,} instructions per score; limit {MOST_INSTRUCTIONS:,}: "
-            f"{needs / MOST_INSTRUCTIONS:.3g} times too many",
+            numbers=f"about {needs:,} additions, with a function as several; "
+            f"limit {MOST_EFFORT:,}: {needs / MOST_EFFORT:.3g} times too many",
             way_out="a captured tensor (fg.Tensor) with values that are computed before the call",
         )
 

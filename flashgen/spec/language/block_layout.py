@@ -28,7 +28,7 @@ from flashgen.spec.language.function_identity import (
     outside,
     to_parts,
 )
-from flashgen.spec.language.user_source import lines_of, user_location
+from flashgen.spec.language.user_source import in_specs, lines_of, user_location
 
 _LINES = ("batch", "heads")
 TENSORS = (
@@ -42,6 +42,7 @@ TENSORS = (
 counts, in ascending order, for each row and for each column of blocks."""
 
 
+@in_specs
 @dataclass(frozen=True, eq=False)
 class BlockSparse:
     """A block layout: which blocks of block_q x block_k scores are computed.

@@ -92,6 +92,9 @@ class Abs(RealFunction):
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
         return sympy.Abs(x) if is_int(x) else None
 
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_integer
+
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         return sympy.sign(self.args[0])
 

@@ -78,6 +78,14 @@ class _FloatOperation(RealFunction):
 
     nargs = (2,)
 
+    def _eval_is_integer(self) -> Any:
+        """True of sums, products and powers of floats without a fraction, such as ``floor(x)``."""
+        whole = all(x.is_integer for x in self.args) and not all(map(is_int, self.args))
+        return True if whole and self._keeps_integers() else None
+
+    def _keeps_integers(self) -> bool:
+        return True
+
 
 class FloatSum(_FloatOperation):
     """``a + b``. A sum with 0 is not b itself, which may be the negative zero."""
@@ -141,6 +149,9 @@ class FloatQuotient(_FloatOperation):
             return AsFloat(above)
         return None if (above, below) == (a, b) else cls(above, below)
 
+    def _keeps_integers(self) -> bool:
+        return False
+
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         a, b = self.args
         if argindex == 1:
@@ -165,6 +176,9 @@ class FloatPower(_FloatOperation):
         if exponent is sympy.S.One:
             return AsFloat(base)
         return None if (base, exponent) == (a, b) else cls(base, exponent)
+
+    def _keeps_integers(self) -> bool:
+        return bool(self.args[1].is_nonnegative)
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         """As torch's: without a division by the base, and 0 where the exponent is 0."""
@@ -194,6 +208,9 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     if expr in (sympy.oo, -sympy.oo):
         return _INFINITY if expr is sympy.oo else -_INFINITY
     args = [in_reals(arg) for arg in expr.args]
+    if isinstance(expr, FloatPower) and args[0].args and not args[1].is_Integer:
+        # sympy would ask for the sign of the base, in time exponential in the roots inside it.
+        return sympy.Pow(*args, evaluate=False)
     if isinstance(expr, AsFloat | _FloatOperation):
         assert expr.form is not None
         return expr.form(*args)

@@ -36,9 +36,10 @@ from flashgen.spec.language.traced import (
     exprs_of,
     made,
 )
-from flashgen.spec.language.user_source import refuse
+from flashgen.spec.language.user_source import in_specs, refuse
 
 
+@in_specs
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:
     """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
     test, (yes, no) = as_condition(as_expr(condition)), exprs_of(a, b)
@@ -95,55 +96,62 @@ _MOST_CHOICES = 2
 _HALF = sympy.Rational(1, 2)
 
 
+@in_specs
 def minimum(a: Operand, b: Operand) -> Traced:
     """The lesser of two numbers; NaN where one is NaN."""
     return apply_function("minimum", Minimum, a, b)
 
 
+@in_specs
 def maximum(a: Operand, b: Operand) -> Traced:
     """The greater of two numbers; NaN where one is NaN."""
     return apply_function("maximum", Maximum, a, b)
 
 
+@in_specs
 def sqrt(x: Operand) -> Traced:
     """Square root."""
     return apply_function("sqrt", lambda x: FloatPower(x, _HALF), x)
 
 
-def absolute(x: Operand) -> Traced:
-    """Absolute value: ``fg.abs``."""
+@in_specs
+def abs(x: Operand) -> Traced:
+    """Absolute value."""
     return apply_function("abs", Abs, x)
 
 
-abs = absolute
-
-
+@in_specs
 def floor(x: Operand) -> Traced:
     """The greatest integer that is at most x."""
     return apply_function("floor", Floor, x)
 
 
+@in_specs
 def round(x: Operand) -> Traced:
     """The nearest integer; halves go to the even one."""
     return apply_function("round", Round, x)
 
 
+@in_specs
 def exp2(x: Operand) -> Traced:
     """2 to the power x."""
     return apply_function("exp2", lambda x: FloatPower(sympy.Integer(2), x), x)
 
 
+@in_specs
 def rsqrt(x: Operand) -> Traced:
     """1 / sqrt(x)."""
     return apply_function("rsqrt", lambda x: FloatPower(x, -_HALF), x)
 
 
+@in_specs
 def sign(x: Operand) -> Traced:
     """-1, 0 or 1."""
     value = apply_function("sign", lambda x: x, x)
     return where(value > 0, 1, where(value < 0, -1, 0))
 
 
+@in_specs
 def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Traced:
     """``x`` between two bounds, each of which may be None; at a bound the gradient is that of x.
 
@@ -161,13 +169,15 @@ def _replaces(bound: Operand, beyond: Traced) -> Traced:
     return beyond if is_int(expr) or expr.is_number else beyond | (bound != bound)
 
 
+@in_specs
 def isfinite(x: Operand) -> Traced:
     """True where x is neither infinite nor NaN in float32."""
-    value = absolute(x)
+    value = abs(x)
     finite = sympy.true if is_int(value.expr) else FloatLess(value.expr, sympy.oo)
     return Value(finite, value.captures)
 
 
+@in_specs
 def popcount(x: Operand) -> Traced:
     """The number of ones among the low 32 bits of an integer."""
     if not is_int(as_expr(x)):
@@ -185,20 +195,12 @@ def _function(record: type[FloatFunction]) -> Callable[..., Traced]:
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in record.takes])
 
     def function(*values: Operand, **named: Operand) -> Traced:
-        try:
-            taken = signature.bind(*values, **named).args
-        except TypeError as error:
-            refuse(
-                f"fg.{record.called} is called with other arguments than it has",
-                numbers=f"{error}; given {len(values) + len(named)}, takes {len(record.takes)}",
-                way_out=f"fg.{record.called}{signature}",
-            )
-        return apply_function(record.called, record, *taken)
+        return apply_function(record.called, record, *signature.bind(*values, **named).args)
 
     function.__name__ = function.__qualname__ = record.called
     function.__doc__ = record.__doc__
     function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+    return in_specs(function)
 
 
 globals().update({name: _function(record) for name, record in FUNCTIONS.items()})

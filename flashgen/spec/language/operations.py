@@ -1,4 +1,4 @@
-"""The number of machine instructions of an expression, roughly."""
+"""The machine instructions of an expression, and the effort of compiling it, roughly."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import sympy
+from sympy.functions.elementary.piecewise import ExprCondPair
 
-from flashgen.spec.language.float_functions import FloatFunction
-from flashgen.spec.language.float_operations import FloatPower, FloatQuotient
+from flashgen.spec.language.float_functions import Cos, FloatFunction, Sin
+from flashgen.spec.language.float_operations import AsFloat, FloatPower, FloatQuotient
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.lets import Let, distinct, lets_of, parts_of
 from flashgen.spec.language.symbols import is_int
-from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.spec.language.tensor_elements import TensorRead
 
-MOST_INSTRUCTIONS = 20_000
-"""Instructions per score of the largest mods of a kernel. The compiler takes about 7 s for a pass
-of these, and the stages before it 2 s; more where most of them are choices."""
+MOST_EFFORT = 1500
+"""The `effort` of the largest mods of a kernel. A pass takes 2 to 5 ms of CPU time for each unit of
+it, from the spec to the machine code: chains of one kind of operation take 2 to 8 s."""
 
 # Counted in kernels of float16 and float32; all other operations count as one.
 _READ, _QUOTIENT = 8, 4
-_DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 80
+_DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 250
+LARGEST_REPEATED = 64
+"""The largest exponent of a power that is computed by multiplications: beyond it, the roundings of
+repeated squaring (half a unit for each factor) exceed those of powf."""
 
 
 def operations(exprs: Sequence[sympy.Basic]) -> int:
@@ -29,14 +33,35 @@ def operations(exprs: Sequence[sympy.Basic]) -> int:
     return sum(map(_cost, (node for node in distinct(*parts_of(*exprs)) if node.args)))
 
 
-def operations_so_far(let: Let) -> int:
-    """As `operations` of a part of a mod, in the time of one step for each part that it uses."""
-    return sum(_own_operations(each) for each in lets_of(let))
+def effort(exprs: Sequence[sympy.Basic]) -> int:
+    """The time that the kernels of expressions take to be made, in that of an addition.
+
+    It grows with the operations more than with their instructions.
+    """
+    return sum(map(_effort, distinct(*parts_of(*exprs))))
+
+
+def effort_so_far(let: Let) -> int:
+    """As `effort` of a part of a mod, in the time of one step for each part that it uses."""
+    return sum(_own_effort(each) for each in lets_of(let))
 
 
 @lru_cache(maxsize=1 << 14)
-def _own_operations(let: Let) -> int:
-    return sum(map(_cost, (node for node in distinct(let.value) if node.args)))
+def _own_effort(let: Let) -> int:
+    return sum(map(_effort, distinct(let.value)))
+
+
+def _effort(node: sympy.Basic) -> int:
+    if not node.args or isinstance(node, AsFloat | ExprCondPair):
+        return 0
+    if isinstance(node, Sin | Cos):
+        return 4  # a call, where there are many
+    if isinstance(node, TensorRead):
+        return 6
+    if isinstance(node, Minimum | Maximum) and not is_int(node):
+        # The derivative by each argument compares it with all others.
+        return 3 * (len(node.args) - 1) + len(node.args) ** 2 // 5
+    return max(len(node.args) - 1, 1 + _cost(node) // 8)
 
 
 def _cost(node: sympy.Basic) -> int:
@@ -50,7 +75,11 @@ def _cost(node: sympy.Basic) -> int:
             return _WIDE_DIVISION
         return 4 if divisor.is_number else _DIVISION
     if isinstance(node, sympy.Pow | FloatPower):
-        return 4 if node.args[1].is_Rational or node.args[0].is_Rational else _POWER
+        base, exponent = node.args
+        roots = 2 if is_int(base) or abs(exponent) == sympy.S.Half else 1
+        repeated = exponent.is_Rational and exponent.q <= roots
+        few = repeated and abs(exponent) <= LARGEST_REPEATED
+        return 4 if few or base.is_Rational else _POWER
     if isinstance(node, FloatFunction):
         return node.most_instructions
     if isinstance(node, TensorRead):

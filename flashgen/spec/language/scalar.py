@@ -11,9 +11,10 @@ from flashgen.shared.signature import SPLIT, WHOLE
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.spec.language.traced import Capture, Traced
-from flashgen.spec.language.user_source import refuse
+from flashgen.spec.language.user_source import in_specs, refuse
 
 
+@in_specs
 class Scalar(Capture):
     """A run-time number, given with each call; inside a mod it is a traced value.
 

@@ -21,7 +21,7 @@ from flashgen.spec.language.spec_options import check_options, name_of, option_m
 from flashgen.spec.language.tensor import sink_of
 from flashgen.spec.language.traced import Capture
 from flashgen.spec.language.tracing import PickledMod, TracedMod
-from flashgen.spec.language.user_source import SourceLines, user_location
+from flashgen.spec.language.user_source import SourceLines, in_specs, user_location
 
 Mod = Callable[..., object]
 
@@ -35,6 +35,7 @@ PAGES = tuple(
 """The tensors of a spec with a paged cache: the pages and the number of keys of each sequence."""
 
 
+@in_specs
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """An attention variant: ``softmax(score_mod(scale * q.k) where mask_mod else -inf) . v``.
@@ -262,6 +263,7 @@ class AttentionSpec:
                 state[mod] = PickledMod(TracedMod(expr, captures, lines))
         return _restored, (state,)
 
+    @in_specs
     def replace(self, **changes: Any) -> AttentionSpec:
         """Returns a copy with some arguments changed; the mods are traced again.
 

@@ -14,9 +14,10 @@ from typing import Any
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_options import as_name
-from flashgen.spec.language.user_source import shown_path
+from flashgen.spec.language.user_source import in_specs, shown_path
 
 
+@in_specs
 def load(path: str | Path) -> AttentionSpec:
     """Loads a spec from a file: ``specs/causal.py``, or ``path.py:name`` for another variable.
 

@@ -55,7 +55,7 @@ def _derivative(function: RealFunction, by: sympy.Symbol) -> sympy.Expr:
     for place, arg in enumerate(function.args, 1):
         is_function = isinstance(arg, RealFunction)
         inner = arg._eval_derivative(by) if is_function else arg.diff(by)
-        if not inner.is_zero:
+        if inner != 0:
             terms.append(function.fdiff(place) * inner)
     return sympy.Add(*terms)
 

@@ -17,12 +17,13 @@ from flashgen.shared.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype
 from flashgen.shared.signature import OFFSETS
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
-from flashgen.spec.language.lets import Let
+from flashgen.spec.language.lets import lets_of, replaced
 from flashgen.spec.language.python_printer import python_text
-from flashgen.spec.language.symbols import is_condition
+from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.sympy_functions import Floor
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 from flashgen.spec.language.traced import Capture, Traced, Value, as_expr, captures_of
-from flashgen.spec.language.user_source import refuse
+from flashgen.spec.language.user_source import in_specs, refuse
 
 SIZES = ("batch", "heads", "heads_kv", "seq_q", "seq_k")
 """Names of dimensions whose lengths follow from the operands."""
@@ -30,6 +31,7 @@ SIZES = ("batch", "heads", "heads_kv", "seq_q", "seq_k")
 MOST_DIMS = 8
 
 
+@in_specs
 class Tensor(Capture):
     """A captured tensor, given with each call; inside a mod, ``t[i, j]`` is a traced value.
 
@@ -102,8 +104,7 @@ class Tensor(Capture):
 
     def _index(self, index: object, dim: str | int) -> sympy.Expr:
         expr = as_expr(index)
-        whole = expr.value if isinstance(expr, Let) else expr
-        if is_condition(expr) or not whole.is_integer:
+        if is_condition(expr) or not _has_integer_values(expr):
             refuse(
                 f"an index of the Tensor {self.name!r} is not an integer",
                 numbers=f"index {python_text(expr)} of dimension {dim}",
@@ -155,6 +156,18 @@ class Tensor(Capture):
         made = Tensor("offset", ("batch",), dtype)
         made.name, made.symbol = name, TensorSymbol(name, dtype)
         return made
+
+
+def _has_integer_values(expr: sympy.Expr) -> bool:
+    """Whether a number has no fraction, be it computed in integers or in floats."""
+    known: dict[sympy.Basic, sympy.Basic] = {}
+    for let in lets_of(expr):
+        if not is_condition(let) and not is_int(let) and replaced(let.value, known).is_integer:
+            known[let] = _WHOLE
+    return bool(replaced(expr, known).is_integer)
+
+
+_WHOLE = Floor(sympy.Dummy(real=True))
 
 
 def _check(name: str, dims: object, dtype: object, grad: object) -> None:

@@ -23,7 +23,7 @@ from flashgen.spec.language.float_functions import Abs
 from flashgen.spec.language.float_operations import NAN, AsFloat, negative
 from flashgen.spec.language.integer_limits import promoted, wrapped
 from flashgen.spec.language.lets import Let, named
-from flashgen.spec.language.operations import MOST_INSTRUCTIONS, operations_so_far
+from flashgen.spec.language.operations import MOST_EFFORT, effort_so_far
 from flashgen.spec.language.operators import combined
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import is_condition, is_int
@@ -300,12 +300,12 @@ def made(expr: sympy.Basic, *operands: object) -> Traced:
 
 
 def _check_size(part: Let) -> None:
-    needs = operations_so_far(part)
-    if needs > MOST_INSTRUCTIONS:
+    needs = effort_so_far(part)
+    if needs > MOST_EFFORT:
         refuse(
             "a mod is too large for a kernel",
-            numbers=f"about {needs:,} instructions per score up to here; "
-            f"limit {MOST_INSTRUCTIONS:,}",
+            numbers=f"about {needs:,} additions up to here, with a function as several; "
+            f"limit {MOST_EFFORT:,}",
             way_out="a captured tensor (fg.Tensor) with values that are computed before the call",
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NoReturn
 
-from flashgen.shared.errors import SpecError
+from flashgen.shared.errors import SpecError, called_by_users
 
 _PACKAGE = __name__.partition(".")[0]
 LIBRARIES = ("sympy", "mpmath", "numpy", "torch")
@@ -94,6 +94,10 @@ def _package_of(frame: FrameType) -> str:
 def refuse(what: str, *, numbers: str, way_out: str) -> NoReturn:
     """Raises a SpecError that points at the user's line that is running now."""
     raise SpecError(what, where=user_location(), numbers=numbers, way_out=way_out) from None
+
+
+in_specs = called_by_users(SpecError, user_location)
+"""The decorator of what users call in specs."""
 
 
 def code_of(function: Callable[..., object]) -> CodeType | None:

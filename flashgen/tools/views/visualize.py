@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.shared.arch import DEFAULT_ARCH
-from flashgen.shared.errors import InputError
+from flashgen.shared.errors import InputError, called_by_users
 from flashgen.tools.views.inputs import call_of
 from flashgen.tools.views.mask_call import MaskCall
 from flashgen.tools.views.tile_kinds import ELEMENTS, classify
@@ -19,6 +19,7 @@ MOST_PAIRS = 256
 """Pairs of a batch entry and a head whose tiles are computed one by one."""
 
 
+@called_by_users()
 def visualize(
     mask: Any,
     /,

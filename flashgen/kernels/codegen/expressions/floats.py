@@ -36,14 +36,12 @@ from flashgen.spec.language import (
     is_int,
 )
 from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.operations import LARGEST_REPEATED
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
 from flashgen.spec.language.sympy_functions import Select
 from flashgen.spec.language.tensor_elements import TensorRead
 
 _HALF = sympy.Rational(1, 2)
-
-# Beyond it, the roundings of repeated squaring (half a unit for each factor) exceed those of powf.
-_LARGEST_REPEATED = 64
 
 
 class FloatPrinter(IntegerPrinter):
@@ -189,7 +187,7 @@ class FloatPrinter(IntegerPrinter):
         if exponent.is_Rational and exponent < 0:
             below = FloatPower(base, -exponent)
             return self._quotient(sympy.S.One, below)
-        if exponent.is_Integer and exponent <= _LARGEST_REPEATED:
+        if exponent.is_Integer and exponent <= LARGEST_REPEATED:
             rounded = self._rounds or self.rounds_products
             repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
