@@ -65,9 +65,8 @@ def bind(
     if any(param.name == "box_rows" for param in params):
         rows = box_rows_of(facts.block_k, call, int(numbers.get("page_size", 0)))
         numbers["box_rows"] = rows
-        boxes = dict.fromkeys(
-            ("k", "v"), max(rows, 1)
-        )  # also of maps that the kernel leaves unused
+        # Maps that the kernel leaves unused have boxes too.
+        boxes = dict.fromkeys(("k", "v"), max(rows, 1))
     grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
     vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
