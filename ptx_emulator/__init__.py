@@ -7,8 +7,9 @@ above it in this list, never those below:
 ``errors``    The error classes.
 ``ptx``       PTX text to data: lexer, parser, inlined calls; control flow, liveness, register types
               and polls of one kernel (`PtxProgram`).
-``state``     Cohorts (warps that execute together), memories, and `Wave`, the state of a launch
-              that all floors below read.
+``state``     Cohorts (warps that execute together), memories, `Wave`, the state of a launch that
+              all floors below read, and `Execution`, an instruction and the lanes that execute it,
+              which most functions of these floors take.
 ``counters``  Instruction and byte counters, bank conflicts, the recorder of profiled launches, and
               a model of the L2 cache.
 ``checks``    Bounds, races in shared and global memory (vector clocks) between warps and between

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,8 +26,6 @@ from ptx_emulator.ptx.syntax import Module
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
-_KEPT_MODULES = 32
-_MODULES: OrderedDict[str, tuple[Module, dict[tuple[str, bool], Segments]]] = OrderedDict()
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 _WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
@@ -162,14 +160,15 @@ def load(ptx: str, name: str) -> PtxProgram:
     return _loaded(ptx, name).program
 
 
+@functools.lru_cache(maxsize=32)
+def _module(ptx: str) -> tuple[Module, dict[tuple[str, bool], Segments]]:
+    """A module, and its kernels that have been decoded."""
+    return parse(ptx), {}
+
+
 def _loaded(ptx: str, name: str, ragged: bool = False) -> Segments:
     with _LOCK:
-        if ptx not in _MODULES:
-            _MODULES[ptx] = (parse(ptx), {})
-            if len(_MODULES) > _KEPT_MODULES:
-                _MODULES.popitem(last=False)
-        _MODULES.move_to_end(ptx)
-        module, kernels = _MODULES[ptx]
+        module, kernels = _module(ptx)
         if (name, ragged) not in kernels:
             kernels[name, ragged] = Segments(PtxProgram(module, name, ragged))
         return kernels[name, ragged]
@@ -179,12 +178,11 @@ def _allowed(names: Sequence[str]) -> frozenset[str]:
     names = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in names if name not in FORGIVEN]
     if unknown:
-        raise LaunchArguments(
-            "allow names a finding that cannot be allowed",
-            where="ptx_emulator.launch",
-            numbers=f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}",
-            way_out="the error message of a finding contains its name, if it can be allowed",
-        )
+        what = "allow names a finding that cannot be allowed"
+        where = "ptx_emulator.launch"
+        numbers = f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}"
+        way_out = "the error message of a finding contains its name, if it can be allowed"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     return frozenset(names)
 
 
@@ -205,60 +203,46 @@ def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
     sizes = [size] if isinstance(size, (int, np.integer)) else list(size)
     sizes = [int(s) for s in sizes] + [1] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
-        raise LaunchArguments(
-            f"the {what} needs one to three positive sizes",
-            where="ptx_emulator.launch",
-            numbers=f"{what} = {size!r}",
-            way_out="pass for example (blocks, heads, batch)",
-        )
+        problem = f"the {what} needs one to three positive sizes"
+        where = "ptx_emulator.launch"
+        numbers = f"{what} = {size!r}"
+        way_out = "pass for example (blocks, heads, batch)"
+        raise LaunchArguments(problem, where=where, numbers=numbers, way_out=way_out)
     return sizes[0], sizes[1], sizes[2]
 
 
 def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
-    grid, block, shared_bytes = config.grid, config.block, config.shared_bytes
+    for what, numbers, way_out in _misfits(program, config):
+        where = f"kernel {program.name}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def _misfits(program: PtxProgram, config: LaunchConfig) -> Iterator[tuple[str, str, str]]:
+    """What does not fit the kernel or CUDA, each with its numbers and a way out."""
+    grid, block, cluster = config.grid, config.block, config.cluster
     threads = math.prod(block)
     limit = min(math.prod(program.max_threads) if program.max_threads else 1024, 1024)
     required = tuple((*program.required_threads, 1, 1)[:3])
-    cluster = config.cluster
+    same_size = "launch with the block size that the kernel was compiled for"
+    if config.sums not in SUMS:
+        known = ", ".join(map(repr, SUMS))
+        yield "tensor cores have no such sums", f"sums = {config.sums!r}", f"pass one of {known}"
+    if threads > limit:
+        numbers = f"{threads} threads; the kernel allows {limit}"
+        yield "too many threads per block", numbers, same_size
+    if program.required_threads and required != block:
+        what = "the block size differs from the one that the kernel requires"
+        yield what, f"block {block}; .reqntid {required}", same_size
     uneven = any(size % part for size, part in zip(grid, cluster, strict=True))
-    for bad, what, numbers, way_out in (
-        (
-            config.sums not in SUMS,
-            "tensor cores have no such sums",
-            f"sums = {config.sums!r}",
-            f"pass one of {', '.join(map(repr, SUMS))}",
-        ),
-        (
-            threads > limit,
-            "too many threads per block",
-            f"{threads} threads; the kernel allows {limit}",
-            "launch with the block size that the kernel was compiled for",
-        ),
-        (
-            program.required_threads and required != block,
-            "the block size differs from the one that the kernel requires",
-            f"block {block}; .reqntid {required}",
-            "launch with the block size that the kernel was compiled for",
-        ),
-        (
-            uneven or math.prod(cluster) > MOST_BLOCKS_PER_CLUSTER,
-            "a grid that does not consist of whole clusters, or a cluster that is too large",
-            f"grid {grid}, cluster {cluster}; at most {MOST_BLOCKS_PER_CLUSTER} blocks per cluster",
-            "make each size of the grid a multiple of that of the cluster",
-        ),
-        (
-            max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64,
-            "a grid or block beyond the limits of CUDA",
-            f"grid {grid}, block {block}",
-            "a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z",
-        ),
-        (
-            shared_bytes < 0,
-            "a negative amount of shared memory",
-            f"shared_bytes = {shared_bytes}",
-            "pass the number of bytes that the kernel was compiled for",
-        ),
-    ):
-        if bad:
-            where = f"kernel {program.name}"
-            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+    if uneven or math.prod(cluster) > MOST_BLOCKS_PER_CLUSTER:
+        what = "a grid that does not consist of whole clusters, or a cluster that is too large"
+        most = f"at most {MOST_BLOCKS_PER_CLUSTER} blocks per cluster"
+        way_out = "make each size of the grid a multiple of that of the cluster"
+        yield what, f"grid {grid}, cluster {cluster}; {most}", way_out
+    if max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64:
+        way_out = "a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z"
+        yield "a grid or block beyond the limits of CUDA", f"grid {grid}, block {block}", way_out
+    if config.shared_bytes < 0:
+        numbers = f"shared_bytes = {config.shared_bytes}"
+        way_out = "pass the number of bytes that the kernel was compiled for"
+        yield "a negative amount of shared memory", numbers, way_out

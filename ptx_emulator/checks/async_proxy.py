@@ -218,14 +218,11 @@ class AsyncProxy:
             if late.any():
                 time = int(times[late][0])
                 reader = self.machine.program.describe(int(self._reader_pc[time]))
-                self.shadow.fail(
-                    a,
-                    late,
-                    f"{_RACE}a write may overtake an asynchronous read",
-                    f"{self._names[int(self._reader[time])]} may still read there: {reader}",
-                    "wait for that read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
-                    "and pass a barrier with the warp that writes",
-                )
+                what = f"{_RACE}a write may overtake an asynchronous read"
+                numbers = f"{self._names[int(self._reader[time])]} may still read there: {reader}"
+                advice = "wait for that read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
+                advice += "and pass a barrier with the warp that writes"
+                self.shadow.fail(a, late, what, numbers, advice)
 
     # ---- messages
 
@@ -246,15 +243,11 @@ class AsyncProxy:
     ) -> None:
         shadow = self.shadow
         if stamp == NEVER:
-            shadow.fail(
-                a,
-                bad,
-                "shared memory is read that was never written",
-                "an asynchronous read",
-                "write it first, and check the address and the bytes that were copied"
-                + way_out("uninitialised_rows"),
-                UninitialisedRead,
-            )
+            what = "shared memory is read that was never written"
+            numbers = "an asynchronous read"
+            advice = "write it first, and check the address and the bytes that were copied"
+            advice += way_out("uninitialised_rows")
+            shadow.fail(a, bad, what, numbers, advice, UninitialisedRead)
         writer = f"{self.machine.member_name(stamp & WARP)} writes there"
         agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptx_emulator.checks.clocks import CLOCK_SHIFT, WARP, Clocks
+from ptx_emulator.checks.clocks import CLOCK_SHIFT, WARP
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Wave
 
@@ -45,12 +45,6 @@ class BlockOrder:
         self._released: dict[int, ClocksByBlock] = {}  # by address: what an acquire obtains
         self._learnt: dict[int, list[_Acquired]] = {}  # by block
 
-    @property
-    def clocks(self) -> Clocks:
-        """The clocks of the running wave."""
-        assert self.machine.shared_races is not None
-        return self.machine.shared_races.clocks
-
     def fence(self, rows: Array) -> None:
         """A fence of device scope: the next atomic of each warp releases its current clocks."""
         m = self.machine
@@ -59,8 +53,8 @@ class BlockOrder:
             block = int(m.cluster_ids[slot])
             offered = self._polled.pop((block, warp), {})
             if offered.keys() - {block}:
-                self._acquire(block, warp, int(self.clocks.clock[row]), offered)
-            seen = self.clocks.seen[slot, warp, : m.cluster_warps]
+                self._acquire(block, warp, int(self.machine.clocks.clock[row]), offered)
+            seen = self.machine.clocks.seen[slot, warp, : m.cluster_warps]
             self._fenced[block, warp] = self._known(block, seen)
 
     def _known(self, block: int, seen: Array) -> ClocksByBlock:
@@ -77,7 +71,7 @@ class BlockOrder:
         slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
         other = block_of(stamp) - 1
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
-        seen = self.clocks.seen[slot, warp]
+        seen = self.machine.clocks.seen[slot, warp]
         for entry in self._learnt.get(int(m.cluster_ids[slot]), ()):
             known = entry.known.get(other)
             if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
@@ -88,7 +82,7 @@ class BlockOrder:
         """Strong accesses acquire what was released at their address, and release."""
         if not self.tracks_fences:
             return
-        m, clocks = self.machine, self.clocks
+        m, clocks = self.machine, self.machine.clocks
         if pc in m.program.accesses.releases:
             self.fence(np.unique(rows))
             clocks.fence(np.unique(rows))

@@ -49,16 +49,13 @@ def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: in
         read = _pieces(reads, source.size, step)
         both = read[np.isin(read, _pieces(offsets[late], size, step))]
         if len(both):
-            machine.fail(
-                RaceError,
-                "race in global memory: the source of an asynchronous copy is overwritten before "
-                "the copy has been waited for",
-                site,
-                f"{machine.memory.describe(int(both[0]) + machine.memory.base)}; the copy in "
-                f"flight: {machine.program.describe(source.pc)}",
-                "wait for the copy (cp.async.wait_group, or its mbarrier) before the write, in "
-                "this thread or in one that it passes a barrier with",
-            )
+            what = "race in global memory: the source of an asynchronous copy is overwritten "
+            what += "before the copy has been waited for"
+            numbers = f"{machine.memory.describe(int(both[0]) + machine.memory.base)}; the copy in "
+            numbers += f"flight: {machine.program.describe(source.pc)}"
+            way_out = "wait for the copy (cp.async.wait_group, or its mbarrier) before the write, "
+            way_out += "in this thread or in one that it passes a barrier with"
+            machine.fail(RaceError, what, site, numbers, way_out)
 
 
 def _in_flight(

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ptx_emulator.checks.block_order import BLOCK_SHIFT, LOW, BlockOrder, block_of
-from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, Clocks
+from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from ptx_emulator.checks.copy_sources import CopySource, check_write
 from ptx_emulator.checks.shadow import SYNCHRONISE_LANES, VOLATILE
 from ptx_emulator.errors import RaceError
-from ptx_emulator.state.cohort import Cohort, SingleThreads, spread
+from ptx_emulator.state.cohort import SingleThreads
 from ptx_emulator.state.memory import Array, sparse_zeros
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 _EVERY, _SEVERAL = 33, 34  # all lanes access the vector together; several do, one by one
 _WARP = 0xFFFFFFF << BLOCK_SHIFT | WARP  # the bits of a stamp that name the block and the warp
@@ -40,12 +40,13 @@ class GlobalLanes:
         self.tracks = "warp_synchronous" not in machine.allow
         self.writer, self.reader = (sparse_zeros(count, np.uint8) for _ in range(2))
 
-    def of(self, cohort: Cohort, accesses: int, lanes: Any, vectors: int) -> Array:
+    def of(self, here: Execution, accesses: int, vectors: int) -> Array:
         """The lane of each vector of an instruction with this many accesses and vectors, flat."""
+        cohort = here.cohort
         if isinstance(cohort, SingleThreads):
             lane = np.repeat(cohort.lane + 1, accesses // cohort.n)
-        elif lanes is not None:
-            lane = np.nonzero(spread(lanes, cohort.n))[1] + 1
+        elif here.lanes is not None:
+            lane = np.nonzero(here.active)[1] + 1
         elif accesses == 32 * cohort.n:
             lane = np.tile(np.arange(1, 33), cohort.n)
         else:
@@ -65,7 +66,7 @@ class GlobalLanes:
         races = self.machine.shared_races
         assert races is not None
         same: Array = ((before ^ stamps) & _WARP) == 0
-        same &= (before & LOW) >> CLOCK_SHIFT >= races.clocks.synced[rows]
+        same &= (before & LOW) >> CLOCK_SHIFT >= self.machine.clocks.synced[rows]
         if not same.any() or not self.tracks:
             return np.zeros(len(same), bool)
         earlier = (self.reader if verb == "overtake" else self.writer).take(vectors)
@@ -91,10 +92,6 @@ class GlobalLanes:
         again |= self.reader.take(vectors) != lane
         self.reader[vectors[again]] = _SEVERAL
 
-    def note_writes(self, vectors: Array, lane: Array) -> None:
-        """Records writes."""
-        self.writer[vectors] = lane
-
 
 _MANY_WARPS = 1 << 60
 _MANY_BLOCKS = 1 << 61
@@ -111,16 +108,19 @@ _PROBLEMS = {
 class _Access(NamedTuple):
     """One instruction; ``vectors`` to ``rows`` have an entry per vector of the shadow."""
 
-    site: Site
-    lanes: Any
+    here: Execution
     size: int
     vectors: Array
     lane: Array
     stamps: Array
     rows: Array
     strong: bool
-    racing: bool
     bulk: bool = False
+
+    @property
+    def racing(self) -> bool:
+        """See `PtxProgram.racing`."""
+        return self.strong and self.here.pc in self.here.machine.program.racing
 
 
 class GlobalRaces:
@@ -141,43 +141,29 @@ class GlobalRaces:
         self.read_only: Array | None = None
         self.order = BlockOrder(machine)
 
-    @property
-    def clocks(self) -> Clocks:
-        """The clocks of the running wave."""
-        assert self.machine.shared_races is not None
-        return self.machine.shared_races.clocks
-
     # ---- entry points; offsets are (n, k), or one per active lane
 
-    def read(
-        self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any, noted: bool = True
-    ) -> None:
+    def read(self, here: Execution, offset: Any, size: int, noted: bool = True) -> None:
         """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
-        touched = self.machine.memory.touched
+        touched, pc = self.machine.memory.touched, here.pc
         unwritten = not self.written.intersection(touched)
         if unwritten and not noted:
             return
-        rows, flat = self._flatten(cohort, offset, lanes)
+        rows, flat = self._flatten(here, offset)
         strong = pc in self.machine.program.accesses.strong
-        if strong:
-            self.order.synchronise(rows, flat, pc)
-        racing = strong and pc in self.machine.program.racing
-        stamps = self._stamps(rows, strong, racing)
+        stamps = self._now(here, rows, flat, strong)
         if unwritten:
             self._log(touched, flat, stamps, size, pc)
             return
-        accesses = len(flat)
-        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
-        lane = self.lanes.of(cohort, accesses, lanes, len(vectors))
-        access = _Access(Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing)
-        before = self.write_stamp.take(vectors)
+        a = self._access(here, flat, stamps, rows, size, strong)
+        before = self.write_stamp.take(a.vectors)
         if before.any():
             if pc in self.machine.program.accesses.read_only:
-                self._report_read_only(access, before != 0, self.write_pc)
-            self._check(access, before, "read")
+                self._report_read_only(a, before != 0, self.write_pc)
+            self._check(a, before, "read")
         if noted:
-            self._note_reads(vectors, stamps, pc, rows, lane)
-            self._accessed(cohort)
+            self._note_reads(a.vectors, a.stamps, pc, a.rows, a.lane)
+            self._accessed(here)
 
     def note_copy(self, source: CopySource, rows: Array, flat: Array, clock: Array) -> None:
         """Warps ``rows`` (k,) have waited for a cp.async that read at ``flat`` (k,).
@@ -187,7 +173,7 @@ class GlobalRaces:
         touched, size, pc = source.touched, source.size, source.pc
         stamps = self._stamps(rows, False)
         if clock.any():
-            own = (self.clocks.clock[rows] - clock) << CLOCK_SHIFT
+            own = (self.machine.clocks.clock[rows] - clock) << CLOCK_SHIFT
             stamps = np.where(clock > 0, stamps - own, stamps)
         if not self.written.intersection(touched):
             self._log(touched, flat, stamps, size, pc)
@@ -205,59 +191,39 @@ class GlobalRaces:
             self.log_bytes = 0
 
     def write(
-        self,
-        cohort: Cohort,
-        offset: Any,
-        size: int,
-        pc: int,
-        lanes: Any,
-        strong: bool = False,
-        bulk: bool = False,
+        self, here: Execution, offset: Any, size: int, strong: bool = False, bulk: bool = False
     ) -> None:
         """Checks and records writes; those of a ``bulk`` copy end with `complete`."""
-        rows, flat = self._flatten(cohort, offset, lanes)
+        rows, flat = self._flatten(here, offset)
         if not len(flat):
             return
         for place in self.machine.memory.touched:
             if place not in self.written:
                 self.written.add(place)
                 self._unlog(place)
-        check_write(self.machine, Site(cohort, pc), rows, flat, size)
-        strong = strong or pc in self.machine.program.accesses.strong
-        if strong:
-            self.order.synchronise(rows, flat, pc)
-        racing = strong and pc in self.machine.program.racing
-        stamps = self._stamps(rows, strong, racing)
-        accesses = len(flat)
-        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
-        lane = self.lanes.of(cohort, accesses, lanes, len(vectors))
-        access = _Access(
-            Site(cohort, pc), lanes, size, vectors, lane, stamps, rows, strong, racing, bulk
-        )
+        check_write(self.machine, here.site(), rows, flat, size)
+        strong = strong or here.pc in self.machine.program.accesses.strong
+        a = self._access(here, flat, self._now(here, rows, flat, strong), rows, size, strong, bulk)
         if self.read_only is not None:
-            reader = self.read_only.take(vectors)
+            reader = self.read_only.take(a.vectors)
             if reader.any():
-                self._report_read_only(access, reader != 0, self.read_only)
+                self._report_read_only(a, reader != 0, self.read_only)
         for earlier, verb in ((self.write_stamp, "write"), (self.read_stamp, "overtake")):
-            before = earlier.take(vectors)
+            before = earlier.take(a.vectors)
             if before.any():
-                self._check(access, before, verb)
-        if bulk:
-            stamps = stamps | _FLYING << CLOCK_SHIFT
-        self.write_stamp[vectors] = stamps
-        self.write_pc[vectors] = pc
-        self.lanes.note_writes(vectors, lane)
-        self._accessed(cohort)
-        left = self.write_stamp.take(vectors)
+                self._check(a, before, verb)
+        stamps = a.stamps | _FLYING << CLOCK_SHIFT if bulk else a.stamps
+        self.write_stamp[a.vectors] = stamps
+        self.write_pc[a.vectors] = here.pc
+        self.lanes.writer[a.vectors] = a.lane
+        self._accessed(here)
+        left = self.write_stamp.take(a.vectors)
         if not strong and (left != stamps).any():
-            self._report(access, left != stamps, left, _PROBLEMS["write"], together=True)
+            self._report(a, left != stamps, left, _PROBLEMS["write"], together=True)
 
-    def atomic(self, cohort: Cohort, offset: Any, size: int, pc: int, lanes: Any) -> None:
-        self.write(cohort, offset, size, pc, lanes, strong=True)
-
-    def complete(self, cohort: Cohort, offset: Any, size: int) -> None:
+    def complete(self, here: Execution, offset: Any, size: int) -> None:
         """The threads of bulk stores have waited for them: the bytes are written now."""
-        rows, flat = self._flatten(cohort, offset, None)
+        rows, flat = self._flatten(here, offset)
         vectors, stamps, _ = self._vectors(flat, self._stamps(rows, False), rows, size)
         before = self.write_stamp.take(vectors)
         same = (block_of(before) == block_of(stamps)) & ((before ^ stamps) & WARP == 0)
@@ -266,10 +232,23 @@ class GlobalRaces:
 
     # ---- parts
 
-    def _accessed(self, cohort: Cohort) -> None:
+    def _now(self, here: Execution, rows: Array, flat: Array, strong: bool) -> Array:
+        """The stamps of accesses by warps ``rows`` at ``flat``; strong ones synchronise."""
+        if strong:
+            self.order.synchronise(rows, flat, here.pc)
+        return self._stamps(rows, strong, strong and here.pc in self.machine.program.racing)
+
+    def _access(
+        self, here: Execution, flat: Array, stamps: Array, rows: Array, size: int, *how: bool
+    ) -> _Access:
+        vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
+        lane = self.lanes.of(here, len(flat), len(vectors))
+        return _Access(here, size, vectors, lane, stamps, rows, *how)
+
+    def _accessed(self, here: Execution) -> None:
         """The lanes of these warps have accesses that nothing has synchronised."""
         assert self.machine.shared_races is not None
-        self.machine.shared_races.accessed[cohort.rows] = True
+        self.machine.shared_races.accessed[here.cohort.rows] = True
 
     def _check(self, a: _Access, before: Array, verb: str) -> None:
         """Checks that accesses are ordered after earlier ones, with the stamps ``before``."""
@@ -294,18 +273,19 @@ class GlobalRaces:
         if bad.any():
             self._report(a, bad, before, LANES_OF_A_WARP)
 
-    def _flatten(self, cohort: Cohort, offset: Any, lanes: Any) -> tuple[Array, Array]:
-        if lanes is None:
+    def _flatten(self, here: Execution, offset: Any) -> tuple[Array, Array]:
+        rows = here.cohort.rows
+        if here.lanes is None:
             width = offset.shape[1] if offset.ndim else 1
-            full = np.broadcast_to(offset, (cohort.n, width))
-            return np.repeat(cohort.rows, width), full.reshape(-1)
-        row, _ = np.nonzero(spread(lanes, cohort.n))
-        return cohort.rows[row], offset
+            full = np.broadcast_to(offset, (len(rows), width))
+            return np.repeat(rows, width), full.reshape(-1)
+        row, _ = np.nonzero(here.active)
+        return rows[row], offset
 
     def _stamps(self, rows: Array, strong: bool, racing: bool = False) -> Array:
         m = self.machine
         block = m.cluster_ids[m.row_cluster[rows]] + 1
-        low = self.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
+        low = self.machine.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
         return block << BLOCK_SHIFT | low | (ATOMIC if strong else 0) | (_RACING if racing else 0)
 
     def _vectors(
@@ -320,7 +300,7 @@ class GlobalRaces:
 
     def _unordered(self, before: Array, stamps: Array, rows: Array, excused: Any) -> Array:
         """Which earlier accesses are not ordered before these ones; at least one is a write."""
-        m, clocks = self.machine, self.clocks
+        m, clocks = self.machine, self.machine.clocks
         low = before & LOW
         known = clocks.ordered(m.row_cluster[rows], m.row_member[rows], low)
         many = (before & _MANY_WARPS) != 0
@@ -338,12 +318,7 @@ class GlobalRaces:
         return bad  # type: ignore[no-any-return]
 
     def _note_reads(
-        self,
-        vectors: Array,
-        stamps: Array,
-        pc: int,
-        rows: Array | None = None,
-        lane: Array | None = None,
+        self, vectors: Array, stamps: Array, pc: int, rows: Any = None, lane: Any = None
     ) -> None:
         if pc in self.machine.program.accesses.read_only:
             if self.read_only is None:
@@ -383,12 +358,11 @@ class GlobalRaces:
 
     def _origin(self, a: _Access, which: int) -> Site:
         """The thread of one vector of an access."""
-        many, n = max(1, a.size >> self.shift), a.site.cohort.n
-        if a.lanes is None:
-            row, lane = divmod(which // many, len(a.vectors) // many // n)
-        else:
-            row, lane = (int(i) for i in np.argwhere(spread(a.lanes, n))[which // many])
-        return a.site._replace(row=row, lane=lane)
+        many, here = max(1, a.size >> self.shift), a.here
+        if here.lanes is None:
+            return here.site(*divmod(which // many, len(a.vectors) // many // here.cohort.n))
+        row, lane = np.argwhere(here.active)[which // many]
+        return here.site(row, int(lane))
 
     def _place(self, vector: int) -> str:
         return self.machine.memory.describe((vector << self.shift) + self.machine.memory.base)
@@ -397,31 +371,26 @@ class GlobalRaces:
         """Raises for a vector of a bulk store that may not have been written yet."""
         first = int(np.argmax(bad))
         vector = int(a.vectors[first])
-        self.machine.fail(
-            RaceError,
-            f"race in global memory: a {verb} of bytes that a bulk copy out of shared memory may "
-            "still write",
-            self._origin(a, first),
-            f"{self._place(vector)}; the copy: "
-            + self.machine.program.describe(int(self.write_pc[vector])),
-            "execute cp.async.bulk.wait_group, without .read, in the thread of the copy, and then "
-            "a barrier with that thread",
-        )
+        copy = self.machine.program.describe(int(self.write_pc[vector]))
+        what = f"race in global memory: a {verb} of bytes that a bulk copy out of shared memory "
+        what += "may still write"
+        numbers = f"{self._place(vector)}; the copy: {copy}"
+        way_out = "execute cp.async.bulk.wait_group, without .read, in the thread of the copy, and "
+        way_out += "then a barrier with that thread"
+        self.machine.fail(RaceError, what, self._origin(a, first), numbers, way_out)
 
     def _report_read_only(self, a: _Access, bad: Array, others: Array) -> NoReturn:
         """Raises for a vector that one instruction reads by .nc and another one writes."""
         m, first = self.machine, int(np.argmax(bad))
         vector, reads = int(a.vectors[first]), others is self.write_pc
         other = int(others[vector]) - (not reads)
-        m.fail(
-            RaceError,
-            "a load by .nc (ld.global.nc, __ldg, const __restrict__) of memory that the kernel "
-            "writes: PTX requires that it is read-only while the kernel runs",
-            self._origin(a, first),
-            f"{self._place(vector)}; {'written' if reads else 'read'} at "
-            + m.program.describe(other),
-            "load it without .nc: no __ldg, and no __restrict__ on pointers to the same memory",
-        )
+        what = "a load by .nc (ld.global.nc, __ldg, const __restrict__) of memory that the kernel "
+        what += "writes: PTX requires that it is read-only while the kernel runs"
+        numbers = f"{self._place(vector)}; {'written' if reads else 'read'} at "
+        numbers += m.program.describe(other)
+        way_out = "load it without .nc: no __ldg, and no __restrict__ on pointers to the same "
+        way_out += "memory"
+        m.fail(RaceError, what, self._origin(a, first), numbers, way_out)
 
     def _report(
         self, a: _Access, bad: Array, before: Array, problem: str, together: bool = False

@@ -44,15 +44,11 @@ class LateWaits:
 
     def add(self) -> None:
         """Adds a row for one more mbarrier."""
-        rows = len(self._open)
-        self.phase = np.concatenate([self.phase, np.full((1, rows), _NEVER)])
-        none = np.zeros((1, rows), np.int64)
-        self.clock, self.pc = (np.concatenate([t, none]) for t in (self.clock, self.pc))
-        self.arrives = np.concatenate([self.arrives, none.astype(bool)])
-        more = np.zeros((1, *self.issuers.shape[1:]), np.int64)
-        self.issuers = np.concatenate([self.issuers, more])
-        unseen = np.full((1, rows, 4), _UNSEEN)
-        self.group_clock = np.concatenate([self.group_clock, unseen])
+        first = {"phase": _NEVER, "clock": 0, "pc": 0, "arrives": False, "issuers": 0}
+        for name, value in (*first.items(), ("group_clock", _UNSEEN)):
+            table = getattr(self, name)
+            row = np.full((1, *table.shape[1:]), value, table.dtype)
+            setattr(self, name, np.concatenate([table, row]))
 
     def forget(self, k: Array, b: Array) -> None:
         """These mbarriers are initialised again."""
@@ -62,10 +58,9 @@ class LateWaits:
     def note(self, k: Array, rows: Array, pc: int) -> None:
         """Records that warps ``rows`` have seen the latest phases of mbarriers ``k`` complete."""
         m = self.machine
-        assert m.shared_races is not None
         phase = m.mbarriers.phase[k, m.row_block[rows]] - 1
         self.phase[k, rows], self.pc[k, rows] = phase, pc
-        self.clock[k, rows] = m.shared_races.clocks.clock[rows]
+        self.clock[k, rows] = m.clocks.clock[rows]
         self.group_clock[k, rows] = _UNSEEN
         self._open[rows] = True
 
@@ -74,9 +69,7 @@ class LateWaits:
         if not self._open[rows].any():
             return
         self._open[rows] = False
-        races = self.machine.shared_races
-        assert races is not None
-        clocks = np.repeat(races.clocks.clock[rows].reshape(-1, 4), 4, axis=0)
+        clocks = np.repeat(self.machine.clocks.clock[rows].reshape(-1, 4), 4, axis=0)
         table = self.group_clock[:, rows]
         self.group_clock[:, rows] = np.where(table == _UNSEEN, clocks, table)
 
@@ -124,10 +117,9 @@ class LateWaits:
             RaceError: a later phase has completed, which this warp need not have seen.
         """
         m = self.machine
-        assert m.shared_races is not None
         b = m.row_block[rows]
         columns = m.mbarriers.columns[k, b % m.cluster_size]
-        known = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
+        known = m.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
         phase = known - ((known ^ parity) & 1)
         late = (m.mbarriers.phase[k, b] > phase + 1) & ~self.arrives[k, rows]
         if late.any():
@@ -136,12 +128,10 @@ class LateWaits:
 
     def _report(self, row: int, number: int, phase: int, pc: int) -> NoReturn:
         m = self.machine
-        raise RaceError(
-            "an mbarrier may be two phases ahead of a warp that waits for it: the warp finds the "
-            "same parity again",
-            where=m.place(row, None, pc),
-            numbers=f"mbarrier at shared offset {m.mbarriers.addresses[number]}: this warp waits "
-            f"for phase {phase}, and nothing orders its wait before the end of phase {phase + 1}",
-            way_out="let the warp that waits arrive, at this or another barrier, before the next "
-            "phase can complete: one warp's arrival does not show that others have waited",
-        )
+        what = "an mbarrier may be two phases ahead of a warp that waits for it: the warp finds "
+        what += "the same parity again"
+        numbers = f"mbarrier at shared offset {m.mbarriers.addresses[number]}: this warp waits for "
+        numbers += f"phase {phase}, and nothing orders its wait before the end of phase {phase + 1}"
+        way_out = "let the warp that waits arrive, at this or another barrier, before the next "
+        way_out += "phase can complete: one warp's arrival does not show that others have waited"
+        raise RaceError(what, where=m.place(row, None, pc), numbers=numbers, way_out=way_out)

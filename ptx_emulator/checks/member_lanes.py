@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ptx_emulator.errors import BarrierDivergence, UninitialisedRead
-from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
+from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave, ranges_text
+from ptx_emulator.state.wave import Execution, Site, Wave, ranges_text
 
 LANES = np.arange(32, dtype=np.uint32)
 
@@ -40,60 +40,51 @@ class MemberLanes:
         self.machine = machine
         self._strays: dict[int, _Stray] = {}
 
-    def require(self, cohort: Cohort, mask: Any, lanes: Any, pc: int) -> None:
+    def require(self, here: Execution, mask: Any) -> None:
         """Checks that the lanes that execute a .sync instruction are in their member masks, and
         that the lanes of a mask have the same mask.
 
         Raises:
             BarrierDivergence: not so.
         """
-        here, given = active(cohort, lanes), np.asarray(mask)
+        given = np.asarray(mask)
         outside = (given >> LANES) & np.uint32(1) == 0
-        if (outside & here).any():
-            row, lane = first_bad(cohort, lanes, outside)
-            self.machine.fail(
-                BarrierDivergence,
-                "a lane executes an instruction whose member mask does not contain it",
-                Site(cohort, pc, row, lane),
-                f"member mask {int(spread(mask, cohort.n)[row, lane]):#010x}",
-                "name every lane that executes it, or branch around it in the other lanes",
-            )
+        if here.any(outside):
+            site = here.first(outside)
+            what = "a lane executes an instruction whose member mask does not contain it"
+            numbers = f"member mask {int(here.spread(mask)[site.row, site.lane]):#010x}"
+            way_out = "name every lane that executes it, or branch around it in the other lanes"
+            self.machine.fail(BarrierDivergence, what, site, numbers, way_out)
         if given.ndim < 2 or given.shape[1] == 1:
             return
-        masks = spread(given, cohort.n)
+        masks, active = here.spread(given), here.active
         differ = masks[:, :, None] != masks[:, None, :]
         differ &= (masks[:, :, None] >> LANES) & np.uint32(1) != 0
-        differ &= here[:, :, None] & here[:, None, :]
+        differ &= active[:, :, None] & active[:, None, :]
         if differ.any():
             row, lane, other = (int(i) for i in np.argwhere(differ)[0])
-            self.machine.fail(
-                BarrierDivergence,
-                "lanes of one member mask execute an instruction with different member masks",
-                Site(cohort, pc, row, lane),
-                f"member mask {int(masks[row, lane]):#010x}; lane {other}, which it contains, has "
-                f"{int(masks[row, other]):#010x}",
-                "give all lanes that exchange with each other the same mask",
-            )
+            what = "lanes of one member mask execute an instruction with different member masks"
+            mine, its = (f"{int(masks[row, i]):#010x}" for i in (lane, other))
+            numbers = f"member mask {mine}; lane {other}, which it contains, has {its}"
+            way_out = "give all lanes that exchange with each other the same mask"
+            site = here.site(row, lane)
+            self.machine.fail(BarrierDivergence, what, site, numbers, way_out)
 
-    def taking_part(
-        self, cohort: Cohort, source: Array, mask: Any, lanes: Any, pc: int, used: bool
-    ) -> Any:
+    def taking_part(self, here: Execution, source: Array, mask: Any, used: bool) -> Any:
         """Whether the lane that each lane reads, ``source``, is in its mask and executes a shuffle.
 
         Otherwise the result is undefined, which is an error if it is ``used``.
         """
-        source = np.broadcast_to(source, (cohort.n, 32))
-        members = spread(mask, cohort.n)
+        source, members, executing = here.spread(source), here.spread(mask), here.active
         good = (members >> source.astype(np.uint32)) & np.uint32(1) != 0
-        executing = active(cohort, lanes)
         good &= np.take_along_axis(executing, source, axis=1)
         bad = ~good & executing
         if not bad.any():
             return np.True_
-        self._strays[pc] = stray = _Stray(cohort, bad, source, members)
+        self._strays[here.pc] = stray = _Stray(here.cohort, bad, source, members)
         if used:
             row, lane = (int(i) for i in np.argwhere(bad)[0])
-            self._report(pc, stray, row, lane, "")
+            self._report(here.pc, stray, row, lane, "")
         return good
 
     def blame_shuffle(self, site: Site) -> None:
@@ -130,12 +121,9 @@ class MemberLanes:
         row = int(np.argmin(there.all(axis=1)))
         if there[row].all():
             return
-        m.fail(
-            BarrierDivergence,
-            f"a part of a warp executes {m.program.code[pc].op}, which all 32 threads of a warp "
-            "must execute (.aligned)",
-            Site(cohort, pc, row),
-            f"lanes {ranges_text(there[row])} execute it; the others have exited, or the block of "
-            f"{m.threads} threads does not have them",
-            "branch around it in whole warps only, and let no lane exit before it",
-        )
+        what = f"a part of a warp executes {m.program.code[pc].op}, which all 32 threads of a warp "
+        what += "must execute (.aligned)"
+        numbers = f"lanes {ranges_text(there[row])} execute it; the others have exited, or the "
+        numbers += f"block of {m.threads} threads does not have them"
+        way_out = "branch around it in whole warps only, and let no lane exit before it"
+        m.fail(BarrierDivergence, what, Site(cohort, pc, row), numbers, way_out)

@@ -27,9 +27,9 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.clocks import ATOMIC, Clocks
 from ptx_emulator.errors import RaceError, way_out
-from ptx_emulator.state.cohort import LANES, Cohort, SingleThreads, active, spread
+from ptx_emulator.state.cohort import LANES, Cohort, SingleThreads, spread
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 ASYNC = np.uint32(0xE0000000)
 MBARRIER = np.uint32(0xFFFFFFFD)  # an mbarrier object lies in the vector
@@ -220,12 +220,12 @@ class SharedShadow:
         joined[lanes] = self.clocks.clock[row]
         seen[lanes] = joined
 
-    def release_lanes(self, cohort: Cohort, lanes: Any) -> None:
+    def release_lanes(self, arrival: Execution) -> None:
         """Lanes of a cohort arrive at an mbarrier: they release their own accesses alone."""
-        rows = cohort.rows
+        rows = arrival.cohort.rows
         if not self.tracks_lanes or not self.accessed[rows].any():
             return
-        here = cohort.full_mask() & active(cohort, lanes)
+        here = arrival.cohort.full_mask() & arrival.active
         others = ~here.all(axis=1)  # even if they have exited since
         for place in np.flatnonzero(self.accessed[rows] & here.any(axis=1) & others).tolist():
             row = int(rows[place])

@@ -12,21 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.shared.errors import EmulatorError
+from ptx_emulator.checks import shadow
 from ptx_emulator.checks.async_proxy import AsyncProxy
 from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
-from ptx_emulator.checks.shadow import (
-    ASYNC,
-    FLIGHT,
-    MBARRIER,
-    NEVER,
-    VOLATILE,
-    SharedAccess,
-    SharedShadow,
-)
+from ptx_emulator.checks.shadow import SharedAccess, SharedShadow
 from ptx_emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
-from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 _LOG_LIMIT = 2048
 _PC_BITS = 32
@@ -105,30 +97,25 @@ class SharedRaces(SharedShadow):
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
-    def read(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+    def read(self, here: Execution, where: Array, size: int) -> None:
         """Checks reads against earlier writes, and records them."""
-        self._read(self._access(cohort, where, size, pc, lanes))
+        self._read(self._access(here, where, size))
 
-    def write(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+    def write(self, here: Execution, where: Array, size: int) -> None:
         """Checks writes against earlier reads and writes, and records them."""
-        self._write(self._access(cohort, where, size, pc, lanes))
+        self._write(self._access(here, where, size))
 
-    def atomic(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
-        access = self._access(cohort, where, size, pc, lanes)
+    def atomic(self, here: Execution, where: Array, size: int) -> None:
+        access = self._access(here, where, size)
         self._read(access)
         self._write(access)
 
-    def start_copy(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> None:
+    def start_copy(self, here: Execution, where: Array, size: int) -> None:
         """A cp.async starts: its bytes are in flight."""
-        self._write(self._access(cohort, where, size, pc, lanes), FLIGHT)
+        self._write(self._access(here, where, size), shadow.FLIGHT)
 
     def finish_copy(
-        self,
-        rows: Array,
-        where: Array,
-        size: int,
-        lanes: Array | None,
-        clock: Array | None = None,
+        self, rows: Array, where: Array, size: int, lanes: Any, clock: Array | None = None
     ) -> None:
         """A cp.async has been waited for: it becomes a write of its warp.
 
@@ -149,13 +136,14 @@ class SharedRaces(SharedShadow):
         self.put(self.written, where, size, stamps)
         self.accessed[rows] = True
 
-    def _access(self, cohort: Cohort, where: Array, size: int, pc: int, lanes: Any) -> SharedAccess:
+    def _access(self, here: Execution, where: Array, size: int) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
+        cohort, pc = here.cohort, here.pc
         strong = pc in self.machine.program.accesses.strong
         racing = strong and pc in self.machine.program.racing
-        if lanes is not None:
-            row, lane = np.nonzero(spread(lanes, cohort.n))
-            chosen = spread(where, cohort.n)[row, lane][:, None]
+        if here.lanes is not None:
+            row, lane = np.nonzero(here.active)
+            chosen = here.spread(where)[row, lane][:, None]
             rows = cohort.rows[row]
             return SharedAccess(cohort, rows, chosen, size, pc, row, lane, strong, racing)
         if where.ndim == 0 or where.shape[0] != cohort.n:
@@ -223,7 +211,7 @@ class SharedRaces(SharedShadow):
             self.against_partial_releases(a, stamps)
         fine = stamps < self.clocks.lane_floor[a.rows][:, None]
         if verb == "write" or "uninitialised_rows" in self.machine.allow:
-            fine |= stamps == NEVER
+            fine |= stamps == shadow.NEVER
         if not fine.all():
             bad = ~(fine | self._ordered(a, stamps, verb))
             if bad.any():
@@ -237,8 +225,8 @@ class SharedRaces(SharedShadow):
         fine = self.clocks.ordered(blocks, warps, stamps)
         if a.strong:
             fine = fine | self.excused(a, stamps, verb)
-        fine &= stamps < ASYNC
-        if self.proxy is not None and (stamps >= ASYNC).any():
+        fine &= stamps < shadow.ASYNC
+        if self.proxy is not None and (stamps >= shadow.ASYNC).any():
             fine |= self.proxy.known(blocks, warps, stamps)
         return fine
 
@@ -285,21 +273,21 @@ class SharedRaces(SharedShadow):
         stamp = int(stamps[bad][0])
         kind: type[EmulatorError] = RaceError
         writer = ""
-        if stamp == NEVER:
+        if stamp == shadow.NEVER:
             kind = UninitialisedRead
             problem = "shared memory is read that was never written"
             advice = "write it first, and check the address and the bytes that were copied"
             advice += way_out("uninitialised_rows")
-        elif stamp == FLIGHT:
+        elif stamp == shadow.FLIGHT:
             writer = "a cp.async that has not been waited for writes there"
             advice = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
-        elif stamp >= ASYNC and self.proxy is not None:
+        elif stamp >= shadow.ASYNC and self.proxy is not None:
             writer = self.proxy.describe(stamp)
             advice = (
                 "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
             )
-            if stamp == MBARRIER:
+            if stamp == shadow.MBARRIER:
                 advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
@@ -312,5 +300,5 @@ class SharedRaces(SharedShadow):
         numbers = f"{a.size}-byte {verb} at shared offset {at}"
         if writer:
             numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
-        numbers += VOLATILE if a.racing else ""
+        numbers += shadow.VOLATILE if a.racing else ""
         m.fail(kind, problem, site, numbers, advice)

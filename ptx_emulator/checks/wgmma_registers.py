@@ -18,23 +18,20 @@ products of different shapes that use the same accumulators one after the other.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+import functools
+import operator
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from ptx_emulator.errors import FenceError, InFlight
-from ptx_emulator.ptx.instructions import (
-    accumulates,
-    as_immediate,
-    bits_of,
-    mask_of,
-    registers_in,
-)
+from ptx_emulator.ptx import instructions
+from ptx_emulator.ptx.instructions import accumulates, bits_of, mask_of, registers_in
 from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.ptx.syntax import Instruction, Vec
 from ptx_emulator.state.cohort import Cohort, rows_of
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 
 class WatchedRegisters(NamedTuple):
@@ -96,7 +93,7 @@ class _DataFlow:
                 self.used |= mask_of(registers_in(ins.operands[0]))
                 self.used |= mask_of(registers_in(ins.operands[1]))
             elif ins.op == "wgmma" and "wait_group" in ins.mods:
-                waits.append(as_immediate(ins.operands[0]) or 0)
+                waits.append(instructions.as_immediate(ins.operands[0]) or 0)
         self.oldest = max(waits) + 1
         self.never_fenced = 1 << len(program.registers)
 
@@ -141,7 +138,7 @@ class _DataFlow:
             return state._replace(
                 accumulators=_aged(state.accumulators), fragments=_aged(state.fragments)
             )
-        left = as_immediate(ins.operands[0]) or 0
+        left = instructions.as_immediate(ins.operands[0]) or 0
         kept, gone = slice(0, left + 1), (0,) * (self.oldest - left)
         return state._replace(
             accumulators=state.accumulators[kept] + gone, fragments=state.fragments[kept] + gone
@@ -168,7 +165,7 @@ class _DataFlow:
                     if wrong or reused:
                         touched[pc] = (wrong, reused)
                 elif ins.op == "wgmma" and "wait_group" in ins.mods:
-                    left = as_immediate(ins.operands[0]) or 0
+                    left = instructions.as_immediate(ins.operands[0]) or 0
                     found.completed[pc] = bits_of(union(state.accumulators[left + 1 :]))
                 elif ins.op != "wgmma":
                     writes, reads = (mask_of(part) for part in self.effects[pc])
@@ -192,10 +189,7 @@ def fragments_of(ins: Instruction) -> int:
 
 
 def union(masks: tuple[int, ...]) -> int:
-    whole = 0
-    for mask in masks:
-        whole |= mask
-    return whole
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
@@ -232,73 +226,60 @@ class RegisterOrder:
         for rows in self.written.values():
             rows[cohort.rows] = False
 
-    def note_writes(self, cohort: Cohort, registers: tuple[int, ...], lanes: Any, pc: int) -> None:
+    def note_writes(self, here: Execution, registers: tuple[int, ...]) -> None:
         """Records the writes of an ordinary instruction to registers of a later wgmma."""
-        rows = rows_of(cohort, lanes)
+        rows = rows_of(here.cohort, here.lanes)
         for register in registers:
             if register not in self.written:
                 self.written[register] = np.zeros(len(self.machine.row_block), bool)
             self.written[register][rows] = True
-            self.writer[register] = pc
+            self.writer[register] = here.pc
 
-    def require_fence(
-        self, cohort: Cohort, registers: tuple[int, ...], first: bool, pc: int
-    ) -> None:
+    def require_fence(self, here: Execution, registers: tuple[int, ...], first: bool) -> None:
         """Checks that the registers of a wgmma were not written since the last fence.
 
         Raises:
             FenceError: one was, or no fence has been executed.
         """
-        m = self.machine
-        if first and not self.fenced[cohort.rows].all():
-            m.fail(
-                FenceError,
-                "wgmma without any wgmma.fence before it",
-                Site(cohort, pc, int(np.argmin(self.fenced[cohort.rows]))),
-                "this warp has executed no wgmma.fence",
-                _FENCE,
-            )
+        m, rows = self.machine, here.cohort.rows
+        if first and not self.fenced[rows].all():
+            site = here.site(np.argmin(self.fenced[rows]))
+            what = "wgmma without any wgmma.fence before it"
+            m.fail(FenceError, what, site, "this warp has executed no wgmma.fence", _FENCE)
         for register in registers:
-            rows = self.written.get(register)
-            if rows is not None and rows[cohort.rows].any():
-                m.fail(
-                    FenceError,
-                    "wgmma uses a register that was written since the last wgmma.fence",
-                    Site(cohort, pc, int(np.argmax(rows[cohort.rows]))),
-                    f"{m.program.register_name(register)} was written by "
-                    + m.program.describe(self.writer[register]),
-                    _FENCE,
-                )
+            written = self.written.get(register)
+            if written is not None and written[rows].any():
+                site = here.site(np.argmax(written[rows]))
+                what = "wgmma uses a register that was written since the last wgmma.fence"
+                writer = m.program.describe(self.writer[register])
+                numbers = f"{m.program.register_name(register)} was written by {writer}"
+                m.fail(FenceError, what, site, numbers, _FENCE)
 
     def check_in_flight(
-        self,
-        cohort: Cohort,
-        accumulators: tuple[int, ...],
-        fragments: tuple[int, ...],
-        lanes: Any,
-        pc: int,
+        self, here: Execution, accumulators: tuple[int, ...], fragments: tuple[int, ...]
     ) -> None:
         """Checks that registers of an ordinary instruction are not in flight.
 
         Raises:
             InFlight: one is, in a warpgroup of an active lane.
         """
-        groups = self.machine.wgmma.groups_of(rows_of(cohort, lanes))
+        site = here.site()
+        groups = self.machine.wgmma.groups_of(rows_of(here.cohort, here.lanes))
         for chain in self.machine.wgmma.chains:
             if not np.isin(chain.groups, groups).any():
                 continue
             for register in accumulators:
                 if register in chain.registers:
-                    self.fail_in_flight(cohort, pc, register, chain.steps[-1].pc, "an accumulator")
+                    self.fail_in_flight(site, register, chain.steps[-1].pc, "an accumulator")
             for step in chain.steps:
                 for register in fragments:
                     if register in step.form.fragments:
-                        self.fail_in_flight(cohort, pc, register, step.pc, "a fragment of A")
+                        self.fail_in_flight(site, register, step.pc, "a fragment of A")
 
-    def fail_in_flight(self, cohort: Cohort, pc: int, register: int, by: int, use: str) -> NoReturn:
+    def fail_in_flight(self, site: Site, register: int, by: int, use: str) -> NoReturn:
         """Raises for a register that an instruction in flight still uses."""
         m = self.machine
         what = "a register of a wgmma in flight is accessed before its wait"
         numbers = f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}"
         way_out = "execute wgmma.commit_group and a wgmma.wait_group that covers it first"
-        m.fail(InFlight, what, Site(cohort, pc), numbers, way_out)
+        m.fail(InFlight, what, site, numbers, way_out)

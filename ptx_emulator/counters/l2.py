@@ -24,19 +24,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptx_emulator.counters.recorder import (
-    LINE_BYTES,
-    READ,
-    SECTOR_BYTES,
-    SECTORS,
-    WRITE,
-    AccessTrace,
-)
+from ptx_emulator.counters import recorder
 from ptx_emulator.errors import LaunchArguments
 from ptx_emulator.state.memory import Array
 
-_BITS = np.array([bin(mask).count("1") for mask in range(1 << SECTORS)])
-_DIRTY = SECTORS  # a line's state: four bits of valid sectors, then four of dirty ones
+_BITS = np.array([bin(mask).count("1") for mask in range(1 << recorder.SECTORS)])
+_DIRTY = recorder.SECTORS  # a line's state: four bits of valid sectors, then four of dirty ones
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class L2Traffic:
         return self.from_hbm + self.to_hbm
 
 
-def simulate(trace: AccessTrace, capacity: int, resident: int) -> L2Traffic:
+def simulate(trace: recorder.AccessTrace, capacity: int, resident: int) -> L2Traffic:
     """Simulates a cache of ``capacity`` bytes for the accesses of a launch.
 
     Args:
@@ -75,25 +68,24 @@ def simulate(trace: AccessTrace, capacity: int, resident: int) -> L2Traffic:
     Raises:
         LaunchArguments: the cache is smaller than a line, or no block is resident.
     """
-    if capacity < LINE_BYTES or resident < 1:
-        raise LaunchArguments(
-            "a cache smaller than one line, or no resident block",
-            where="ptx_emulator.counters.l2.simulate",
-            numbers=f"capacity {capacity:,} B, {resident:,} resident blocks; a line is "
-            f"{LINE_BYTES} B",
-            way_out="pass the L2 size of an architecture, and its SMs times the blocks per SM",
-        )
+    if capacity < recorder.LINE_BYTES or resident < 1:
+        what = "a cache smaller than one line, or no resident block"
+        where = "ptx_emulator.counters.l2.simulate"
+        least = f"a line is {recorder.LINE_BYTES} B"
+        numbers = f"capacity {capacity:,} B, {resident:,} resident blocks; {least}"
+        way_out = "pass the L2 size of an architecture, and its SMs times the blocks per SM"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     order = interleaved(trace.starts, resident)
     line, sectors, kind = trace.line[order], trace.sectors[order], trace.kind[order]
-    requested = int(_BITS[sectors].sum()) * SECTOR_BYTES
-    lines = capacity // LINE_BYTES
+    requested = int(_BITS[sectors].sum()) * recorder.SECTOR_BYTES
+    lines = capacity // recorder.LINE_BYTES
     _, line = np.unique(line, return_inverse=True)
     if not len(line) or int(line.max()) < lines:
         fetched, left = _all_fit(line, sectors, kind)
         written, evictions = left, 0
     else:
         fetched, written, left, evictions = _evicting(line, sectors, kind, lines)
-    each = SECTOR_BYTES
+    each = recorder.SECTOR_BYTES
     return L2Traffic(
         capacity, resident, requested, fetched * each, written * each, left * each, evictions
     )
@@ -117,11 +109,11 @@ def interleaved(starts: Array, resident: int) -> Array:
 def _all_fit(line: Array, sectors: Array, kind: Array) -> tuple[int, int]:
     """Sectors fetched and sectors dirty at the end, if no line is evicted."""
     fetched = dirty = 0
-    for bit in range(SECTORS):
+    for bit in range(recorder.SECTORS):
         uses = (sectors >> bit & 1).astype(bool)
         _, first = np.unique(line[uses], return_index=True)
-        fetched += int(np.count_nonzero(kind[uses][first] != WRITE))
-        dirty += len(np.unique(line[uses & (kind != READ)]))
+        fetched += int(np.count_nonzero(kind[uses][first] != recorder.WRITE))
+        dirty += len(np.unique(line[uses & (kind != recorder.READ)]))
     return fetched, dirty
 
 
@@ -146,9 +138,9 @@ def _evicting(line: Array, sectors: Array, kind: Array, lines: int) -> tuple[int
                 evictions += 1
         else:
             cache.move_to_end(number)
-        if how != WRITE:
+        if how != recorder.WRITE:
             fetched += ones[mask & ~state]
-        if how != READ:
+        if how != recorder.READ:
             state |= mask << _DIRTY
         cache[number] = state | mask
     left = sum(ones[state >> _DIRTY] for state in cache.values())

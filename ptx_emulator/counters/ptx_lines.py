@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptx_emulator.counters.totals import Counters, Place
 from ptx_emulator.errors import LaunchArguments
@@ -51,12 +51,11 @@ def ptx_lines(program: PtxProgram, counters: Counters | None = None) -> tuple[Pt
         LaunchArguments: the counters are those of another kernel.
     """
     if counters is not None and counters.kernel != program.name:
-        raise LaunchArguments(
-            "the counters are those of another kernel",
-            where="ptx_emulator.counters.ptx_lines",
-            numbers=f"counters of {counters.kernel}; PTX of {program.name}",
-            way_out="the counters of a launch of this kernel",
-        )
+        what = "the counters are those of another kernel"
+        where = "ptx_emulator.counters.ptx_lines"
+        numbers = f"counters of {counters.kernel}; PTX of {program.name}"
+        way_out = "the counters of a launch of this kernel"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     text, files = program.module.text, program.module.files
     starts = [0]
     starts += [place + 1 for place, letter in enumerate(text) if letter == "\n"]
@@ -68,13 +67,11 @@ def ptx_lines(program: PtxProgram, counters: Counters | None = None) -> tuple[Pt
         file, outer_file = (files.get(number, "?") for number in (ins.line[0], ins.outer[0]))
         places = (file, ins.line[1]), (outer_file, ins.outer[1])
         known = found.get(line, PtxLine(line, last, *places))
-        work = [known.warps + counts[pc], *(0, 0, 0, 0)]
+        work = {"warps": counts[pc]}
         if recorded is not None:
-            work[1:] = [
-                known.sectors + int(recorded.sectors[pc]),
-                known.conflicts + int(recorded.wavefronts[pc] - recorded.wavefronts_least[pc]),
-                known.global_bytes + int(recorded.bytes[pc]),
-                known.shared_bytes + int(recorded.shared_bytes[pc]),
-            ]
-        found[line] = PtxLine(line, max(last, known.last), known.place, known.outer, *work)
+            conflicts = recorded.wavefronts[pc] - recorded.wavefronts_least[pc]
+            work |= {"sectors": recorded.sectors[pc], "conflicts": conflicts}
+            work |= {"global_bytes": recorded.bytes[pc], "shared_bytes": recorded.shared_bytes[pc]}
+        sums = {name: getattr(known, name) + int(value) for name, value in work.items()}
+        found[line] = replace(known, last=max(last, known.last), **sums)
     return tuple(found[line] for line in sorted(found))

@@ -21,7 +21,7 @@ import numpy as np
 from ptx_emulator.counters.banks import BANK_BYTES, BANKS, ROW_BYTES, phases, wavefronts
 from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import ELEMENT, SHIFT, Array, FlatMemory
-from ptx_emulator.state.wave import Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 READ, WRITE, ATOMIC = 0, 1, 2
 SECTOR_BYTES = 32
@@ -100,7 +100,8 @@ class Recorder:
         self._issued = np.zeros((buffers, 3), np.int64)
         self._buffer_sectors = np.zeros((buffers, 3), np.int64)
         self._buffer_least = np.zeros(buffers, np.int64)
-        self._entries: list[tuple[Array, Array, Array, int]] = []
+        none = np.zeros(0, np.int64)
+        self._entries = [(none, none, none.astype(np.uint8), READ)]
 
     # ---- while the kernel runs
 
@@ -116,16 +117,16 @@ class Recorder:
         self._idle[pc] += np.count_nonzero(off if cohort.mask is None else off & cohort.mask)
 
     def shared_access(
-        self, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, in_turn: bool = False
+        self, here: Execution, address: Any, size: int, in_turn: bool = False
     ) -> None:
         """Records an access to shared memory of ``size`` bytes per lane.
 
         Addresses are offsets into the shared memory of the block.
         """
-        where = spread(address, cohort.n)
-        active = None if lanes is None else spread(lanes, cohort.n)
+        where = here.spread(address)
+        active = None if here.lanes is None else here.active
         count = where.size if active is None else int(np.count_nonzero(active))
-        self._shared(pc, size * count, wavefronts(where, active, size, in_turn))
+        self._shared(here.pc, size * count, wavefronts(where, active, size, in_turn))
 
     def matrices(self, rows: Array, pc: int) -> None:
         """Records ldmatrix or stmatrix: addresses of 16-byte rows, (warps, 8 per matrix)."""
@@ -142,30 +143,13 @@ class Recorder:
         self.wavefronts[pc] += taken[0]
         self.wavefronts_least[pc] += taken[1]
 
-    def global_access(
-        self, cohort: Cohort, offset: Any, lanes: Any, size: int, pc: int, kind: int
-    ) -> None:
-        """Records an access to global memory at offsets into `GlobalMemory.flat`.
-
-        Args:
-            offset: of a shape that broadcasts to (warps, 32); with ``lanes``, one per active lane.
-        """
-        if lanes is None:
-            full = spread(offset, cohort.n)
-        else:
-            full = np.full((cohort.n, 32), -1)
-            full[spread(lanes, cohort.n)] = offset
-        self._global_access(cohort, full, np.asarray(offset), size, pc, kind)
+    def global_access(self, here: Execution, offset: Any, size: int, kind: int) -> None:
+        """Records an access to global memory at the offsets that `locate` returns."""
+        full = offset if here.lanes is None else here.filled(offset + 1) - 1
+        self._global_access(here, here.spread(full), np.asarray(offset), size, kind)
 
     def bulk(
-        self,
-        cohort: Cohort,
-        offset: Array,
-        inside: Array | None,
-        size: int,
-        moved: int,
-        pc: int,
-        kind: int,
+        self, here: Execution, offset: Array, inside: Array | None, size: int, moved: int, kind: int
     ) -> None:
         """Records bulk copies.
 
@@ -178,13 +162,13 @@ class Recorder:
             moved: bytes of shared memory.
         """
         taken = -(-moved // (BANKS * BANK_BYTES))
-        self._shared(pc, moved, (taken, taken))
+        self._shared(here.pc, moved, (taken, taken))
         full = offset if inside is None else np.where(inside, offset, -1)
         chosen = offset if inside is None else offset[inside]
-        self._global_access(cohort, full, chosen, size, pc, kind)
+        self._global_access(here, full, chosen, size, kind)
 
     def _global_access(
-        self, cohort: Cohort, full: Array, chosen: Array, size: int, pc: int, kind: int
+        self, here: Execution, full: Array, chosen: Array, size: int, kind: int
     ) -> None:
         """Records an access at offsets ``full`` (warps, any number), -1 where there is none."""
         ordered = np.sort(full, axis=1)
@@ -199,11 +183,11 @@ class Recorder:
         sector = ordered >> _SECTOR_SHIFT
         first = active.copy()
         first[:, 1:] &= sector[:, 1:] != sector[:, :-1]
-        self.bytes[pc] += requested
-        self.sectors[pc] += np.count_nonzero(first)
-        self.sectors_least[pc] += least.sum()
+        self.bytes[here.pc] += requested
+        self.sectors[here.pc] += np.count_nonzero(first)
+        self.sectors_least[here.pc] += least.sum()
         self._by_buffer(ordered, active, first, least, size, kind)
-        self._keep(cohort, sector, first, kind)
+        self._keep(here.cohort, sector, first, kind)
 
     def _mark(self, offset: Array, size: int, kind: int) -> None:
         for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
@@ -267,11 +251,6 @@ class Recorder:
     def trace(self) -> AccessTrace:
         """Every access to global memory, block by block."""
         count = self._blocks
-        if not self._entries:
-            none = np.zeros(0, np.int64)
-            return AccessTrace(
-                np.zeros(count + 1, np.int64), none, none.astype("u1"), none.astype("u1")
-            )
         block = np.concatenate([entry[0] for entry in self._entries])
         order = np.argsort(block, kind="stable")
         line = np.concatenate([entry[1] for entry in self._entries])[order]
@@ -282,20 +261,19 @@ class Recorder:
         return AccessTrace(starts, line, sectors, np.concatenate(kinds)[order])
 
 
-def count_sectors(cohort: Cohort, offset: Any, lanes: Any) -> int:
-    """Distinct 32-byte sectors that each warp touches, summed over warps."""
-    if lanes is None:
+def count_sectors(here: Execution, offset: Any) -> int:
+    """Distinct 32-byte sectors that each warp touches, summed over warps; see `locate`."""
+    n = here.cohort.n
+    if here.lanes is None:
         if offset.ndim == 0 or offset.shape[1] == 1:
-            return cohort.n
+            return n
         sector = offset >> 5
         step = np.diff(sector, axis=1)
-        if offset.shape[0] == cohort.n and int(step.min()) >= 0:
-            return cohort.n + int(np.count_nonzero(step))
-        sector = np.sort(spread(sector, cohort.n), axis=1)
-        return cohort.n + int(np.count_nonzero(np.diff(sector, axis=1)))
-    lanes = spread(lanes, cohort.n)
-    sector = np.full((cohort.n, 32), -1, np.int64)
-    sector[lanes] = offset >> 5
-    sector.sort(axis=1)
+        if offset.shape[0] == n and int(step.min()) >= 0:
+            return n + int(np.count_nonzero(step))
+        sector = here.spread(sector)
+    else:
+        sector = here.filled((offset >> 5) + 1)  # 0 in the other lanes
+    sector = np.sort(sector, axis=1)
     changes = int(np.count_nonzero(np.diff(sector, axis=1)))
-    return changes + int(np.count_nonzero(sector[:, 0] >= 0))
+    return changes + (n if here.lanes is None else int(np.count_nonzero(sector[:, 0])))

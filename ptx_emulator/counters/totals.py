@@ -62,6 +62,9 @@ class Totals:
         return sum(self.multiply_adds.values())
 
 
+_RECORDED = ("sectors", "sectors_least", "shared_bytes", "wavefronts", "wavefronts_least")
+
+
 @called_by_users()
 class Counters:
     """Totals over all warps of a launch.
@@ -187,12 +190,11 @@ class Counters:
     def _totals(self, chosen: Iterable[int], counts: list[int]) -> Totals:
         recorded = self.recorded
         if recorded is None:
-            raise LaunchArguments(
-                "this launch was not profiled",
-                where=f"kernel {self.kernel}",
-                numbers="it ran with profile=False, the default, because recording is slower",
-                way_out="use emulator.launch(..., profile=True), or `with emulator.profiling():`",
-            )
+            what = "this launch was not profiled"
+            where = f"kernel {self.kernel}"
+            numbers = "it ran with profile=False, the default, because recording is slower"
+            way_out = "use emulator.launch(..., profile=True), or `with emulator.profiling():`"
+            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         active = recorded.lanes
         warps: Counter[str] = Counter()
         lanes: Counter[str] = Counter()
@@ -215,12 +217,8 @@ class Counters:
             lanes=dict(lanes),
             multiply_adds=dict(products),
             global_bytes=int(recorded.bytes[places].sum()),
-            sectors=int(recorded.sectors[places].sum()),
-            sectors_least=int(recorded.sectors_least[places].sum()),
-            shared_bytes=int(recorded.shared_bytes[places].sum()),
-            wavefronts=int(recorded.wavefronts[places].sum()),
-            wavefronts_least=int(recorded.wavefronts_least[places].sum()),
             barriers=barriers,
+            **{name: int(getattr(recorded, name)[places].sum()) for name in _RECORDED},
         )
 
     def __repr__(self) -> str:

@@ -40,12 +40,11 @@ def class_of(ins: Instruction) -> str:
     """
     unit: str = fact("unit", ins)
     if not unit:
-        raise UnknownInstruction(
-            f"{ins.name} belongs to no class of instructions",
-            where=f".loc line {ins.line[1]}",
-            numbers=f"classes: {', '.join(CLASSES)}",
-            way_out="register its opcode in ptx_emulator/isa/",
-        )
+        what = f"{ins.name} belongs to no class of instructions"
+        where = f".loc line {ins.line[1]}"
+        numbers = f"classes: {', '.join(CLASSES)}"
+        way_out = "register its opcode in ptx_emulator/isa/"
+        raise UnknownInstruction(what, where=where, numbers=numbers, way_out=way_out)
     if unit in ("float", "special", "compare") and "f64" in ins.mods:
         return "double"
     if unit in ("float", "special") and _FLOATS.isdisjoint(ins.mods):

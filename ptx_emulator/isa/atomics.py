@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.checks.bounds import check_aligned, locate
+from ptx_emulator.checks.bounds import locate
 from ptx_emulator.counters.recorder import ATOMIC
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa.cluster import resolved
@@ -25,22 +25,15 @@ from ptx_emulator.isa.memory import (
     take_access,
     unpack,
 )
+from ptx_emulator.isa.warp import REDUCTIONS
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
-from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
 from ptx_emulator.state.memory import SHIFT, Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution
 
 
 def atomic(
-    machine: Wave,
-    cohort: Cohort,
-    space: str,
-    operation: tuple[str, str],
-    address: Any,
-    values: Any,
-    lanes: Any,
-    pc: int,
+    here: Execution, space: str, operation: tuple[str, str], address: Any, values: Any
 ) -> Any:
     """Applies an atomic to each active lane.
 
@@ -52,58 +45,46 @@ def atomic(
     Returns:
         The old values (n, 32), with the dtype of the elements.
     """
-    name, kind = operation
+    here = here._replace(lanes=here.active)
+    machine, (name, kind), chosen = here.machine, operation, here.lanes
     size = TYPE_BYTES[kind]
-    chosen = active(cohort, lanes)
     dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
-    out = np.zeros((cohort.n, 32), dtype)
+    out = np.zeros(chosen.shape, dtype)
     if not chosen.any():
         return out
     if space == "generic":
-        for number, at, part in by_space(cohort, address, chosen):
+        for number, at, part in by_space(here, address):
             own = ("global", "cluster", "local", "param")[number]
-            got = atomic(machine, cohort, own, operation, at, values, part, pc)
-            out[part] = got[part]
+            out[part.lanes] = atomic(part, own, operation, at, values)[part.lanes]
         return out
-    where = spread(address, cohort.n)
     if space == "global":
-        offset = locate(machine, cohort, where, chosen, size, pc, True)
+        offset = locate(here, address, size, True)
         machine.counters.global_read_bytes += offset.size * size
         machine.counters.global_write_bytes += offset.size * size
         if machine.recorder is not None:
-            machine.recorder.global_access(cohort, offset, chosen, size, pc, ATOMIC)
+            machine.recorder.global_access(here, offset, size, ATOMIC)
         if machine.global_races:
-            machine.global_races.atomic(cohort, offset, size, pc, chosen)
+            machine.global_races.write(here, offset, size, strong=True)
         view = machine.memory.flat.view[size]
     elif space in ("shared", "cluster"):
-        blocks, where = resolved(machine, cohort, where, chosen, size, pc)
+        blocks, where = resolved(here, address, size)
         full = where + blocks * machine.shared_pitch
         if machine.recorder is not None:
-            machine.recorder.shared_access(cohort, where, chosen, size, pc, in_turn=True)
+            machine.recorder.shared_access(here, where, size, in_turn=True)
         if machine.shared_races:
-            machine.shared_races.atomic(cohort, full, size, pc, chosen)
+            machine.shared_races.atomic(here, full, size)
         offset = full[chosen]
         view = machine.shared.view[size]
     else:
         name = "local memory" if space == "local" else "parameters"
-        machine.fail(
-            UnknownInstruction,
-            f"the emulator does not support atomics on {name}",
-            Site(cohort, pc, *first_bad(cohort, lanes, True)),
-            "no other thread can access local memory, and none may write parameters",
-            "use an ordinary operation, or an address in shared or global memory",
-        )
-    given = [spread(v, cohort.n)[chosen] for v in values]
+        what = f"the emulator does not support atomics on {name}"
+        numbers = "no other thread can access local memory, and none may write parameters"
+        way_out = "use an ordinary operation, or an address in shared or global memory"
+        machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
+    given = [here.chosen(v) for v in values]
     old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     out[chosen] = old
     return out
-
-
-def require_alignment(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> None:
-    """Checks that vectors of atomics are aligned to their size."""
-    check_aligned(machine, cohort, address, lanes, size, pc, "global")
 
 
 def apply(memory: Array, index: Array, operation: str, kind: str, values: list[Array]) -> Array:
@@ -132,12 +113,7 @@ def _turns(index: Array) -> Array:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "min": np.minimum,
-    "max": np.maximum,
+    **REDUCTIONS,
     "exch": lambda old, new: new,
     "cas": lambda old, expected, new: np.where(old == expected, new, old),
     "inc": lambda old, last: np.where(old >= last, 0, old + 1),
@@ -157,14 +133,13 @@ def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
 
 
 _VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
-_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
 @instruction("atom", unit="memory", accesses=accessed_bytes, strong=True)
 @instruction("red", unit="memory", result=False, accesses=accessed_bytes, strong=True)
 def emit_atomic(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    operation = mods.take(*_ATOMIC)
+    operation = mods.take(*_OPERATIONS)
     kind = mods.take("f16x2", "bf16x2") or mods.type()
     vector = mods.take("v2", "v4", "v8")
     returns = ins.op == "atom"
@@ -175,24 +150,20 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
         values.pop()
     if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
         raise g.unknown("this operation")
-    if space == "local":
-        raise g.unknown("atomics on local memory")
+    g.refuse_if(space == "local", "atomics on local memory")
     where = address(g, memory, space)
     if vector:
         # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
         size = TYPE_BYTES[kind] * int(vector[1])
-        g.emit(f"require_alignment(E, C, {where}, {g.lanes()}, {size}, {g.pc})")
+        g.emit(f"check_aligned({g.here()}, {where}, {size}, 'global')")
     results = items_of(ins.operands[0])
     # One atomic per element of a vector.
     for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
         dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
         given = "".join(g.read(operand, dtype) + ", " for operand in operands)
-        g.require_defined()
         at = f"({where} + {place * TYPE_BYTES[kind]})" if place else where
-        text = (
-            f"atomic(E, C, {FUNCTION[space]!r}, {(operation, kind)!r}, {at}, ({given}), "
-            f"{g.lanes()}, {g.pc})"
-        )
+        how = f"{FUNCTION[space]!r}, {(operation, kind)!r}"
+        text = f"atomic({g.here()}, {how}, {at}, ({given}))"
         if returns:
             unpack(g, g.let(text), (results[place],), kind)
         else:

@@ -38,21 +38,18 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
         return
     mods.take("cta")
     mods.take("aligned")
-    action = mods.take("sync", "arrive", "red")
-    if not action:
-        raise g.unknown()
-    vote, result, operands = "None", "None", list(ins.operands)
+    action = g.one_of("sync", "arrive", "red")
+    votes, operands = "", list(ins.operands)
     if action == "red":
         operation = mods.take("popc", "and", "or")
         kind = mods.take("u32", "pred")
         to = operands.pop(0)
         if not isinstance(to, Reg):
-            raise g.unknown()
+            raise g.unknown("a result that is not a register")
         vote = g.let(g.read(operands.pop(), "b1"))
         dtype = g.program.dtype[to.index]
-        if kind == "u32" and dtype not in ("u4", "i4"):
-            raise g.unknown("the dtype of the result")
-        result = f"({to.index}, {operation!r}, {dtype!r})"
+        g.refuse_if(kind == "u32" and dtype not in ("u4", "i4"), "the dtype of the result")
+        votes = f", ({vote}, ({to.index}, {operation!r}, {dtype!r}))"
     number = g.let(uniform(g, operands[0]))
     count = g.let(uniform(g, operands[1])) if len(operands) > 1 else "0"
     g.require_defined()
@@ -61,20 +58,16 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
     else:
         g.finish(g.pc + 1)
-    g.emit(
-        f"E.barriers.arrive(C, {number}, {count}, {action != 'arrive'}, {g.pc}, {vote}, {result})"
-    )
+    g.emit(f"E.barriers.arrive({g.here()}, {number}, {count}, {action != 'arrive'}{votes})")
     g.ended = True
 
 
 def cluster_barrier(g: Generator) -> None:
     """barrier.cluster.arrive and .wait."""
     mods = g.mods
-    action = mods.take("arrive", "wait")
+    action = g.one_of("arrive", "wait")
     mods.take("release", "relaxed", "acquire")
     mods.take("aligned")
-    if not action:
-        raise g.unknown()
     g.finish(g.pc + 1)
     if g.masked:
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
@@ -104,65 +97,54 @@ def place_of(g: Generator, operand: Operand) -> str:
 )
 def emit_mbarrier(g: Generator, ins: Instruction) -> None:
     mods = g.mods
+    g.need("b64")
     if mods.take("pending_count"):
-        if not mods.take("b64"):
-            raise g.unknown()
         state = g.read(ins.operands[1], "u8")
         g.write(ins.operands[0], f"({state} >> {g.literal(32, 'u8')}).astype(u4)", "u4")
         return
-    action = mods.take(*_MBARRIER_ACTIONS) or mods.take(*_BYTES)
-    if not action or not mods.take("b64"):
-        raise g.unknown()
+    action = mods.take(*_MBARRIER_ACTIONS) or g.one_of(*_BYTES)
     order = mods.take("release", "acquire", "relaxed")
     mods.take("cta", "cluster")
     operands = list(ins.operands)
     if action in ("init", "inval", *_BYTES):
         where = place_of(g, operands[0])
         number = g.read(operands[1], "u4") if len(operands) > 1 else ""
-        g.require_defined()
         if action in _BYTES:
             size = f"{'-' if action == 'complete_tx' else ''}{number}.astype(i8)"
-            g.emit(f"E.mbarriers.expect(C, {where}, {size}, {g.lanes()}, {g.pc})")
+            g.emit(f"E.mbarriers.expect({g.here()}, {where}, {size})")
         else:
-            count = f"{number}, " if action == "init" else ""
-            g.emit(f"E.mbarriers.{action}(C, {where}, {count}{g.lanes()}, {g.pc})")
+            count = f", {number}" if action == "init" else ""
+            g.emit(f"E.mbarriers.{action}({g.here()}, {where}{count})")
     elif action in ("test_wait", "try_wait"):
         _wait(g, operands, action == "try_wait")
     else:
-        words = {
-            "relaxed": order == "relaxed",
-            "drop": action == "arrive_drop",
-            "noComplete": bool(mods.take("noComplete")),
-        }
-        _arrive(g, operands, tuple(word for word, present in words.items() if present))
+        drop = "drop" if action == "arrive_drop" else ""
+        _arrive(g, operands, f"{order} {drop} {mods.take('noComplete')}")
 
 
 def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
     parity = bool(g.mods.take("parity"))
     where = place_of(g, operands[1])
     phase = g.read(operands[2], "u4" if parity else "u8")
-    g.require_defined()
     repeats = g.program.repeats
     if g.check and g.pc in repeats.ignored:
-        g.emit(f"E.mbarriers.ignored(C, {g.lanes()}, {g.pc})")
+        g.emit(f"E.mbarriers.ignored({g.here()})")
     # Without a loop around it, a thread may go on before the phase completes.
     blocks = blocks and g.pc in repeats.endless
-    done = g.let(f"E.mbarriers.wait(C, {where}, {phase}, {g.lanes()}, {g.pc}, {parity}, {blocks})")
+    done = g.let(f"E.mbarriers.wait({g.here()}, {where}, {phase}, {parity}, {blocks})")
     if blocks:
         g.emit(f"if {done} is None: return True")
     g.write(operands[0], done, "b1")
 
 
-def _arrive(g: Generator, operands: list[Operand], modifiers: tuple[str, ...]) -> None:
+def _arrive(g: Generator, operands: list[Operand], modifiers: str) -> None:
     expects = g.mods.take("expect_tx")
     to = None if isinstance(operands[0], Mem) else operands.pop(0)
     where = place_of(g, operands[0])
     given = g.read(operands[1], "u4") if len(operands) > 1 else ""
     count = given if given and not expects else "1"
-    g.require_defined()
-    options = f", expects={given}" if expects else ""
-    options += f", modifiers={modifiers}" if modifiers else ""
-    call = f"E.mbarriers.arrive(C, {where}, {count}, {g.lanes()}, {g.pc}{options})"
+    expected = f", {given}" if expects else ""
+    call = f"E.mbarriers.arrive({g.here()}, {where}, {count}, {modifiers!r}{expected})"
     if isinstance(to, Reg):
         g.write(to, g.let(call), "u8")
     else:
@@ -193,13 +175,11 @@ def fence_proxy(g: Generator, ins: Instruction) -> None:
     if g.mods.take("tensormap::generic"):
         if ins.operands:  # of acquire: the map and its size
             where = address(g, ins.operands[0], "")
-            g.require_defined()
-            g.emit(f"E.maps.fence(C, {where}, {g.lanes()})")
+            g.emit(f"E.maps.fence({g.here()}, {where})")
         else:
             g.emit("E.fence(C, True)")
         return
-    if not g.mods.take("async"):
-        raise g.unknown("a fence of this proxy")
+    g.refuse_if(not g.mods.take("async"), "a fence of this proxy")
     # Which proxy wrote global memory is not tracked.
     if not g.mods.take("global"):
         g.mods.take("shared::cta", "shared::cluster")

@@ -15,9 +15,9 @@ from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa.generator import Generator, instruction
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction
-from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
+from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import SHARED_WINDOW, Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 RANK_SHIFT = 24  # the window of a block is smaller than 16 MiB
 _OFFSET = (1 << RANK_SHIFT) - 1
@@ -28,59 +28,56 @@ def remote(address: Any) -> bool:
     return bool((np.asarray(address) > _OFFSET).any())
 
 
-def resolved(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> tuple[Array, Array]:
+def resolved(here: Execution, address: Any, size: int) -> tuple[Array, Array]:
     """The block of the wave and the offset in its shared memory, both (n, 32), of addresses.
 
     Raises:
         OutOfBounds: there is no block of that rank, or it has exited, or the offset is too large.
         Misaligned: the offset is not a multiple of ``size``.
     """
-    where = spread(address, cohort.n)
+    machine, where = here.machine, here.spread(address)
     rank, offset = (where >> RANK_SHIFT) - 1, where & _OFFSET
-    own = machine.row_block[cohort.rows][:, None]
-    _require_rank(machine, cohort, where >> RANK_SHIFT, lanes, pc)
+    rows = here.cohort.rows
+    own = machine.row_block[rows][:, None]
+    _require_rank(here, where >> RANK_SHIFT)
     bad = (rank >= machine.cluster_size) | (where < 0)
     first = own - own % machine.cluster_size
     blocks = np.where((rank < 0) | bad, own, first + rank)
-    check_window(machine, cohort, offset, lanes, size, pc, machine.shared_size, "shared")
+    check_window(here, offset, size, machine.shared_size, "shared")
     gone = machine.live_warps[blocks] == 0
-    if (gone & active(cohort, lanes)).any():
-        row, lane = first_bad(cohort, lanes, gone)
+    if here.any(gone):
+        site = here.first(gone)
         what = "an access to the shared memory of a block that has exited"
-        numbers = f"rank {int(blocks[row, lane] % machine.cluster_size)} of the cluster"
+        numbers = f"rank {int(blocks[site.row, site.lane] % machine.cluster_size)} of the cluster"
         way_out = "let every block wait at a barrier of the cluster before it exits"
-        machine.fail(OutOfBounds, what, Site(cohort, pc, row, lane), numbers, way_out)
+        machine.fail(OutOfBounds, what, site, numbers, way_out)
     if machine.shared_races and machine.cluster_size > 1:
-        chosen = active(cohort, lanes) & (blocks != own)
-        rows = np.broadcast_to(cohort.rows[:, None], chosen.shape)[chosen]
-        machine.shared_races.note_remote(rows, blocks[chosen], pc)
+        chosen = here.active & (blocks != own)
+        machine.shared_races.note_remote(
+            here.spread(rows[:, None])[chosen], blocks[chosen], here.pc
+        )
     return blocks, offset
 
 
-def _require_rank(machine: Wave, cohort: Cohort, above: Array, lanes: Any, pc: int) -> None:
+def _require_rank(here: Execution, above: Array) -> None:
     """Checks ranks plus one (0: the block itself) against the size of the cluster."""
-    bad = (above > machine.cluster_size) | (above < 0)
-    if not (bad & active(cohort, lanes)).any():
-        return
-    row, lane = first_bad(cohort, lanes, bad)
-    machine.fail(
-        OutOfBounds,
-        "an address in another block of the cluster, which has no block of this rank",
-        Site(cohort, pc, row, lane),
-        f"rank {int(spread(above, cohort.n)[row, lane]) - 1}; the cluster has "
-        f"{machine.cluster_size} blocks",
-        "check the rank that mapa is given, and the cluster of the launch",
-    )
+    size = here.machine.cluster_size
+    bad = (above > size) | (above < 0)
+    if here.any(bad):
+        site = here.first(bad)
+        what = "an address in another block of the cluster, which has no block of this rank"
+        rank = int(here.spread(above)[site.row, site.lane]) - 1
+        way_out = "check the rank that mapa is given, and the cluster of the launch"
+        numbers = f"rank {rank}; the cluster has {size} blocks"
+        here.machine.fail(OutOfBounds, what, site, numbers, way_out)
 
 
-def map_rank(machine: Wave, cohort: Cohort, address: Any, rank: Any, lanes: Any, pc: int) -> Any:
+def map_rank(here: Execution, address: Any, rank: Any) -> Any:
     """mapa: the address in the block of a rank, of the dtype of ``address`` (uint32 or uint64)."""
     base = SHARED_WINDOW if address.dtype.itemsize == 8 else 0
     offset = (address.astype(np.int64) - base) & _OFFSET
     there = offset + ((rank.astype(np.int64) + 1) << RANK_SHIFT)
-    _require_rank(machine, cohort, there >> RANK_SHIFT, lanes, pc)
+    _require_rank(here, there >> RANK_SHIFT)
     return (there + base).astype(address.dtype)
 
 
@@ -99,10 +96,8 @@ def emit_map_address(g: Generator, ins: Instruction) -> None:
     dtype = DTYPE[g.mods.type()]
     to, source, rank = ins.operands
     value, number = g.read(source, dtype), g.read(rank, "u4")
-    g.require_defined()
-    if shared != (dtype == "u4"):
-        raise g.unknown("this width of an address")
-    g.write(to, f"map_rank(E, C, {value}, {number}, {g.lanes()}, {g.pc})", dtype)
+    g.refuse_if(shared != (dtype == "u4"), "this width of an address")
+    g.write(to, f"map_rank({g.here()}, {value}, {number})", dtype)
 
 
 @instruction("getctarank", unit="move")

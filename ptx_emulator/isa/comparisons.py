@@ -35,8 +35,7 @@ def compare_pairs(g: Generator, word: str, kind: str, a: Operand, b: Operand) ->
 
 def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
     """An expression for ``a word b``."""
-    if kind == "pred":
-        raise g.unknown("a comparison of predicates")
+    g.refuse_if(kind == "pred", "a comparison of predicates")
     if word in _UNSIGNED and kind[0] != "f":
         kind = "u" + kind[1:]
     ftz = bool(g.mods.take("ftz"))
@@ -69,39 +68,24 @@ def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
 @instruction("setp", unit="compare")
 def emit_set_predicate(g: Generator, ins: Instruction) -> None:
     kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
-    word = g.mods.take(*_COMPARISONS)
-    if not word:
-        raise g.unknown("no comparison")
-    if kind in ("f16x2", "bf16x2"):
-        set_predicate_pair(g, ins, word, kind.removesuffix("x2"))
-        return
+    word = g.one_of(*_COMPARISONS)
     combine = g.mods.take(*_LOGIC)
     first, second = split_pair(ins.operands[0])
-    value = comparison(g, word, kind, ins.operands[1], ins.operands[2])
-    if not combine and isinstance(second, Sink):
-        g.write(first, value, "b1")
-        return
-    value = g.let(value)
-    other = f"~{value}"
+    if kind in ("f16x2", "bf16x2"):
+        # The low halves set the first predicate, the high halves the second.
+        value, other = compare_pairs(g, word, kind.removesuffix("x2"), *ins.operands[1:3])
+    else:
+        value = comparison(g, word, kind, ins.operands[1], ins.operands[2])
+        if not combine and isinstance(second, Sink):
+            g.write(first, value, "b1")
+            return
+        value = g.let(value)
+        other = f"(~{value})"
     if combine:
         extra = g.let(g.read(ins.operands[3], "b1"))
-        other = f"({other}) {_LOGIC[combine]} {extra}"
-        value = f"{value} {_LOGIC[combine]} {extra}"
-    if not isinstance(second, Sink):
-        other = g.let(other)
+        value, other = (f"{v} {_LOGIC[combine]} {extra}" for v in (value, other))
     g.write(first, value, "b1")
     g.write(second, other, "b1")
-
-
-def set_predicate_pair(g: Generator, ins: Instruction, word: str, kind: str) -> None:
-    """Compares two pairs; the low halves set the first predicate, the high halves the second."""
-    combine = g.mods.take(*_LOGIC)
-    values = compare_pairs(g, word, kind, *ins.operands[1:3])
-    if combine:
-        extra = g.let(g.read(ins.operands[3], "b1"))
-        values = [f"{value} {_LOGIC[combine]} {extra}" for value in values]
-    for operand, value in zip(split_pair(ins.operands[0]), values, strict=True):
-        g.write(operand, value, "b1")
 
 
 @instruction("set", unit="compare")
@@ -117,8 +101,7 @@ def emit_set_value(g: Generator, ins: Instruction) -> None:
         true = _ONES.get(to.removesuffix("x2"), 0xFFFF)
         low, high = (f"({part}{extra}) * {g.literal(true << s, 'u4')}"
                      for part, s in zip(parts, (0, 16), strict=True))  # fmt: skip
-        if to not in (source, "u32", "s32", "b32"):
-            raise g.unknown("this result of a comparison of pairs")
+        g.refuse_if(to not in (source, "u32", "s32", "b32"), "this result of a comparison of pairs")
         g.write(ins.operands[0], f"({low} | {high})", "u4")
         return
     value = f"({comparison(g, word, source, ins.operands[1], ins.operands[2])}{extra})"

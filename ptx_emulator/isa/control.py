@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ptx_emulator.errors import Trapped
 from ptx_emulator.isa.generator import Generator, instruction
 from ptx_emulator.ptx.syntax import Instruction, LabelRef, Sym
-from ptx_emulator.state.cohort import Cohort, active, first_bad
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution
 
 
-def raise_trap(machine: Wave, cohort: Cohort, lanes: Any, pc: int, what: str) -> None:
-    if not active(cohort, lanes).any():
-        return
-    row, lane = first_bad(cohort, lanes, True)
-    numbers = "a GPU stops the program here as well"
-    way_out = "find out why the kernel takes this branch"
-    machine.fail(Trapped, what, Site(cohort, pc, row, lane), numbers, way_out)
+def raise_trap(here: Execution, what: str) -> None:
+    if here.active.any():
+        numbers = "a GPU stops the program here as well"
+        way_out = "find out why the kernel takes this branch"
+        here.machine.fail(Trapped, what, here.first(), numbers, way_out)
 
 
 def guard_of(g: Generator, ins: Instruction) -> str:
@@ -71,7 +66,7 @@ def emit_leave(g: Generator, ins: Instruction) -> None:
 
 @instruction("trap", "brkpt", unit="control", result=False, branches=True)
 def emit_trap(g: Generator, ins: Instruction) -> None:
-    g.emit(f"raise_trap(E, C, {g.lanes()}, {g.pc}, 'the kernel executed {ins.op}')")
+    g.emit(f"raise_trap({g.here()}, 'the kernel executed {ins.op}')")
 
 
 @instruction("call", unit="control", result=False)
@@ -79,10 +74,9 @@ def emit_call(g: Generator, ins: Instruction) -> None:
     name = next((o.name for o in ins.operands if isinstance(o, Sym)), "through a pointer")
     if name == "__assertfail":
         g.mods.left.clear()
-        g.emit(f"raise_trap(E, C, {g.lanes()}, {g.pc}, 'a device-side assert failed')")
+        g.emit(f"raise_trap({g.here()}, 'a device-side assert failed')")
         return
-    if name == "vprintf":
-        raise g.unknown("printf")
+    g.refuse_if(name == "vprintf", "printf")
     raise g.unknown(f"a call of the external function {name}")
 
 
@@ -94,5 +88,4 @@ def emit_sleep(g: Generator, ins: Instruction) -> None:
 @instruction("griddepcontrol", unit="control", result=False)
 def emit_dependent_launch(g: Generator, ins: Instruction) -> None:
     """griddepcontrol has no effect: each launch runs alone and to its end."""
-    if not g.mods.take("wait", "launch_dependents"):
-        raise g.unknown()
+    g.one_of("wait", "launch_dependents")

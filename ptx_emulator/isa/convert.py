@@ -18,16 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.isa.floats import (
-    maximum,
-    minimum,
-    neighbour,
-    odd_sum,
-    or_nan,
-    relu,
-    round_directed,
-    saturate,
-)
+from ptx_emulator.isa import floats
 from ptx_emulator.isa.generator import Generator, instruction
 from ptx_emulator.isa.mma import SMALL_FLOATS
 from ptx_emulator.ptx.register_types import DTYPE
@@ -59,12 +50,12 @@ def integer_to_f32(x: Any, rounding: str) -> Any:
     if rounding == "rn":
         return near
     if x.dtype.itemsize < 8:
-        return round_directed(x.astype(np.float64), rounding)
+        return floats.round_directed(x.astype(np.float64), rounding)
     # Compare in integers; 2**63 and above does not fit, and can only be too high.
     limit = np.float32(2.0**63 if x.dtype.kind == "i" else 2.0**64)
     over = near >= limit
     back = np.where(over, np.float32(0), near).astype(x.dtype)
-    return neighbour(near, x, over | (back > x), ~over & (back < x), rounding)
+    return floats.neighbour(near, x, over | (back > x), ~over & (back < x), rounding)
 
 
 def saturate_integer(x: Any, to: Any) -> Any:
@@ -109,7 +100,7 @@ def to_bf16(x: Any, rounding: str = "rn") -> Any:
 
 def _to_bf16_directed(x: Any, rounding: str) -> Any:
     """`to_bf16` towards zero (rz), down (rm) or up (rp)."""
-    cut = np.asarray(round_directed(x, "rz") if x.dtype == np.float64 else x)
+    cut = np.asarray(floats.round_directed(x, "rz") if x.dtype == np.float64 else x)
     bits = cut.view(np.uint32)
     rounded = (bits >> _SIXTEEN).astype(np.uint16)
     if rounding != "rz":
@@ -122,7 +113,7 @@ def _to_bf16_directed(x: Any, rounding: str) -> Any:
 def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> Any:
     """Two float32 as a pair of float16 or bfloat16, ``low`` in the low half."""
     if clamps:
-        high, low = relu(high), relu(low)
+        high, low = floats.relu(high), floats.relu(low)
     if kind == "bf16":
         bits = to_bf16(high, rounding).astype(np.uint32) << _SIXTEEN
         return to_bf16(low, rounding).astype(np.uint32) | bits
@@ -130,7 +121,9 @@ def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> 
     out: Any = np.empty((*shape, 2), np.float16)
     for place, half in enumerate((low, high)):
         # The assignment rounds to nearest.
-        out[..., place] = half if rounding == "rn" else round_directed(half, rounding, np.float16)
+        out[..., place] = (
+            half if rounding == "rn" else floats.round_directed(half, rounding, np.float16)
+        )
     return out.view(np.uint32)[..., 0]
 
 
@@ -172,7 +165,7 @@ def to_small_float(x: Any, kind: str) -> Any:
 def pack_small_floats(high: Any, low: Any, kind: str, clamps: bool) -> Any:
     """Two numbers as a pair of 8-bit floats, uint16, ``low`` in the low byte."""
     if clamps:
-        high, low = relu(high), relu(low)
+        high, low = floats.relu(high), floats.relu(low)
     upper = to_small_float(high, kind).astype(np.uint16) << _EIGHT
     return upper | to_small_float(low, kind).astype(np.uint16)
 
@@ -186,7 +179,7 @@ def small_floats_of_halves(pair: Any, kind: str, clamps: bool) -> Any:
 def halves_of_small_floats(pair: Any, kind: str, clamps: bool) -> Any:
     """A pair of 8-bit floats, uint16, as a pair of float16, uint32; every number is exact."""
     table = SMALL_FLOATS[kind].astype(np.float16)
-    table = relu(table) if clamps else table
+    table = floats.relu(table) if clamps else table
     bits = np.where(np.isnan(table), np.uint16(0x7FFF), table.view(np.uint16)).astype(np.uint32)
     low, high = bits.take(pair & np.uint16(0xFF)), bits.take(pair >> _EIGHT)
     return low | high << np.uint32(16)
@@ -208,8 +201,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     pair = mods.take("f16x2", "bf16x2")
     source = mods.type()
     to = pair or mods.type()
-    if not to:
-        raise g.unknown("only one type")
+    g.refuse_if(not to, "only one type")
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))
@@ -223,8 +215,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {clamps})"
         g.write(ins.operands[0], value, "u4")
         return
-    if clamps and source != "f32":
-        raise g.unknown("relu of this source")
+    g.refuse_if(clamps and source != "f32", "relu of this source")
     dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
     if not _is_float(source):
@@ -238,8 +229,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     if source == "bf16":
         value = f"bf16_to_f32({value})"
     if not _is_float(to):
-        if not integral:
-            raise g.unknown("float to integer without a rounding mode")
+        g.refuse_if(not integral, "float to integer without a rounding mode")
         g.write(ins.operands[0], f"float_to_integer({value}, {integral!r}, {dtype})", dtype)
         return
     if integral:
@@ -256,9 +246,8 @@ def _small_floats(g: Generator, ins: Instruction, kind: str) -> None:
     """To and from pairs of 8-bit floats."""
     mods = g.mods
     clamps, saturates = bool(mods.take("relu")), bool(mods.take("satfinite"))
-    other = mods.take("f16x2", "f32")
-    if not mods.take("rn") or not other:
-        raise g.unknown("this conversion of 8-bit floats")
+    other = g.one_of("f16x2", "f32")
+    g.need("rn")
     to, *sources = ins.operands
     to_halves = ins.mods.index(other) < ins.mods.index(f"{kind}x2")
     if to_halves == saturates or (to_halves and other != "f16x2"):
@@ -276,13 +265,10 @@ def _small_floats(g: Generator, ins: Instruction, kind: str) -> None:
 
 def _pack(g: Generator, ins: Instruction) -> None:
     """cvt.pack: two integers saturated to fewer bits, side by side, below what the third holds."""
-    mods = g.mods
-    into = mods.take("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
-    if not into or not mods.take("sat") or not mods.take("s32"):
-        raise g.unknown("this form of cvt.pack")
+    into = g.one_of("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
+    g.need("sat", "s32")
     bits = int(into[1:])
-    if bool(mods.take("b32")) != (bits < 16):
-        raise g.unknown("this number of operands")
+    g.refuse_if(bool(g.mods.take("b32")) != (bits < 16), "this number of operands")
     a, b = (g.read(o, "i4") for o in ins.operands[1:3])
     c = g.read(ins.operands[3], "u4") if bits < 16 else g.literal(0, "u4")
     g.write(ins.operands[0], f"pack_saturated({a}, {b}, {c}, {bits}, {into[0] == 's'})", "u4")
@@ -331,8 +317,8 @@ _FLOAT32: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "min": minimum,
-    "max": maximum,
+    "min": floats.minimum,
+    "max": floats.maximum,
     "ex2": np.exp2,
     "tanh": np.tanh,
 }
@@ -365,15 +351,15 @@ def half_op(op: str, kind: str, flags: str, *operands: Any) -> Any:
     x = [widen(o, kind) for o in operands]
     if op == "fma":
         product = x[0].astype(np.float64) * x[1].astype(np.float64)
-        value = odd_sum(product, x[2].astype(np.float64))
+        value = floats.odd_sum(product, x[2].astype(np.float64))
     else:
         value = _FLOAT32[op](*x)
         if "NaN" in flags:
-            value = or_nan(value, *x)
+            value = floats.or_nan(value, *x)
     if "sat" in flags:
-        value = saturate(value)
+        value = floats.saturate(value)
     if "relu" in flags:
-        value = relu(value)
+        value = floats.relu(value)
     bits = to_bf16(value) if kind == "bf16" else value.astype(np.float16).view(np.uint16)
     return _flush16(bits, kind) if "ftz" in flags else bits
 

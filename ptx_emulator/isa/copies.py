@@ -48,8 +48,7 @@ def _copied_bytes(ins: Instruction) -> tuple[int, int]:
 )
 def emit_copy(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if not mods.take("async"):
-        raise g.unknown()
+    g.need("async")
     if mods.take("mbarrier"):
         _arrive(g, ins)
         return
@@ -62,30 +61,24 @@ def emit_copy(g: Generator, ins: Instruction) -> None:
         return
     if _group(g, ins, "copies"):
         return
-    small = mods.take("ca", "cg")
-    if not small or not mods.take("shared", "shared::cta") or not mods.take("global"):
-        raise g.unknown()
+    small = g.one_of("ca", "cg")
+    g.one_of("shared", "shared::cta")
+    g.need("global")
     operands = _without_policy(g, ins)
-    size = as_immediate(operands[2])
-    if size is None or size not in ((16,) if small == "cg" else (4, 8, 16)):
-        raise g.unknown("this copy size")
+    size = g.immediate(operands[2], "a size")
+    g.refuse_if(size not in ((16,) if small == "cg" else (4, 8, 16)), "this copy size")
     to = address(g, operands[0], "shared")
     source = address(g, operands[1], "global")
     read = _source_bytes(g, operands[3], size) if len(operands) > 3 else size
-    g.require_defined()
-    g.emit(f"E.copies.issue(C, {to}, {source}, {g.lanes()}, {size}, {read}, {g.pc})")
+    g.emit(f"E.copies.issue({g.here()}, {to}, {source}, {size}, {read})")
 
 
 def _arrive(g: Generator, ins: Instruction) -> None:
     """cp.async.mbarrier.arrive: an arrival when the earlier copies of the thread are complete."""
-    if not g.mods.take("arrive"):
-        raise g.unknown()
+    g.need("arrive", "b64")
     counted = bool(g.mods.take("noinc"))
     where = place_of(g, ins.operands[0])
-    if not g.mods.take("b64"):
-        raise g.unknown()
-    g.require_defined()
-    g.emit(f"E.copies.arrive(C, {where}, {counted}, {g.lanes()}, {g.pc})")
+    g.emit(f"E.copies.arrive({g.here()}, {where}, {counted})")
 
 
 def _group(g: Generator, ins: Instruction, of: str) -> bool:
@@ -95,9 +88,7 @@ def _group(g: Generator, ins: Instruction, of: str) -> bool:
         return True
     if g.mods.take("wait_group"):
         reads = of == "bulk" and g.mods.take("read")
-        left = as_immediate(ins.operands[0])
-        if left is None:
-            raise g.unknown("a computed number of groups")
+        left = g.immediate(ins.operands[0], "a number of groups")
         g.emit(f"E.{of}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
         return True
     return False
@@ -131,8 +122,7 @@ def bulk(g: Generator, ins: Instruction) -> None:
         mask = f"{g.read(operands[-1], 'u2')}.astype(i8)"
         operands = operands[:-1]
     into = bool(mods.take("mbarrier::complete_tx::bytes"))
-    if not into and not mods.take("bulk_group"):
-        raise g.unknown("a bulk copy without mbarrier or group")
+    g.refuse_if(not into and not mods.take("bulk_group"), "a bulk copy without mbarrier or group")
     spaces = [m for m in mods.left if m.split("::")[0] in ("shared", "global")]
     for space in spaces:
         mods.take(space)
@@ -149,8 +139,7 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, m
     mods = g.mods
     rank = mods.take("1d", "2d", "3d", "4d", "5d")
     mods.take("tile")
-    if len(operands) != (3 if into else 2):
-        raise g.unknown("im2col copies, or masks of blocks")
+    g.refuse_if(len(operands) != (3 if into else 2), "im2col copies, or masks of blocks")
     tensor, shared = (operands[1], operands[0]) if into else (operands[0], operands[1])
     if not isinstance(tensor, Mem) or len(tensor.coordinates) != int(rank[:1] or 0):
         raise g.unknown("a number of coordinates that differs from its dimension")
@@ -160,11 +149,8 @@ def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, m
         tensor_map = f"({tensor_map} + {PARAM_WINDOW})"
     barrier = address(g, operands[2], "shared") if into else "None"
     coordinates = "".join(g.read(c, "i4") + ", " for c in tensor.coordinates)
-    g.require_defined()
-    g.emit(
-        f"E.bulk.tensor(C, {g.lanes()}, {g.pc}, {at}, {tensor_map}, ({coordinates}), {barrier}, "
-        f"({operation or None!r}, {mask}))"
-    )
+    given = f"{at}, {tensor_map}, {barrier}, {mask}, ({coordinates})"
+    g.emit(f"E.bulk.tensor({g.here()}, {given}, {operation or None!r})")
 
 
 @instruction(
@@ -179,29 +165,23 @@ def emit_tensor_map(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     if mods.take("cp_fenceproxy"):
         words = ("global", "shared::cta", "tensormap::generic", "release", "gpu", "sync", "aligned")
-        if not all(mods.take(word) for word in words) or as_immediate(ins.operands[2]) != 128:
-            raise g.unknown("this form")
+        g.need(*words)
+        g.refuse_if(as_immediate(ins.operands[2]) != 128, "another size than 128")
         to, source = address(g, ins.operands[0], "global"), address(g, ins.operands[1], "shared")
-        g.require_defined()
-        g.emit(f"E.maps.copy(C, {to}, {source}, {g.pc})")
+        g.emit(f"E.maps.copy({g.here()}, {to}, {source})")
         return
-    if not mods.take("replace") or not mods.take("tile") or not mods.take("b1024"):
-        raise g.unknown()
-    field, kind = mods.take(*FIELDS), mods.take("b32", "b64")
+    g.need("replace", "tile", "b1024")
+    field, kind = g.one_of(*FIELDS), g.one_of("b32", "b64")
     space = space_of(g)
     memory, *values = ins.operands
-    if not field or not kind or FIELDS[field][1] != int(kind[1:]) // 8:
-        raise g.unknown("this field with this type")
+    g.refuse_if(FIELDS[field][1] != int(kind[1:]) // 8, "this field with this type")
     if space == "" or len(values) != (2 if FIELDS[field][2] > 1 else 1):
         raise g.unknown("a generic address, or these operands")
-    index = as_immediate(values[0]) if len(values) > 1 else 0
-    if index is None:
-        raise g.unknown("a computed entry of the field")
+    index = g.immediate(values[0], "an entry of the field") if len(values) > 1 else 0
     where = address(g, memory, space)
     value = g.read(values[-1], "u8" if kind == "b64" else "u4")
-    g.require_defined()
     place, entry = f"({space!r}, {where})", f"({field!r}, {index})"
-    g.emit(f"E.maps.replace(C, {place}, {entry}, {value}, {g.lanes()}, {g.pc})")
+    g.emit(f"E.maps.replace({g.here()}, {place}, {entry}, {value})")
 
 
 def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
@@ -215,8 +195,5 @@ def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, ma
     count = f"{g.read(size, 'u4')}.astype(i8)"
     barrier = address(g, operands[3], "shared") if into else "None"
     reduction = (operation, kind) if operation else None
-    g.require_defined()
-    g.emit(
-        f"E.bulk.plain(C, {g.lanes()}, {g.pc}, {at}, {other}, {count}, {barrier}, "
-        f"({reduction!r}, {mask}))"
-    )
+    given = f"{at}, {other}, {barrier}, {mask}, {count}"
+    g.emit(f"E.bulk.plain({g.here()}, {given}, {reduction!r})")

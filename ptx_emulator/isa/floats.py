@@ -229,8 +229,7 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     g.mods.take("rn")
     flags = ",".join(w for w in ("sat", "ftz", "relu", "NaN") if g.mods.take(w))
     g.mods.take("approx")
-    if g.mods.take("xorsign", "noftz"):
-        raise g.unknown("xorsign or noftz")
+    g.refuse_if(g.mods.take("xorsign", "noftz"), "xorsign or noftz")
     pair = kind.endswith("x2")
     raw = "u4" if pair else "u2"
     operands = ", ".join(g.read(o, raw) for o in ins.operands[1:])
@@ -242,11 +241,9 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
 def emit_float(g: Generator, ins: Instruction, kind: str) -> None:
     """add, sub, mul, div, min, max, abs, neg, fma; mad is the same as fma since sm_20."""
     mods, op = g.mods, ins.op
-    if kind == "f32x2":
-        raise g.unknown("pairs of f32")
+    g.refuse_if(kind == "f32x2", "pairs of f32")
     if kind in _HALVES:
-        if op == "div":
-            raise g.unknown("half division")
+        g.refuse_if(op == "div", "half division")
         half_arithmetic(g, ins, kind)
         return
     dtype = DTYPE[kind]
@@ -258,8 +255,7 @@ def emit_float(g: Generator, ins: Instruction, kind: str) -> None:
         return
     saturates = bool(mods.take("sat"))
     rounding = mods.take("rn", "rz", "rm", "rp") or "rn"
-    if rounding != "rn" and dtype != "f4":
-        raise g.unknown("directed rounding of f64")
+    g.refuse_if(rounding != "rn" and dtype != "f4", "directed rounding of f64")
     if op in ("fma", "mad"):
         a, b, c = values
         value = f"fma{kind[1:]}({a}, {b}, {c})"
@@ -274,11 +270,9 @@ def _binary(g: Generator, op: str, rounding: str, values: list[str]) -> str:
     """The result of add, sub, mul, div, min or max as an expression."""
     mods = g.mods
     if op in ("min", "max"):
-        if mods.take("xorsign"):
-            raise g.unknown("xorsign")
+        g.refuse_if(mods.take("xorsign"), "xorsign")
         propagates = mods.take("NaN")
-        if mods.take("abs") or len(values) != 2:
-            raise g.unknown("three operands or .abs")
+        g.refuse_if(mods.take("abs") or len(values) != 2, "three operands or .abs")
     a, b = values
     if op in ("min", "max"):
         value = f"{op}imum({a}, {b})"
@@ -313,8 +307,7 @@ _FUNCTIONS = {
 def emit_function(g: Generator, ins: Instruction) -> None:
     kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
     if kind in _HALVES:
-        if ins.op not in ("ex2", "tanh"):
-            raise g.unknown("in half precision")
+        g.refuse_if(ins.op not in ("ex2", "tanh"), "in half precision")
         half_arithmetic(g, ins, kind)
         return
     dtype = DTYPE[kind]
@@ -322,12 +315,9 @@ def emit_function(g: Generator, ins: Instruction) -> None:
     approx = g.mods.take("approx")
     rounding = g.mods.take("rn", "rz", "rm", "rp")
     directed = rounding not in ("", "rn")
-    if not approx and not rounding:
-        raise g.unknown("no rounding mode")
-    if directed and (dtype != "f4" or ins.op not in ("rcp", "sqrt")):
-        raise g.unknown("directed rounding")
-    if dtype == "f8" and ins.op not in ("rcp", "sqrt", "rsqrt"):
-        raise g.unknown("in double precision")
+    g.refuse_if(not approx and not rounding, "no rounding mode")
+    g.refuse_if(directed and (dtype != "f4" or ins.op not in ("rcp", "sqrt")), "directed rounding")
+    g.refuse_if(dtype == "f8" and ins.op not in ("rcp", "sqrt", "rsqrt"), "in double precision")
     if ins.op == "ex2" and ftz:
         g.write(ins.operands[0], f"exp2_flushed({g.read(ins.operands[1], dtype)})", dtype)
         return

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -28,10 +27,12 @@ from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa.pending_products import PendingProducts
 from ptx_emulator.isa.special_registers import SPECIAL
+from ptx_emulator.ptx import syntax
 from ptx_emulator.ptx.instructions import (
     OPCODES,
     Opcode,
     Width,
+    as_immediate,
     fact,
     has_members,
     is_warp_wide,
@@ -39,26 +40,16 @@ from ptx_emulator.ptx.instructions import (
     opcode_of,
     synchronises_lanes,
 )
+from ptx_emulator.ptx.lexer import double_to_single
 from ptx_emulator.ptx.program import ALL_LANES, PtxProgram
 from ptx_emulator.ptx.register_types import DTYPE
-from ptx_emulator.ptx.syntax import (
-    TYPE_BYTES,
-    Imm,
-    Instruction,
-    Not,
-    Operand,
-    Pair,
-    Reg,
-    Sink,
-    Special,
-    Sym,
-    Vec,
-)
+from ptx_emulator.ptx.syntax import Imm, Instruction, Operand, Reg
+from ptx_emulator.state.wave import Execution
 
 Emitter = Callable[[Any, Instruction], None]
 """Writes the code of an instruction: (generator, instruction)."""
 # What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
-RUNTIME: dict[str, Any] = {"np": np, "where": np.where}
+RUNTIME: dict[str, Any] = {"np": np, "where": np.where, "Execution": Execution}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
     RUNTIME[_code] = np.dtype(_code)
 
@@ -91,7 +82,7 @@ def formula(opcode: str, unit: str, result: str, text: str) -> None:
     def emit(g: Generator, ins: Instruction) -> None:
         to, *sources = ins.operands
         kind = g.mods.type()
-        size = TYPE_BYTES.get(kind, 4)
+        size = syntax.TYPE_BYTES.get(kind, 4)
         neutral = "b1" if kind == "pred" else g.integer(to, size)
         dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
         given = zip(sorted(read), sources, strict=True)
@@ -126,28 +117,27 @@ class Modifiers:
     def type(self) -> str:
         """Removes and returns the last type modifier; '' if there is none."""
         for place in reversed(range(len(self.left))):
-            if self.left[place] in TYPE_BYTES:
+            if self.left[place] in syntax.TYPE_BYTES:
                 return self.left.pop(place)
         return ""
 
 
 def items_of(operand: Operand) -> tuple[Operand, ...]:
     """The items of a vector operand, or the operand alone."""
-    return operand.items if isinstance(operand, Vec) else (operand,)
+    return operand.items if isinstance(operand, syntax.Vec) else (operand,)
 
 
 def split_pair(operand: Operand) -> tuple[Operand, Operand]:
     """``d|p`` as two operands; the second is a `Sink` if there is only one."""
-    if isinstance(operand, Pair):
+    if isinstance(operand, syntax.Pair):
         return operand.first, operand.second
-    return operand, Sink()
+    return operand, syntax.Sink()
 
 
 def fragment_items(g: Any, operand: Operand, count: int) -> tuple[Operand, ...]:
     """The registers of a fragment of a matrix, which has ``count`` of them."""
     items = items_of(operand)
-    if len(items) != count:
-        raise g.unknown("a fragment of this size")
+    g.refuse_if(len(items) != count, "another number of registers")
     return items
 
 
@@ -208,12 +198,36 @@ class Generator:
         return name
 
     def unknown(self, what: str = "") -> UnknownInstruction:
-        return UnknownInstruction(
-            f"the emulator does not support {self.ins.name}" + (f": {what}" if what else ""),
-            where=f"kernel {self.program.name}, {self.program.source_line(self.pc)}",
-            numbers=self.program.text(self.pc),
-            way_out="add it to the emitter of its family in ptx_emulator/isa/",
-        )
+        problem = f"the emulator does not support {self.ins.name}" + (f": {what}" if what else "")
+        where = f"kernel {self.program.name}, {self.program.source_line(self.pc)}"
+        numbers = self.program.text(self.pc)
+        way_out = "add it to the emitter of its family in ptx_emulator/isa/"
+        return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)
+
+    def refuse_if(self, condition: Any, what: str) -> None:
+        """Refuses the instruction, which has ``what`` if the condition holds."""
+        if condition:
+            raise self.unknown(what)
+
+    def need(self, *words: str) -> None:
+        """Removes modifiers that the instruction must have."""
+        for word in words:
+            if not self.mods.take(word):
+                raise self.unknown(f"no .{word}")
+
+    def one_of(self, *words: str) -> str:
+        """Removes and returns the one of some modifiers that the instruction must have."""
+        word = self.mods.take(*words)
+        if not word:
+            raise self.unknown(f"none of .{', .'.join(words)}")
+        return word
+
+    def immediate(self, operand: Operand, what: str) -> int:
+        """The value of an operand, which must be an integer constant."""
+        value = as_immediate(operand)
+        if value is None:
+            raise self.unknown(f"{what} that is not a constant")
+        return value
 
     # ---- registers
 
@@ -230,36 +244,32 @@ class Generator:
     def read(self, operand: Operand, dtype: str) -> str:
         """An expression for an operand as ``dtype``; wider registers are truncated."""
         if isinstance(operand, Reg):
-            name = self.current(operand.index)
+            name, held = self.current(operand.index), self.program.dtype[operand.index]
             self.note_definedness(operand.index)
-            held = self.program.dtype[operand.index]
-            if held == dtype:
-                return name
-            if held[1:] == dtype[1:] or (held == "c16" and dtype == "c16"):
-                if held == "b1" or dtype == "b1":
-                    raise self.unknown("a predicate used as a number")
-                return f"{name}.view({dtype})"
-            size = int(held[1:])
-            if size > int(dtype[1:]) and held != "b1":
-                low = _UNSIGNED[int(dtype[1:])]
-                return f"{name}.view({_UNSIGNED[size]}).astype({low}).view({dtype})"
-            raise self.unknown(f"a {held} register read as {dtype}")
+            if int(dtype[1:]) > int(held[1:]):
+                raise self.unknown(f"a {held} register read as {dtype}")
+            return self.viewed(name, held, dtype)
         if isinstance(operand, Imm):
             return self.constant(operand, dtype)
-        if isinstance(operand, Special):
-            value, held = self.special(operand.name)
-            if held[1:] == dtype[1:]:
-                return value if held == dtype else f"{value}.view({dtype})"
-            if int(held[1:]) > int(dtype[1:]):
-                return f"{value}.astype({dtype})"
-            return f"{value}.astype({_UNSIGNED[int(dtype[1:])]}).view({dtype})"
-        if isinstance(operand, Sym):
+        if isinstance(operand, syntax.Special):
+            return self.viewed(*self.special(operand.name), dtype)
+        if isinstance(operand, syntax.Sym):
             return self.literal(self.address_of(operand), dtype)
-        if isinstance(operand, Not) and dtype == "b1":
+        if isinstance(operand, syntax.Not) and dtype == "b1":
             return f"~{self.read(operand.reg, 'b1')}"
         raise self.unknown("an operand of this kind")
 
-    def address_of(self, symbol: Sym) -> int:
+    def viewed(self, value: str, held: str, dtype: str) -> str:
+        """A value of dtype ``held`` as another one: its bits, truncated or extended by zeros."""
+        if held == dtype:
+            return value
+        self.refuse_if("b1" in (held, dtype), "a predicate used as a number")
+        size, wanted = int(held[1:]), int(dtype[1:])
+        if size != wanted:
+            value = f"{value}.view({_UNSIGNED[size]}).astype({_UNSIGNED[wanted]})"
+        return f"{value}.view({dtype})"
+
+    def address_of(self, symbol: syntax.Sym) -> int:
         program = self.program
         for table in (program.shared, program.constants, program.local):
             if symbol.name in table:
@@ -295,11 +305,9 @@ class Generator:
         if imm.float_bits:
             wanted = 8 * int(dtype[1:]) if dtype != "b1" else 0
             if imm.float_bits == 64 and wanted == 32:
-                number = struct.unpack("<d", struct.pack("<Q", value))[0]
-                value = struct.unpack("<I", struct.pack("<f", number))[0]
+                value = double_to_single(value)
             elif imm.float_bits == 32 and wanted == 64 and dtype == "f8":
-                number = struct.unpack("<f", struct.pack("<I", value))[0]
-                value = struct.unpack("<Q", struct.pack("<d", number))[0]
+                value = int(np.float64(np.uint32(value).view(np.float32)).view(np.uint64))
             elif imm.float_bits != wanted:
                 raise self.unknown("a float constant of a different width")
         elif dtype[0] == "f":
@@ -309,8 +317,7 @@ class Generator:
         return self.literal(value, dtype)
 
     def special(self, name: str) -> tuple[str, str]:
-        if name not in SPECIAL:
-            raise self.unknown(f"the special register %{name}")
+        self.refuse_if(name not in SPECIAL, f"the special register %{name}")
         text, dtype = SPECIAL[name]
         if name.startswith(("clock", "globaltimer")):
             return self.let(text), dtype
@@ -331,7 +338,7 @@ class Generator:
 
         A destination wider than the value is extended: by its sign if ``dtype`` is signed.
         """
-        if isinstance(operand, Sink):
+        if isinstance(operand, syntax.Sink):
             return
         if not isinstance(operand, Reg):
             raise self.unknown("a destination that is not a register")
@@ -360,6 +367,11 @@ class Generator:
         self.names[index] = name
         if defined is not None:
             self.set_definedness(index, defined)
+
+    def write_items(self, items: Iterable[Operand], value: str, dtype: str) -> None:
+        """Assigns the elements of ``value``, whose text has {} for the number of an element."""
+        for place, item in enumerate(items):
+            self.write(item, value.format(place), dtype)
 
     def flush(self, live: int) -> None:
         """Emits all pending tensor-core products.
@@ -394,7 +406,7 @@ class Generator:
         Called where their values leave the registers: addresses, stored values, branches.
         """
         for name in sorted(set(self.defined)):
-            self.emit(f"E.require_defined(C, {name}, {self.lanes()}, {self.pc})")
+            self.emit(f"E.require_defined({self.execution()}, {name})")
         self.defined = []
 
     # ---- registers of wgmma, member masks, lanes
@@ -406,12 +418,10 @@ class Generator:
             return
         accumulators, fragments, marks = watch
         if accumulators or fragments:
-            self.emit(
-                f"E.wgmma.order.check_in_flight(C, {accumulators}, {fragments}, "
-                f"{self.lanes()}, {self.pc})"
-            )
+            registers = f"{accumulators}, {fragments}"
+            self.emit(f"E.wgmma.order.check_in_flight({self.execution()}, {registers})")
         if marks:
-            self.emit(f"E.wgmma.order.note_writes(C, {marks}, {self.lanes()}, {self.pc})")
+            self.emit(f"E.wgmma.order.note_writes({self.execution()}, {marks})")
 
     def membermask(self) -> str:
         """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
@@ -426,6 +436,15 @@ class Generator:
         if self.masked:
             return f"M & {self.guard}" if self.guard else "M"
         return self.guard or "None"
+
+    def execution(self, lanes: str = "") -> str:
+        """An `Execution` of this instruction as an expression, by the active lanes or by others."""
+        return f"Execution(E, C, {lanes or self.lanes()}, {self.pc})"
+
+    def here(self, lanes: str = "") -> str:
+        """`execution` of what takes the values read so far out of the registers."""
+        self.require_defined()
+        return self.execution(lanes)
 
     # ---- the segment
 
@@ -492,7 +511,7 @@ class Generator:
         """Emits a check that the lanes that execute a .sync instruction are in its mask."""
         members = self.membermask() if is_warp_wide(ins) else "None"
         if members != "None" and self.namespace.get(members) != ALL_LANES:
-            self.emit(f"E.members.require(C, {members}, {self.lanes()}, {self.pc})")
+            self.emit(f"E.members.require({self.execution()}, {members})")
 
     def track_lanes(self, ins: Instruction) -> None:
         """Emits the calls by which the checker of lanes follows an instruction."""

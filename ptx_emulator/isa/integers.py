@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.isa.convert import parts_of
 from ptx_emulator.isa.floats import emit_float, is_float
 from ptx_emulator.isa.generator import Generator, formula, instruction, split_pair
 from ptx_emulator.ptx.instructions import as_immediate
@@ -112,16 +113,8 @@ def find_bit(a: Any, as_shift: bool) -> Any:
 
 
 def reverse_bits(a: Any) -> Any:
-    kind = a.dtype.type
-    result, bits = a, a.dtype.itemsize * 8
-    step = bits // 2
-    mask = (1 << bits) - 1
-    while step:
-        pattern = mask // ((1 << step) + 1)
-        low = kind(pattern)
-        result = ((result >> kind(step)) & low) | ((result & low) << kind(step))
-        step //= 2
-    return result
+    bits = np.unpackbits(parts_of(a, np.uint8), axis=-1, bitorder="little")
+    return np.packbits(bits, axis=-1).view(a.dtype.newbyteorder(">"))[..., 0].astype(a.dtype)
 
 
 def extract_bits(a: Any, start: Any, length: Any) -> Any:
@@ -226,14 +219,11 @@ _PERMUTATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def dot2(a: Any, b: Any, c: Any, a_type: Any, b_type: Any, high: bool) -> Any:
-    """dp2a: 16-bit parts of ``a`` times the low or the high two bytes of ``b``, plus ``c``."""
-    total = c.astype(np.int64)
-    for place in range(2):
-        x = (a >> np.uint32(16 * place)).astype(np.uint16).view(a_type)
-        y = (b >> np.uint32(8 * place + 16 * high)).astype(np.uint8).view(b_type)
-        total = total + x.astype(np.int64) * y.astype(np.int64)
-    return total.astype(np.uint32)
+def dot(a: Any, b: Any, c: Any, a_type: Any, b_type: Any, first: int) -> Any:
+    """dp4a, dp2a: the parts of ``a`` times those of ``b`` from the ``first`` on, plus ``c``."""
+    x, y = parts_of(a, a_type).astype(np.int64), parts_of(b, b_type).astype(np.int64)
+    products = x * y[..., first : first + x.shape[-1]]
+    return (products.sum(axis=-1) + c.astype(np.int64)).astype(np.uint32)
 
 
 def find_nth(mask: Any, base: Any, offset: Any) -> Any:
@@ -241,28 +231,14 @@ def find_nth(mask: Any, base: Any, offset: Any) -> Any:
 
     An offset of 0 is for bit ``base`` itself. The result is 0xffffffff if there is no such bit.
     """
-    mask, base, offset = np.broadcast_arrays(mask, base, offset)
-    left = np.where(offset == 0, 1, np.abs(offset.astype(np.int64)))
-    place = base.astype(np.int64)
-    step = np.where(offset < 0, -1, 1)
-    found = np.full(mask.shape, 0xFFFFFFFF, np.uint32)
-    for turn in range(32):
-        inside = (place >= 0) & (place < 32) & ((offset != 0) | (turn == 0))
-        here = (mask >> np.clip(place, 0, 31).astype(np.uint32)) & np.uint32(1)
-        left = left - (inside & (here != 0))
-        hit = inside & (here != 0) & (left == 0)
-        found = np.where(hit, place.astype(np.uint32), found)
-        place = place + step
-    return found
-
-
-def dot4(a: Any, b: Any, c: Any, a_type: Any, b_type: Any) -> Any:
-    """dp4a: the dot product of four bytes each, of the given dtypes, plus ``c``."""
-    total = c.astype(np.int64)
-    for shift in range(0, 32, 8):
-        x, y = ((v >> np.uint32(shift)).astype(np.uint8) for v in (a, b))
-        total = total + x.view(a_type).astype(np.int64) * y.view(b_type).astype(np.int64)
-    return total.astype(np.uint32)
+    mask, base, offset = (np.asarray(v).astype(np.int64)[..., None] for v in (mask, base, offset))
+    place = np.arange(32)
+    distance = (place - base) * np.where(offset < 0, -1, 1)
+    bits = (mask >> place & 1 != 0) & (distance >= 0)
+    # The number of bits up to each, in the direction of the search.
+    upto = (bits[..., None, :] & (distance[..., None, :] <= distance[..., None])).sum(axis=-1)
+    found = bits & np.where(offset == 0, distance == 0, upto == np.abs(offset))
+    return np.where(found.any(axis=-1), found.argmax(axis=-1), 0xFFFFFFFF).astype(np.uint32)
 
 
 _SIGNS = {"add": "+", "sub": "-"}
@@ -326,8 +302,7 @@ def _add_carried(g: Generator, ins: Instruction, kind: str) -> None:
 
 def _write_carried(g: Generator, ins: Instruction, a: str, b: str, dtype: str) -> None:
     """Writes ``a + b`` or ``a - b``: addc, subc and madc read the carry flag, .cc writes it."""
-    if g.guard:
-        raise g.unknown("a guarded carry")
+    g.refuse_if(g.guard, "a guarded carry")
     slot = len(g.program.registers)
     carry = g.current(slot) if ins.op.endswith("c") else g.literal(0, "u4")
     function = "subtract_borrow" if ins.op.startswith("sub") else "add_carry"
@@ -342,16 +317,10 @@ def _product(g: Generator, ins: Instruction, kind: str) -> tuple[str, str]:
     form = g.mods.take("lo", "hi", "wide")
     dtype = DTYPE[kind]
     if ins.op in ("mul24", "mad24"):
-        shift = g.literal(8, dtype)
-        if form == "hi":
-            wide = f"{dtype[0]}8"
-            a, b = (
-                f"(({g.read(o, dtype)} << {shift}) >> {shift}).astype({wide})"
-                for o in ins.operands[1:3]
-            )
-            return f"(({a} * {b}) >> {g.literal(16, wide)}).astype({dtype})", dtype
-        a, b = (f"(({g.read(o, dtype)} << {shift}) >> {shift})" for o in ins.operands[1:3])
-        return f"({a} * {b})", dtype
+        eight, wide = g.literal(8, dtype), f"{dtype[0]}8"
+        a, b = (f"({g.read(o, dtype)} << {eight} >> {eight})" for o in ins.operands[1:3])
+        above = g.literal(16 if form == "hi" else 0, wide)
+        return f"({a}.astype({wide}) * {b} >> {above}).astype({dtype})", dtype
     if form == "wide":
         wide = f"{dtype[0]}{2 * TYPE_BYTES[kind]}"
         a, b = (f"{g.read(o, dtype)}.astype({wide})" for o in ins.operands[1:3])
@@ -378,8 +347,7 @@ def _multiply_add(g: Generator, ins: Instruction, kind: str) -> None:
     saturates = g.mods.take("sat")
     value, dtype = _product(g, ins, kind)
     if saturates:
-        if "hi" not in ins.mods or kind != "s32":
-            raise g.unknown("saturation of this mad")
+        g.refuse_if("hi" not in ins.mods or kind != "s32", "saturation of this mad")
         c = g.read(ins.operands[3], "i4")
         g.write(ins.operands[0], f"saturating_add({value}, {c}, 1)", "i4")
         return
@@ -405,8 +373,7 @@ def _divide(g: Generator, ins: Instruction, kind: str) -> None:
 def _minimum(g: Generator, ins: Instruction, kind: str) -> None:
     function = f"np.{ins.op}imum"
     if kind in _PACKED:
-        if "relu" in ins.mods:
-            raise g.unknown("relu")
+        g.refuse_if("relu" in ins.mods, "relu")
         _packed_binary(g, ins, kind, f"{function}(a, b)")
         return
     dtype = DTYPE[kind]
@@ -424,13 +391,15 @@ def _sign(g: Generator, ins: Instruction, kind: str) -> None:
     g.write(ins.operands[0], f"np.abs({value})" if ins.op == "abs" else f"-{value}", dtype)
 
 
-@instruction("dp4a", unit="integer")
-def emit_dot_bytes(g: Generator, ins: Instruction) -> None:
-    kinds = {"s32": "i1", "u32": "u1"}
-    second, first = kinds[g.mods.type()], kinds[g.mods.type()]
+@instruction("dp2a", "dp4a", unit="integer")
+def emit_dot(g: Generator, ins: Instruction) -> None:
+    halves = ins.op == "dp2a"
+    first = 2 if halves and g.one_of("lo", "hi") == "hi" else 0
+    b_sign, a_sign = (g.mods.type()[0].replace("s", "i") for _ in range(2))
     a, b = (g.read(o, "u4") for o in ins.operands[1:3])
-    c = g.read(ins.operands[3], "i4" if "i1" in (first, second) else "u4")
-    g.write(ins.operands[0], f"dot4({a}, {b}, {c}, {first}, {second})", "u4")
+    c = g.read(ins.operands[3], "i4" if "i" in (a_sign, b_sign) else "u4")
+    value = f"dot({a}, {b}, {c}, {a_sign}{2 if halves else 1}, {b_sign}1, {first})"
+    g.write(ins.operands[0], value, "u4")
 
 
 @instruction("vabsdiff4", unit="integer")
@@ -439,17 +408,8 @@ def emit_byte_differences(g: Generator, ins: Instruction) -> None:
     a, b, c = (g.read(o, DTYPE[g.mods.take("u32")]) for o in ins.operands[1:])
     value = f"on_parts(u1, lambda x, y: np.maximum(x, y) - np.minimum(x, y), {a}, {b})"
     if g.mods.take("add"):
-        value = f"dot4({value}, {g.literal(0x01010101, 'u4')}, {c}, u1, u1)"
+        value = f"dot({value}, {g.literal(0x01010101, 'u4')}, {c}, u1, u1, 0)"
     g.write(ins.operands[0], value, "u4")
-
-
-@instruction("dp2a", unit="integer")
-def emit_dot_halves(g: Generator, ins: Instruction) -> None:
-    high = g.mods.take("lo", "hi") == "hi"
-    second, first = (g.mods.type()[0].replace("s", "i") for _ in range(2))
-    a, b = (g.read(o, "u4") for o in ins.operands[1:3])
-    c = g.read(ins.operands[3], "i4" if "i" in (first, second) else "u4")
-    g.write(ins.operands[0], f"dot2({a}, {b}, {c}, {first}2, {second}1, {high})", "u4")
 
 
 # ---- bits
@@ -491,9 +451,7 @@ _LOGIC3 = {
 @instruction("lop3", unit="integer")
 def emit_logic3(g: Generator, ins: Instruction) -> None:
     g.mods.type()
-    table = as_immediate(ins.operands[4])
-    if table is None:
-        raise g.unknown("a computed table")
+    table = g.immediate(ins.operands[4], "a table")
     combine = g.mods.take("or", "and")
     a, b, c = (g.read(o, "u4") for o in ins.operands[1:4])
     text = _LOGIC3.get(table, "logic3({a}, {b}, {c}, {table})")

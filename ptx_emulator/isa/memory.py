@@ -1,8 +1,8 @@
 """Loads, stores and moves: the run-time functions of every state space, and emitters.
 
-An address is an int64 value of shape (), (n, 1), (1, 32) or (n, 32). ``lanes`` is None when all
-lanes are active, else a boolean mask of the active lanes. Loaded values have the shape of the
-address (or (n, 32) when lanes are masked) and an unsigned dtype of the access width.
+The functions take the `Execution` of an instruction, which has its active lanes, and an address: an
+int64 value of shape (), (n, 1), (1, 32) or (n, 32). Loaded values have the shape of the address (or
+(n, 32) where some lanes are inactive) and an unsigned dtype of the access width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.isa.generator import Generator, instruction, items_of
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
-from ptx_emulator.state.cohort import Cohort, active, first_bad, spread
+from ptx_emulator.state.cohort import LANES
 from ptx_emulator.state.memory import (
     ELEMENT,
     LOCAL_WINDOW,
@@ -28,312 +28,235 @@ from ptx_emulator.state.memory import (
     WINDOW_BYTES,
     Array,
 )
-from ptx_emulator.state.wave import Site, Stored, Wave
+from ptx_emulator.state.wave import Execution, Stored
 
 _WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
-def _of_lanes(cohort: Cohort, value: Any, lanes: Any) -> Array:
-    """A value of all lanes (n, 32), or one entry per active lane."""
-    every = spread(value, cohort.n)
-    return every if lanes is None else every[spread(lanes, cohort.n)]
-
-
-def _changing(cohort: Cohort, view: Array, index: Array, value: Any, lanes: Any) -> Array:
+def _changing(here: Execution, view: Array, index: Array, value: Any) -> Array:
     """The lanes (n, 32) of a store that change memory; one of those that write the same value."""
-    chosen = active(cohort, lanes)
-    place, given = index[chosen], spread(value, cohort.n)[chosen]
+    chosen = here.active
+    place, given = index[chosen], here.spread(value)[chosen]
     _, first, which = np.unique(place, return_index=True, return_inverse=True)
     again = given == given[first][which]
     again[first] = False
-    changes = np.zeros((cohort.n, 32), bool)
+    changes = np.zeros(chosen.shape, bool)
     changes[chosen] = ~again & (view.take(place) != given)
     return changes
+
+
+def _seen_by(here: Execution, view: Array, where: Array, value: Any) -> Execution:
+    """A store, at offsets in ``view`` (n, 32), as the checkers of races see it."""
+    if "same_value" in here.machine.allow:
+        shift = view.itemsize.bit_length() - 1
+        return here._replace(lanes=_changing(here, view, where >> shift, value))
+    return here
 
 
 # ---- shared memory
 
 
-def load_shared(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
+def _place(here: Execution, address: Any, size: int, anywhere: bool) -> Array:
+    """Checked offsets into `Wave.shared`; ``anywhere`` in the cluster, or in the warp's block."""
+    m = here.machine
+    if anywhere and remote(address):
+        blocks, offset = resolved(here, address, size)
+        return blocks * m.shared_pitch + offset
+    check_window(here, address, size, m.shared_size, "shared")
+    if m.recorder is not None:
+        m.recorder.shared_access(here, address, size)
+    return address + m.shared_base(here.cohort)  # type: ignore[no-any-return]
+
+
+def load_shared(here: Execution, address: Any, size: int, anywhere: bool = False) -> Array:
     """Reads ``size`` bytes per lane from shared memory."""
-    check_window(machine, cohort, address, lanes, size, pc, machine.shared_size, "shared")
-    where = address + machine.shared_base(cohort)
-    view = machine.shared.view[size]
+    m = here.machine
+    where = _place(here, address, size, anywhere)
+    if m.shared_races:
+        m.shared_races.read(here, where, size)
     index = where >> SHIFT[size]
-    if machine.recorder is not None:
-        machine.recorder.shared_access(cohort, address, lanes, size, pc)
-    if machine.shared_races:
-        machine.shared_races.read(cohort, where, size, pc, lanes)
-    if lanes is None:
-        machine.counters.shared_read_bytes += 32 * cohort.n * size
-        return view.take(index)  # type: ignore[no-any-return]
-    chosen = _of_lanes(cohort, index, lanes)
-    machine.counters.shared_read_bytes += len(chosen) * size
-    out = np.zeros((cohort.n, 32), ELEMENT[size])
-    out[spread(lanes, cohort.n)] = view.take(chosen)
-    return out
+    if here.lanes is None:
+        m.counters.shared_read_bytes += 32 * here.cohort.n * size
+        return m.shared.view[size].take(index)
+    chosen = here.chosen(index)
+    m.counters.shared_read_bytes += len(chosen) * size
+    return here.filled(m.shared.view[size].take(chosen))
 
 
 def store_shared(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
+    here: Execution, address: Any, value: Any, size: int, anywhere: bool = False
 ) -> None:
     """Writes ``size`` bytes per lane to shared memory."""
-    check_window(machine, cohort, address, lanes, size, pc, machine.shared_size, "shared")
-    where = spread(address + machine.shared_base(cohort), cohort.n)
-    if machine.recorder is not None:
-        machine.recorder.shared_access(cohort, address, lanes, size, pc)
-    view, place = machine.shared.view[size], where >> SHIFT[size]
-    if machine.shared_races:
-        changes = lanes
-        if "same_value" in machine.allow:
-            changes = _changing(cohort, view, place, value, lanes)
-        machine.stored = Stored(cohort, view, where, 0, value, lanes)
-        machine.shared_races.write(cohort, where, size, pc, changes)
-        machine.stored = None
-    index = _of_lanes(cohort, place, lanes)
-    machine.counters.shared_write_bytes += index.size * size
-    view[index] = _of_lanes(cohort, value, lanes)
+    m, view = here.machine, here.machine.shared.view[size]
+    where = here.spread(_place(here, address, size, anywhere))
+    if m.shared_races:
+        m.stored = Stored(here, view, where, value)
+        m.shared_races.write(_seen_by(here, view, where, value), where, size)
+        m.stored = None
+    index = here.chosen(where >> SHIFT[size])
+    m.counters.shared_write_bytes += index.size * size
+    view[index] = here.chosen(value)
 
 
-def load_cluster(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
+def load_cluster(here: Execution, address: Any, size: int) -> Array:
     """Reads shared memory of any block of the cluster."""
-    if not remote(address):
-        return load_shared(machine, cohort, address, lanes, size, pc)
-    where = _remote(machine, cohort, address, lanes, size, pc)
-    chosen = _of_lanes(cohort, where, lanes)
-    machine.counters.shared_read_bytes += chosen.size * size
-    if machine.shared_races:
-        machine.shared_races.read(cohort, where, size, pc, lanes)
-    out = np.zeros((cohort.n, 32), ELEMENT[size])
-    out[active(cohort, lanes)] = machine.shared.view[size].take(chosen >> SHIFT[size]).reshape(-1)
-    return out
+    return load_shared(here, address, size, True)
 
 
-def store_cluster(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
-) -> None:
+def store_cluster(here: Execution, address: Any, value: Any, size: int) -> None:
     """Writes shared memory of any block of the cluster."""
-    if not remote(address):
-        store_shared(machine, cohort, address, value, lanes, size, pc)
-        return
-    where = _remote(machine, cohort, address, lanes, size, pc)
-    if machine.shared_races:
-        machine.shared_races.write(cohort, where, size, pc, lanes)
-    index = _of_lanes(cohort, where >> SHIFT[size], lanes)
-    machine.counters.shared_write_bytes += index.size * size
-    machine.shared.view[size][index] = _of_lanes(cohort, value, lanes)
+    store_shared(here, address, value, size, True)
 
 
-def store_async(
-    machine: Wave, cohort: Cohort, where: tuple[Any, Any], values: Any, lanes: Any, size: int,
-    pc: int,
-) -> None:  # fmt: skip
-    """st.async: a store to shared memory of the cluster that an mbarrier of its block counts.
-
-    Args:
-        where: addresses of the destination and of the mbarrier.
-    """
-    address, barrier = where
-    store_cluster(machine, cohort, address, values, lanes, size, pc)
-    machine.mbarriers.complete_store(cohort, barrier, size, lanes, pc)
-
-
-def _remote(machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int) -> Array:
-    """Offsets into `Wave.shared` (n, 32) of addresses in a cluster."""
-    blocks, offset = resolved(machine, cohort, address, lanes, size, pc)
-    return blocks * machine.shared_pitch + offset
+def store_async(here: Execution, address: Any, barrier: Any, values: Any, size: int) -> None:
+    """st.async: a store to shared memory of the cluster that an mbarrier of its block counts."""
+    store_cluster(here, address, values, size)
+    here.machine.mbarriers.complete_store(here, barrier, size)
 
 
 # ---- local memory
 
 
-def _local_index(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
-    limit = machine.program.local_bytes
-    check_window(machine, cohort, address, lanes, size, pc, limit, "local")
-    thread = cohort.rows[:, None] * 32 + np.arange(32)
-    machine.counters.local_bytes += 32 * cohort.n * size
-    return (thread * limit + address) >> SHIFT[size]  # type: ignore[no-any-return]
+def _local_index(here: Execution, address: Any, size: int) -> Array:
+    m, rows = here.machine, here.cohort.rows
+    check_window(here, address, size, m.program.local_bytes, "local")
+    m.counters.local_bytes += 32 * len(rows) * size
+    index: Array = (rows[:, None] * 32 + LANES) * m.program.local_bytes + address
+    return index >> SHIFT[size]
 
 
-def load_local(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
-    index = _local_index(machine, cohort, address, lanes, size, pc)
-    if lanes is not None:
-        index = np.where(spread(lanes, cohort.n), index, 0)
-    if machine.local_written is not None:
-        missing = machine.local_written.view[size].take(index) != _WRITTEN[size]
-        if (missing & active(cohort, lanes)).any():
-            row, lane = first_bad(cohort, lanes, missing)
-            machine.fail(
-                UninitialisedRead,
-                "local memory is read that its thread has never written",
-                Site(cohort, pc, row, lane),
-                f"{size}-byte read at local offset {int(spread(address, cohort.n)[row, lane])}"
-                f"{machine.program.local_name(int(spread(address, cohort.n)[row, lane]))}",
-                "initialise every element of the array before it is read",
-            )
-    return machine.local.view[size].take(index)
+def load_local(here: Execution, address: Any, size: int) -> Array:
+    m, index = here.machine, _local_index(here, address, size)
+    if here.lanes is not None:
+        index = np.where(here.spread(here.lanes), index, 0)
+    if m.local_written is not None:
+        missing = m.local_written.view[size].take(index) != _WRITTEN[size]
+        if here.any(missing):
+            site = here.first(missing)
+            at = int(here.spread(address)[site.row, site.lane])
+            what = "local memory is read that its thread has never written"
+            numbers = f"{size}-byte read at local offset {at}{m.program.local_name(at)}"
+            way_out = "initialise every element of the array before it is read"
+            m.fail(UninitialisedRead, what, site, numbers, way_out)
+    return m.local.view[size].take(index)
 
 
-def store_local(
-    machine: Wave,
-    cohort: Cohort,
-    address: Any,
-    value: Any,
-    lanes: Any,
-    size: int,
-    pc: int,
-    written: Any = None,
-) -> None:
+def store_local(here: Execution, address: Any, value: Any, size: int, written: Any = None) -> None:
     """Stores an element of each thread. ``written`` is false where the register was never written;
     None stands for all lanes."""
-    index = _of_lanes(cohort, _local_index(machine, cohort, address, lanes, size, pc), lanes)
-    machine.local.view[size][index] = _of_lanes(cohort, value, lanes)
-    if machine.local_written is not None:
+    m, index = here.machine, here.chosen(_local_index(here, address, size))
+    m.local.view[size][index] = here.chosen(value)
+    if m.local_written is not None:
         marks = _WRITTEN[size]
         if written is not None:
-            marks = _of_lanes(cohort, np.where(written, marks, np.zeros_like(marks)), lanes)
-        machine.local_written.view[size][index] = marks
+            marks = here.chosen(np.where(written, marks, np.zeros_like(marks)))
+        m.local_written.view[size][index] = marks
 
 
 # ---- global memory
 
 
-def load_global(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int, noted: bool = True
-) -> Array:
+def load_global(here: Execution, address: Any, size: int, noted: bool = True) -> Array:
     """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
-    offset = locate(machine, cohort, address, lanes, size, pc, False)
-    counters = machine.counters
-    lanes_read = 32 * cohort.n if lanes is None else len(offset)
-    counters.global_read_bytes += lanes_read * size
-    counters.global_read_sectors += count_sectors(cohort, offset, lanes)
-    if machine.recorder is not None:
-        machine.recorder.global_access(cohort, offset, lanes, size, pc, READ)
-    if machine.global_races:
-        machine.global_races.read(cohort, offset, size, pc, lanes, noted)
-    view = machine.memory.flat.view[size]
-    if lanes is None:
-        return view.take(offset >> SHIFT[size])  # type: ignore[no-any-return]
-    out = np.zeros((cohort.n, 32), ELEMENT[size])
-    out[spread(lanes, cohort.n)] = view.take(offset >> SHIFT[size])
-    return out
+    m, offset = here.machine, locate(here, address, size, False)
+    m.counters.global_read_bytes += size * (
+        32 * here.cohort.n if here.lanes is None else len(offset)
+    )
+    m.counters.global_read_sectors += count_sectors(here, offset)
+    if m.recorder is not None:
+        m.recorder.global_access(here, offset, size, READ)
+    if m.global_races:
+        m.global_races.read(here, offset, size, noted)
+    return here.filled(m.memory.flat.view[size].take(offset >> SHIFT[size]))
 
 
-def store_global(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
-) -> None:
+def store_global(here: Execution, address: Any, value: Any, size: int) -> None:
     """Writes ``size`` bytes per lane to global memory."""
-    if lanes is None:
-        address = spread(address, cohort.n)
-    offset = locate(machine, cohort, address, lanes, size, pc, True)
-    counters = machine.counters
-    counters.global_write_bytes += offset.size * size
-    counters.global_write_sectors += count_sectors(cohort, offset, lanes)
-    if machine.recorder is not None:
-        machine.recorder.global_access(cohort, offset, lanes, size, pc, WRITE)
-    if machine.global_races:
-        changed, changes = offset, lanes
-        view, base = machine.memory.flat.view[size], machine.memory.base
-        if "same_value" in machine.allow:
-            full = spread(address - base, cohort.n)
-            changes = _changing(cohort, view, full >> SHIFT[size], value, lanes)
-            changed = full[changes]
-        machine.stored = Stored(cohort, view, address, base, value, lanes)
-        machine.global_races.write(cohort, changed, size, pc, changes)
-        machine.stored = None
-    machine.memory.flat.view[size][offset >> SHIFT[size]] = _of_lanes(cohort, value, lanes)
+    if here.lanes is None:
+        address = here.spread(address)
+    m, offset = here.machine, locate(here, address, size, True)
+    view = m.memory.flat.view[size]
+    m.counters.global_write_bytes += offset.size * size
+    m.counters.global_write_sectors += count_sectors(here, offset)
+    if m.recorder is not None:
+        m.recorder.global_access(here, offset, size, WRITE)
+    if m.global_races:
+        full = offset if here.lanes is None else here.spread(address) - m.memory.base
+        seen = _seen_by(here, view, full, value)
+        m.stored = Stored(here, view, full, value)
+        m.global_races.write(seen, offset if seen is here else full[seen.lanes], size)
+        m.stored = None
+    view[offset >> SHIFT[size]] = here.chosen(value)
 
 
 # ---- parameters and generic addresses
 
 
-def load_parameter(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
+def load_parameter(here: Execution, address: Any, size: int) -> Array:
     """Reads the kernel's parameters; a constant address gives a uniform value."""
-    check_window(
-        machine, cohort, address, lanes, size, pc, machine.program.param_bytes, "parameter"
-    )
-    if lanes is not None:
-        address = np.where(spread(lanes, cohort.n), address, 0)
-    data = machine.parameters
+    m = here.machine
+    check_window(here, address, size, m.program.param_bytes, "parameter")
+    if here.lanes is not None:
+        address = np.where(here.spread(here.lanes), address, 0)
     if address.ndim == 0:
         at = int(address)
-        return data[at : at + size].view(ELEMENT[size])[0]  # type: ignore[no-any-return]
-    padded = data[: len(data) // size * size]
+        return m.parameters[at : at + size].view(ELEMENT[size])[0]  # type: ignore[no-any-return]
+    padded = m.parameters[: len(m.parameters) // size * size]
     return padded.view(ELEMENT[size]).take(address >> SHIFT[size])  # type: ignore[no-any-return]
 
 
 def spaces(address: Any) -> Array:
     """0 global, 1 shared, 2 local, 3 parameters for each generic address."""
-    shared = (address >= SHARED_WINDOW) & (address < SHARED_WINDOW + WINDOW_BYTES)
-    local = (address >= LOCAL_WINDOW) & (address < LOCAL_WINDOW + WINDOW_BYTES)
-    param = (address >= PARAM_WINDOW) & (address < PARAM_WINDOW + WINDOW_BYTES)
-    return np.asarray(shared * 1 + local * 2 + param * 3)
+    windows = enumerate(_BASES[1:], 1)
+    within = [((address >= w) & (address < w + WINDOW_BYTES)) * kind for kind, w in windows]
+    return np.asarray(sum(within))
 
 
-def store_parameter(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
-) -> None:
+def store_parameter(here: Execution, address: Any, value: Any, size: int) -> None:
     """Fails: the parameters of a kernel are constant."""
-    machine.fail(
-        OutOfBounds,
-        f"{size}-byte store to the parameters of the kernel, which are constant",
-        Site(cohort, pc, *first_bad(cohort, lanes, True)),
-        f"parameter offset {int(spread(address, cohort.n).flat[0])}",
-        "copy the parameter to a variable and change that",
-    )
+    what = f"{size}-byte store to the parameters of the kernel, which are constant"
+    numbers = f"parameter offset {int(here.spread(address).flat[0])}"
+    way_out = "copy the parameter to a variable and change that"
+    here.machine.fail(OutOfBounds, what, here.first(), numbers, way_out)
 
 
 _LOADS = (load_global, load_cluster, load_local, load_parameter)
 _STORES = (store_global, store_cluster, store_local, store_parameter)
 
 
-def by_space(cohort: Cohort, address: Any, lanes: Any) -> list[tuple[int, Any, Any]]:
+def by_space(here: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
     """Splits an access to generic addresses by space.
 
     Returns:
         For each space that the active lanes access: its number (see `spaces`), the addresses in
-        this space, and the lanes.
+        this space, and the execution by its lanes.
     """
     kinds = spaces(address)
-    present = np.unique(kinds if lanes is None else _of_lanes(cohort, kinds, lanes)).tolist()
+    present = np.unique(kinds if here.lanes is None else here.chosen(kinds)).tolist()
     if len(present) == 1:
-        return [(present[0], address - _BASES[present[0]], lanes)]
-    every = active(cohort, lanes)
-    return [
-        (kind, spread(address - _BASES[kind], cohort.n), spread(kinds == kind, cohort.n) & every)
-        for kind in present
-    ]
+        return [(present[0], address - _BASES[present[0]], here)]
+    found = []
+    for kind in present:
+        part = here._replace(lanes=here.spread(kinds == kind) & here.active)
+        found.append((kind, here.spread(address - _BASES[kind]), part))
+    return found
 
 
-def load_generic(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, size: int, pc: int
-) -> Array:
-    parts = by_space(cohort, address, lanes)
-    found = [_LOADS[kind](machine, cohort, at, part, size, pc) for kind, at, part in parts]
+def load_generic(here: Execution, address: Any, size: int) -> Array:
+    parts = by_space(here, address)
+    found = [_LOADS[kind](part, at, size) for kind, at, part in parts]
     if len(found) == 1:
         return found[0]
-    out = np.zeros((cohort.n, 32), ELEMENT[size])
+    out = np.zeros((here.cohort.n, 32), ELEMENT[size])
     for (_, _, part), got in zip(parts, found, strict=True):
-        out[part] = got[part]
+        out[part.lanes] = got[part.lanes]
     return out
 
 
-def store_generic(
-    machine: Wave, cohort: Cohort, address: Any, value: Any, lanes: Any, size: int, pc: int
-) -> None:
-    for kind, at, part in by_space(cohort, address, lanes):
-        _STORES[kind](machine, cohort, at, value, part, size, pc)
+def store_generic(here: Execution, address: Any, value: Any, size: int) -> None:
+    for kind, at, part in by_space(here, address):
+        _STORES[kind](part, at, value, size)
 
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -343,14 +266,8 @@ SCOPES = ("cta", "cluster", "gpu", "sys")
 HINTS = ("ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc", "unified")
 HINT_PREFIXES = ("L1::evict", "L1::no_allocate", "L2::evict", "L2::64B", "L2::128B", "L2::256B")
 # State space of an access -> the run-time functions that execute it
-FUNCTION = {
-    "global": "global",
-    "const": "global",
-    "shared": "shared",
-    "cluster": "cluster",
-    "local": "local",
-    "": "generic",
-}
+FUNCTION = {space: space for space in ("global", "shared", "cluster", "local")}
+FUNCTION |= {"const": "global", "": "generic"}
 
 
 def take_hints(g: Generator) -> bool:
@@ -437,19 +354,17 @@ def is_ordered(ins: Instruction) -> bool:
 @instruction("ld", "ldu", unit="memory", accesses=accessed_bytes, strong=is_ordered)
 def emit_load(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
-    space, _ = take_access(g, ins.operands[1])
+    memory = ins.operands[1]
+    space, _ = take_access(g, memory)
     items = vector_of(g, ins.operands[0])
     size = TYPE_BYTES[kind] * len(items)
-    if size > 16 or kind == "pred":
-        raise g.unknown("an access wider than 16 bytes")
-    where = address(g, ins.operands[1], space)
-    g.require_defined()
+    g.refuse_if(size > 16 or kind == "pred", "an access wider than 16 bytes")
+    where = address(g, memory, space)
     function = "parameter" if space == "param" else FUNCTION[space]
-    memory = ins.operands[1]
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
-    lanes = "None" if space == "param" and named else g.lanes()
-    value = g.let(f"load_{function}(E, C, {where}, {lanes}, {size}, {g.pc})")
+    here = g.here("None" if space == "param" and named else "")
+    value = g.let(f"load_{function}({here}, {where}, {size})")
     unpack(g, value, items, kind)
 
 
@@ -464,9 +379,7 @@ def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> N
 
 def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str) -> None:
     """Assigns the elements along the last axis of an expression."""
-    parts = g.let(parts)
-    for place, item in enumerate(items):
-        g.write(item, f"{parts}[..., {place}]", dtype)
+    g.write_items(items, g.let(parts) + "[..., {}]", dtype)
 
 
 def _unsigned(size: int) -> str:
@@ -484,17 +397,14 @@ def emit_store_async(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
     for word in ("weak", "mbarrier::complete_tx::bytes"):
         g.mods.take(word)
-    if g.mods.take("mmio", "release") or TYPE_BYTES[kind] < 4:
-        raise g.unknown("this form")
+    g.refuse_if(g.mods.take("mmio", "release") or TYPE_BYTES[kind] < 4, "this form")
     g.mods.take("shared::cluster")
     items = vector_of(g, ins.operands[1])
     size = TYPE_BYTES[kind] * len(items)
-    if size > 16:
-        raise g.unknown("more than 16 bytes")
+    g.refuse_if(size > 16, "more than 16 bytes")
     where, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
     value = joined(g, items, DTYPE[kind], _unsigned(size))
-    g.require_defined()
-    g.emit(f"store_async(E, C, ({where}, {barrier}), {value}, {g.lanes()}, {size}, {g.pc})")
+    g.emit(f"store_async({g.here()}, {where}, {barrier}, {value}, {size})")
 
 
 @instruction(
@@ -513,8 +423,7 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     space, _ = take_access(g, ins.operands[0])
     items = vector_of(g, ins.operands[1])
     size = TYPE_BYTES[kind] * len(items)
-    if size > 16 or space in ("param", "const"):
-        raise g.unknown("an access of this width or space")
+    g.refuse_if(size > 16 or space in ("param", "const"), "an access of this width or space")
     where = address(g, ins.operands[0], space)
     if space == "local":
         emit_store_local(g, where, items, kind)
@@ -523,8 +432,7 @@ def emit_store(g: Generator, ins: Instruction) -> None:
         value = joined(g, items, DTYPE[kind], _unsigned(size))
     else:
         value = _bits(g, items[0], kind)
-    g.require_defined()
-    g.emit(f"store_{FUNCTION[space]}(E, C, {where}, {value}, {g.lanes()}, {size}, {g.pc})")
+    g.emit(f"store_{FUNCTION[space]}({g.here()}, {where}, {value}, {size})")
 
 
 def emit_store_local(g: Generator, where: str, items: tuple[Operand, ...], kind: str) -> None:
@@ -539,8 +447,8 @@ def emit_store_local(g: Generator, where: str, items: tuple[Operand, ...], kind:
         value = _bits(g, item, kind)
         written = " & ".join(sorted(set(g.defined))) or "None"
         g.defined = []
-        here = f"{where} + {place * size}" if place else where
-        g.emit(f"store_local(E, C, {here}, {value}, {g.lanes()}, {size}, {g.pc}, {written})")
+        at = f"{where} + {place * size}" if place else where
+        g.emit(f"store_local({g.here()}, {at}, {value}, {size}, {written})")
 
 
 def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:
@@ -558,8 +466,7 @@ def emit_move(g: Generator, ins: Instruction) -> None:
         return
     if isinstance(to, Vec):
         part = size // len(to.items)
-        if not part:
-            raise g.unknown("parts smaller than a byte")
+        g.refuse_if(not part, "parts smaller than a byte")
         write_parts(g, f"parts_of({g.read(source, dtype)}, u{part})", to.items, f"u{part}")
         return
     if isinstance(to, Reg) and isinstance(source, Reg):

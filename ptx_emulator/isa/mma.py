@@ -18,15 +18,19 @@ from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
 from ptx_emulator.isa.memory import address, space_of
-from ptx_emulator.isa.pending_products import PendingProduct, tuple_of
+from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
 from ptx_emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
 from ptx_emulator.ptx.instructions import Width
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Wave
+from ptx_emulator.state.wave import Execution, Wave
 
+Kinds = tuple[str, str]
+"""The types of A and of B."""
+Tiles = tuple[int, int, int]
+"""M tiles of 16 rows, n tiles of 8 columns, and chunks of 16 bytes along k."""
 CHUNK = np.dtype("c16")
 CACHE_BYTES = 1 << 18
 
@@ -86,12 +90,7 @@ def to_single(elements: Array, kind: str) -> Array:
 
 
 def multiply(
-    model: SumModel | None,
-    kinds: tuple[str, str],
-    x: Array,
-    y: Array,
-    start: Array | None,
-    out: Array,
+    model: SumModel | None, kinds: Kinds, x: Array, y: Array, start: Array | None, out: Array
 ) -> None:
     """x y + start of float32 by a model (`sum_products`); without one x y alone, rounded once.
 
@@ -124,25 +123,16 @@ def accumulator_chunks(registers: Any, n: int, m_tiles: int, n_tiles: int) -> Ar
 
 
 def multiply_matrices(
-    cohort: Cohort,
-    kinds: tuple[str, str],
-    tiles: tuple[int, int, int],
-    a: Any,
-    b: Any,
-    model: SumModel | None,
-    c: Any,
+    n: int, kinds: Kinds, tiles: Tiles, a: Any, b: Any, model: SumModel | None, c: Any
 ) -> Array:
-    """Products of fragments, float32, as registers (m, n_tile, 4, rows, 32).
+    """Products of fragments of ``n`` warps, float32, as registers (m, n_tile, 4, n, 32).
 
     Args:
-        kinds: the types of A and of B.
-        tiles: m tiles of 16 rows, n tiles of 8 columns, k chunks of 16 bytes.
         a: registers ordered by (m tile, k chunk, row half).
         b: registers ordered by (n tile, k chunk).
         model: how C is added; None: it is not, and the products are rounded once.
         c: registers of float32 ordered by (m tile, n tile, register), read if there is a model.
     """
-    n = cohort.n
     m_tiles, n_tiles, depth = tiles
     left = scratch("a", (n, m_tiles, 2, 8, depth), CHUNK)
     for register, (m, k, half) in zip(a, np.ndindex(m_tiles, depth, 2), strict=True):
@@ -195,86 +185,71 @@ def join_halves(registers: list[Array]) -> list[Array]:
 
 
 def mma_group(
-    machine: Wave,
-    cohort: Cohort,
-    form: tuple[str, str, int],
-    tiles: tuple[int, int, int],
-    a: Any,
-    b: Any,
-    c: Any,
+    machine: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any
 ) -> list[Array]:
-    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register).
-
-    Args:
-        form: the types of A and of B, and k of one instruction.
-    """
+    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
     kind_a, kind_b, k = form
     model = machine.sums.of("mma", kind_a, k, half=False) if machine.sums else None
-    product = multiply_matrices(cohort, (kind_a, kind_b), tiles, a, b, model, c)
+    product = multiply_matrices(cohort.n, (kind_a, kind_b), tiles, a, b, model, c)
     registers = product.reshape(-1, cohort.n, 32)
     return list(registers) if model else add_single(registers, c)
 
 
 def mma_half(
-    machine: Wave, cohort: Cohort, form: tuple[str, str, int], depth: int, a: Any, b: Any, c: Any
+    machine: Wave, cohort: Cohort, form: Form, depth: int, a: Any, b: Any, c: Any
 ) -> list[Array]:
     """One tile with a float16 accumulator: two registers of two halves each."""
     kind_a, kind_b, k = form
     model = machine.sums.of("mma", kind_a, k, half=True) if machine.sums else None
-    start = split_halves(c, cohort.n)
-    product = multiply_matrices(cohort, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
+    n, start = cohort.n, split_halves(c, cohort.n)
+    product = multiply_matrices(n, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
     return join_halves(list(product) if model else add_single(product, start))
 
 
-def mma_integer(cohort: Cohort, kinds: tuple[str, str], depth: int, a: Any, b: Any, c: Any) -> Any:
+def mma_integer(cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any) -> Any:
     """One tile of 8-bit integers: float32 holds the products of one step exactly."""
-    product = multiply_matrices(cohort, kinds, (1, 1, depth), a, b, None, ())[0, 0]
+    product = multiply_matrices(cohort.n, kinds, (1, 1, depth), a, b, None, ())[0, 0]
     return [product[i].astype(np.int32) + c[i] for i in range(4)]
 
 
-def load_matrix(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, transposed: bool, pc: int
-) -> Array:
+def load_matrix(here: Execution, address: Any, count: int, transposed: bool) -> Array:
     """ldmatrix: registers (n, count, 32) from rows of 16 bytes at the addresses of the lanes."""
-    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
-    machine.counters.shared_read_bytes += cohort.n * count * 128
+    machine, n = here.machine, here.cohort.n
+    where = _matrix_rows(here, address, count)
+    machine.counters.shared_read_bytes += n * count * 128
     if machine.shared_races:
-        machine.shared_races.read(cohort, where, 16, pc, None)
-    data = machine.shared.view[16].take(where >> 4).view(np.uint32).reshape(cohort.n, count, 32)
+        machine.shared_races.read(here._replace(lanes=None), where, 16)
+    data = machine.shared.view[16].take(where >> 4).view(np.uint32).reshape(n, count, 32)
     return _transposed(data) if transposed else data
 
 
-def store_matrix(
-    machine: Wave, cohort: Cohort, address: Any, values: Any, lanes: Any, transposed: bool, pc: int
-) -> None:
+def store_matrix(here: Execution, address: Any, values: Any, transposed: bool) -> None:
     """stmatrix: registers of 8 x 8 matrices to rows of 16 bytes at the addresses of the lanes."""
-    n, count = cohort.n, len(values)
-    where = _matrix_rows(machine, cohort, address, lanes, count, pc)
+    machine, n, count = here.machine, here.cohort.n, len(values)
+    where = _matrix_rows(here, address, count)
     machine.counters.shared_write_bytes += n * count * 128
     if machine.shared_races:
-        machine.shared_races.write(cohort, where, 16, pc, None)
+        machine.shared_races.write(here._replace(lanes=None), where, 16)
     data = np.stack([spread(value, n) for value in values], axis=1)
     if transposed:
         data = _transposed(data)
     machine.shared.view[16][where >> 4] = data.reshape(n, -1).view(CHUNK)
 
 
-def _matrix_rows(
-    machine: Wave, cohort: Cohort, address: Any, lanes: Any, count: int, pc: int
-) -> Array:
+def _matrix_rows(here: Execution, address: Any, count: int) -> Array:
     """Where in the wave's shared memory the rows of ``count`` matrices lie, in bytes (n, rows)."""
-    n = cohort.n
-    rows = spread(address, n)[:, : 8 * count]
-    if lanes is not None:
-        rows = np.where(spread(lanes, n)[:, : 8 * count], rows, 0)
+    machine = here.machine
+    rows = here.spread(address)[:, : 8 * count]
+    if here.lanes is not None:
+        rows = np.where(here.active[:, : 8 * count], rows, 0)
     both = int(np.bitwise_or.reduce(rows, axis=None))
     if not 0 <= both <= machine.shared_size - 16 or both & 15:
-        padded = np.zeros((n, 32), np.int64)
+        padded = np.zeros((len(rows), 32), np.int64)
         padded[:, : rows.shape[1]] = rows
-        check_window(machine, cohort, padded, None, 16, pc, machine.shared_size, "shared")
+        check_window(here._replace(lanes=None), padded, 16, machine.shared_size, "shared")
     if machine.recorder is not None:
-        machine.recorder.matrices(rows, pc)
-    return rows + machine.shared_base(cohort)
+        machine.recorder.matrices(rows, here.pc)
+    return rows + machine.shared_base(here.cohort)
 
 
 def _transposed(matrices: Array) -> Array:
@@ -304,42 +279,35 @@ _DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (
 @instruction("mma", unit="tensor", width=Width.WHOLE_WARP)
 def emit_multiply(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    if not mods.take("sync") or not mods.take("aligned"):
-        raise g.unknown("mma without .sync.aligned")
+    g.need("sync", "aligned")
     shape = next((m for m in mods.left if m.startswith("m") and "n" in m), "")
     mods.take(shape)
-    if mods.take("row", "col") != "row" or not mods.take("col"):
-        raise g.unknown("layouts other than .row.col")
+    g.need("row", "col")
     types = list(mods.left)
     if types == 4 * ["f64"]:
         emit_double(g, ins, shape)
         return
-    if len(types) != 4:
-        raise g.unknown("sparse, block-scaled or saturating forms")
+    g.refuse_if(len(types) != 4, "sparse, block-scaled or saturating forms")
     mods.left.clear()
     d_type, a_type, b_type, c_type = types
     depth = _DEPTH.get((shape, a_type))
     if depth is None or depth != _DEPTH.get((shape, b_type)) or d_type != c_type:
         raise g.unknown("this shape with these types")
-    to, c_items = items_of(ins.operands[0]), items_of(ins.operands[3])
     a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
     integers = a_type in ("s8", "u8")
-    if not integers and not go_together(a_type, b_type):
-        raise g.unknown("mixed operand types")
+    g.refuse_if(not integers and not go_together(a_type, b_type), "mixed operand types")
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     if not integers and d_type == "f32":
-        _defer(g, form, depth, a, b, c_items, to)
+        _defer(g, ins, form, depth, a, b)
         return
-    if not integers and d_type not in SUMS[a_type]:
-        raise g.unknown("this accumulator")
+    g.refuse_if(not integers and d_type not in SUMS[a_type], "this accumulator")
     dtype = "i4" if integers else "u4"
-    c = [g.read(o, dtype) for o in c_items]
+    c = [g.read(o, dtype) for o in items_of(ins.operands[3])]
     g.require_defined()
     args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
     function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
     out = g.let(f"{function}, {args})")
-    for place, item in enumerate(to):
-        g.write(item, f"{out}[{place}]", dtype)
+    g.write_items(items_of(ins.operands[0]), out + "[{}]", dtype)
 
 
 def go_together(a_type: str, b_type: str) -> bool:
@@ -351,21 +319,20 @@ def _operands(g: Generator, operand: Operand, count: int) -> list[str]:
     return [local_of(g, g.read(o, "u4")) for o in fragment_items(g, operand, count)]
 
 
+def fragment(g: Generator, operand: Operand, count: int, dtype: str) -> str:
+    """The registers of a fragment, as a tuple."""
+    return tuple_of([local_of(g, g.read(o, dtype)) for o in fragment_items(g, operand, count)])
+
+
 def local_of(g: Generator, expression: str) -> str:
     return expression if expression.isidentifier() else g.let(expression)
 
 
 def _defer(
-    g: Generator,
-    form: tuple[str, str, int],
-    depth: int,
-    a: list[str],
-    b: list[str],
-    c_items: tuple[Operand, ...],
-    to: tuple[Operand, ...],
+    g: Generator, ins: Instruction, form: Form, depth: int, a: list[str], b: list[str]
 ) -> None:
-    c = []
-    for operand in c_items:
+    to, c = items_of(ins.operands[0]), []
+    for operand in items_of(ins.operands[3]):
         pending = g.names.get(operand.index) if isinstance(operand, Reg) else None
         if pending in g.products.names and isinstance(operand, Reg):
             g.note_definedness(operand.index)
@@ -396,27 +363,19 @@ def _defer(
 
 def _matrices(g: Generator) -> tuple[int, bool]:
     """The number of 8 x 8 matrices of ldmatrix or stmatrix, and whether they are transposed."""
-    mods = g.mods
-    if not mods.take("sync") or not mods.take("aligned") or not mods.take("m8n8"):
-        raise g.unknown("forms other than .sync.aligned.m8n8")
-    count = int((mods.take("x1", "x2", "x4") or "x0")[1])
-    transposed = bool(mods.take("trans"))
-    if space_of(g) != "shared" or not mods.take("b16"):
-        raise g.unknown("this state space or type")
-    return count, transposed
+    g.need("sync", "aligned", "m8n8", "b16")
+    count = int(g.one_of("x1", "x2", "x4")[1])
+    g.refuse_if(space_of(g) != "shared", "this state space")
+    return count, bool(g.mods.take("trans"))
 
 
 @instruction("ldmatrix", unit="memory", width=Width.WHOLE_WARP, accesses=lambda ins: (16, 16))
 def emit_load_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
-    items = items_of(ins.operands[0])
-    if len(items) != count:
-        raise g.unknown("a result of this size")
+    items = fragment_items(g, ins.operands[0], count)
     where = address(g, ins.operands[1], "shared")
-    g.require_defined()
-    value = g.let(f"load_matrix(E, C, {where}, {g.lanes()}, {count}, {transposed}, {g.pc})")
-    for place, item in enumerate(items):
-        g.write(item, f"{value}[:, {place}]", "u4")
+    value = g.let(f"load_matrix({g.here()}, {where}, {count}, {transposed})")
+    g.write_items(items, value + "[:, {}]", "u4")
 
 
 @instruction(
@@ -424,20 +383,15 @@ def emit_load_matrix(g: Generator, ins: Instruction) -> None:
 )
 def emit_store_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
-    items = items_of(ins.operands[1])
-    if len(items) != count:
-        raise g.unknown("a source of this size")
+    items = fragment_items(g, ins.operands[1], count)
     where = address(g, ins.operands[0], "shared")
     values = [local_of(g, g.read(item, "u4")) for item in items]
-    g.require_defined()
-    g.emit(f"store_matrix(E, C, {where}, {tuple_of(values)}, {g.lanes()}, {transposed}, {g.pc})")
+    g.emit(f"store_matrix({g.here()}, {where}, {tuple_of(values)}, {transposed})")
 
 
 @instruction("movmatrix", unit="exchange", width=Width.WHOLE_WARP)
 def emit_move_matrix(g: Generator, ins: Instruction) -> None:
-    for word in ("sync", "aligned", "m8n8", "trans", "b16"):
-        if not g.mods.take(word):
-            raise g.unknown()
+    g.need("sync", "aligned", "m8n8", "trans", "b16")
     g.write(ins.operands[0], f"move_matrix({g.read(ins.operands[1], 'u4')}, C.n)", "u4")
 
 
@@ -468,16 +422,12 @@ def mma_double(cohort: Cohort, halves: int, a: Any, b: Any, c: Any) -> list[Arra
 def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
     """mma.sync with float64 operands and accumulators."""
     g.mods.left.clear()
-    if shape not in _DOUBLE:
-        raise g.unknown("this shape with these types")
+    g.refuse_if(shape not in _DOUBLE, "this shape with these types")
     halves, depth = _DOUBLE[shape]
     counts = (halves * depth, depth, 2 * halves)
-    groups = [
-        tuple_of([g.let(g.read(item, "f8")) for item in fragment_items(g, operand, count)])
-        for operand, count in zip(ins.operands[1:], counts, strict=True)
-    ]
+    given = zip(ins.operands[1:], counts, strict=True)
+    groups = [fragment(g, operand, count, "f8") for operand, count in given]
     to = fragment_items(g, ins.operands[0], 2 * halves)
     g.require_defined()
     out = g.let(f"mma_double(C, {halves}, {', '.join(groups)})")
-    for place, item in enumerate(to):
-        g.write(item, f"{out}[{place}]", "f8")
+    g.write_items(to, out + "[{}]", "f8")

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+Form = tuple[str, str, int]
+"""The types of A and of B, and k of one instruction."""
+
 
 @dataclass
 class PendingProduct:
     """An mma whose code has not been written yet; ``a`` to ``d`` are names of locals.
 
     Attributes:
-        form: the types of A and of B, and k.
         depth: 16-byte chunks along k.
     """
 
-    form: tuple[str, str, int]
+    form: Form
     depth: int
     a: tuple[str, ...]
     b: tuple[str, ...]
@@ -73,7 +75,7 @@ class PendingProducts:
             tail[product.d] = at
             for name in product.d:
                 level_of_name[name] = levels[at]
-        groups: dict[tuple[int, tuple[str, str, int], int], list[list[PendingProduct]]] = {}
+        groups: dict[tuple[int, Form, int], list[list[PendingProduct]]] = {}
         for chain, level in zip(chains, levels, strict=True):
             key = (level, chain[0].form, sum(p.depth for p in chain))
             groups.setdefault(key, []).append(chain)
@@ -110,9 +112,7 @@ def _grids(chains: list[list[PendingProduct]]) -> list[list[list[list[PendingPro
     return [*by_columns.values(), *extra]
 
 
-def _grid_statement(
-    form: tuple[str, str, int], depth: int, grid: list[list[list[PendingProduct]]]
-) -> str:
+def _grid_statement(form: Form, depth: int, grid: list[list[list[PendingProduct]]]) -> str:
     a = [name for row in grid for name in _sequence(row[0], "a")]
     b = [name for chain in grid[0] for name in _sequence(chain, "b")]
     c = [name for row in grid for chain in row for name in chain[0].c]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ptx_emulator.checks import bounds
 from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.isa import (
     atomics,
@@ -26,9 +28,9 @@ from ptx_emulator.isa import (
 from ptx_emulator.isa.generator import RUNTIME, Generator
 from ptx_emulator.ptx.program import PtxProgram
 
-# Each registers its opcodes, and has the functions that their code calls.
+# They register the opcodes, and have the functions that their code calls.
 for _family in (
-    *(atomics, barriers, cluster, comparisons, control, convert, copies, floats),
+    *(atomics, barriers, bounds, cluster, comparisons, control, convert, copies, floats),
     *(integers, memory, mma, warp, wgmma, wmma),
 ):
     RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))
@@ -52,9 +54,9 @@ class Segments:
     def __init__(self, program: PtxProgram) -> None:
         self.program = program
         self._hazards = WgmmaHazards(program)
-        self._compiled: dict[tuple[int, bool, bool, bool], Segment] = {}
+        self.at = functools.cache(self._at)
 
-    def at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
+    def _at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
         """The segment that starts at instruction ``pc``.
 
         Args:
@@ -62,10 +64,5 @@ class Segments:
             check: with the code of the checkers.
             profile: with the code of the recorder.
         """
-        key = (pc, masked, check, profile)
-        found = self._compiled.get(key)
-        if found is None:
-            generator = Generator(self.program, self._hazards, masked, check, profile)
-            function = generator.generate(pc)
-            found = self._compiled[key] = Segment(function, pc, generator.end, generator.text)
-        return found
+        generator = Generator(self.program, self._hazards, masked, check, profile)
+        return Segment(generator.generate(pc), pc, generator.end, generator.text)

@@ -10,12 +10,9 @@ from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Wave
 
 SPECIAL: dict[str, tuple[str, str]] = {
-    "clock": ("E.clock('u4')", "u4"),
-    "clock_hi": ("E.clock('hi')", "u4"),
-    "clock64": ("E.clock('u8')", "u8"),
-    "globaltimer": ("E.clock('u8')", "u8"),
-    "globaltimer_lo": ("E.clock('u4')", "u4"),
-    "globaltimer_hi": ("E.clock('hi')", "u4"),
+    **dict.fromkeys(("clock", "globaltimer_lo"), ("E.clock('u4')", "u4")),
+    **dict.fromkeys(("clock_hi", "globaltimer_hi"), ("E.clock('hi')", "u4")),
+    **dict.fromkeys(("clock64", "globaltimer"), ("E.clock('u8')", "u8")),
 }
 _LAUNCH = ("tid", "ntid", "ctaid", "nctaid")
 _CLUSTER = ("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")

@@ -36,19 +36,12 @@ from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.state.memory import Array
 
 # By code path, instruction and operand type: products of a block at most, and F.
+_OLD = {"f16": (8, 24), "bf16": (8, 24), "tf32": (4, 24), "fp8": (16, 13)}
+_NEW = {"f16": (16, 25), "bf16": (16, 25), "tf32": (8, 25), "fp8": (16, 25)}
 _BLOCKS = {
-    ("sm_80", "mma", "f16"): (8, 24),
-    ("sm_80", "mma", "bf16"): (8, 24),
-    ("sm_80", "mma", "tf32"): (4, 24),
-    ("sm_80", "mma", "fp8"): (16, 13),
-    ("sm_90", "mma", "f16"): (16, 25),
-    ("sm_90", "mma", "bf16"): (16, 25),
-    ("sm_90", "mma", "tf32"): (8, 25),
-    ("sm_90", "mma", "fp8"): (16, 25),
-    ("sm_90", "wgmma", "f16"): (16, 25),
-    ("sm_90", "wgmma", "bf16"): (16, 25),
-    ("sm_90", "wgmma", "tf32"): (8, 25),
-    ("sm_90", "wgmma", "fp8"): (32, 13),
+    ("sm_80", "mma"): _OLD,
+    ("sm_90", "mma"): _NEW,
+    ("sm_90", "wgmma"): {**_NEW, "fp8": (32, 13)},
 }
 # The smallest exponent of a block, by the type of the accumulators.
 _FLOORS = {"sm_80": {"f32": -132, "f16": -20}, "sm_90": {"f32": -133, "f16": -21}}
@@ -96,7 +89,7 @@ def model_of(arch: str, instruction: str, kind: str, k: int, half: bool) -> SumM
     capability = int(number[1]) if number else 80
     path = "sm_90" if capability >= 90 else "sm_80"
     small = kind in ("e4m3", "e5m2")
-    found = _BLOCKS.get((path, instruction, "fp8" if small else kind))
+    found = _BLOCKS.get((path, instruction), {}).get("fp8" if small else kind)
     # How the tensor cores of Blackwell add 8-bit floats is not published.
     if found is None or capability < 80 or (small and capability >= 100):
         return None
@@ -285,13 +278,7 @@ def _field(exponent: int) -> int:
 class _Block:
     """The sums of one block after the other, for matrices of one shape (batch, rows, columns)."""
 
-    def __init__(
-        self,
-        model: SumModel,
-        smallest: list[int],
-        finite: bool,
-        top: Array,
-    ) -> None:
+    def __init__(self, model: SumModel, smallest: list[int], finite: bool, top: Array) -> None:
         """For powers that are finite or not, relative to ``top`` (batch, rows, columns)."""
         self.model = model
         self.smallest = smallest

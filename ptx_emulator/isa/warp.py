@@ -13,7 +13,7 @@ from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
 from ptx_emulator.state.cohort import LANES, Cohort, active, spread
 from ptx_emulator.state.memory import Array
 
-_REDUCTIONS = {
+REDUCTIONS: dict[str, Any] = {
     "add": np.add,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -59,14 +59,8 @@ def source_lanes(mode: str, lane: Any, clamp: Any) -> tuple[Array, Array]:
     segment = (clamp.astype(np.int64) >> 8) & 31
     lowest = LANES & segment
     limit = lowest | (c & ~segment)
-    if mode == "up":
-        source = LANES - b
-    elif mode == "down":
-        source = LANES + b
-    elif mode == "bfly":
-        source = LANES ^ b
-    else:
-        source = lowest | (b & ~segment)
+    sources = {"up": LANES - b, "down": LANES + b, "bfly": LANES ^ b}
+    source = sources.get(mode, lowest | (b & ~segment))
     inside = source >= limit if mode == "up" else source <= limit
     source, inside = np.broadcast_arrays(source, inside)
     return np.where(inside, source, LANES), inside
@@ -116,7 +110,7 @@ def reduce_lanes(cohort: Cohort, operation: str, value: Any, mask: Any) -> Any:
     neutral = {"and": -1, "min": limits.max, "max": limits.min}.get(operation, 0)
     fill = np.array(neutral).astype(value.dtype)
     chosen = np.where(_members(cohort, mask), spread(value, cohort.n)[:, None, :], fill)
-    return _REDUCTIONS[operation].reduce(chosen, axis=2, dtype=value.dtype)
+    return REDUCTIONS[operation].reduce(chosen, axis=2, dtype=value.dtype)
 
 
 def reduce_floats(cohort: Cohort, operation: str, value: Any, mask: Any, propagates: bool) -> Any:
@@ -149,9 +143,8 @@ def raw_dtype(g: Generator, operand: Operand, size: int) -> str:
 
 @instruction("shfl", unit="exchange", width=Width.WARP)
 def emit_shuffle(g: Generator, ins: Instruction) -> None:
-    if not g.mods.take("sync"):
-        raise g.unknown("shfl without .sync")
-    mode = g.mods.take("up", "down", "bfly", "idx")
+    g.need("sync")
+    mode = g.one_of("up", "down", "bfly", "idx")
     g.mods.type()
     to, inside = split_pair(ins.operands[0])
     dtype = raw_dtype(g, to, 4)
@@ -166,8 +159,8 @@ def emit_shuffle(g: Generator, ins: Instruction) -> None:
         g.defined = [*of_lane, g.let(f"{source}[0]")]
     if g.check and (g.masked or g.pc in g.program.strays):
         source = f"source_lanes({mode!r}, {lane}, {clamp})[0]"
-        rest = f"{g.membermask()}, {g.lanes()}, {g.pc}, {g.pc not in g.program.strays}"
-        g.defined.append(g.let(f"E.members.taking_part(C, {source}, {rest})"))
+        rest = f"{g.membermask()}, {g.pc not in g.program.strays}"
+        g.defined.append(g.let(f"E.members.taking_part({g.execution()}, {source}, {rest})"))
     g.write(to, f"{both}[0]", dtype)
     g.defined = of_lane
     if not isinstance(inside, Sink):
@@ -176,9 +169,8 @@ def emit_shuffle(g: Generator, ins: Instruction) -> None:
 
 @instruction("vote", unit="exchange", width=Width.WARP)
 def emit_vote(g: Generator, ins: Instruction) -> None:
-    if not g.mods.take("sync"):
-        raise g.unknown("vote without .sync")
-    mode = g.mods.take("ballot", "all", "any", "uni")
+    g.need("sync")
+    mode = g.one_of("ballot", "all", "any", "uni")
     g.mods.take("pred", "b32")
     predicate = g.read(ins.operands[1], "b1")
     mask = g.read(ins.operands[2], "u4")

@@ -17,25 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx_emulator.isa.descriptors import (
-    CHUNK_BYTES,
-    PATTERN_BYTES,
-    DescriptorLayout,
-    operand_chunks,
-)
+from ptx_emulator.isa import descriptors, mma
 from ptx_emulator.isa.generator import Generator, instruction, items_of
-from ptx_emulator.isa.mma import (
-    CACHE_BYTES,
-    CHUNK,
-    ELEMENTS,
-    SUMS,
-    accumulator_chunks,
-    go_together,
-    local_of,
-    multiply,
-    register_chunks,
-    to_single,
-)
 from ptx_emulator.isa.pending_products import tuple_of
 from ptx_emulator.isa.tensor_core_sums import SumModel, scratch
 from ptx_emulator.ptx.instructions import Width, accumulates, as_immediate
@@ -71,7 +54,7 @@ class WgmmaForm:
     @property
     def depth(self) -> int:
         """k of the instruction: 32 bytes."""
-        return 32 // np.dtype(ELEMENTS[self.kinds[0]]).itemsize
+        return 32 // np.dtype(mma.ELEMENTS[self.kinds[0]]).itemsize
 
     @property
     def fuses_as(self) -> tuple[Any, ...]:
@@ -89,7 +72,7 @@ class SharedOperand:
     """
 
     start: Array
-    layout: DescriptorLayout
+    layout: descriptors.DescriptorLayout
 
     def part(self, keep: Array | slice) -> SharedOperand:
         """The operand of the warpgroups that ``keep`` selects."""
@@ -116,19 +99,17 @@ def gather(
     """
     layout = parts[0].layout
     start = np.stack([part.start for part in parts], axis=1)
-    base = start[:, 0] & -PATTERN_BYTES
+    base = start[:, 0] & -descriptors.PATTERN_BYTES
     relative = start - base[:, None]
-    first = (arena + base) // CHUNK_BYTES
+    first = (arena + base) // descriptors.CHUNK_BYTES
+    form = (layout, rows, mn_major, even_first)
     if (relative == relative[0]).all():
-        found = operand_chunks(tuple(relative[0].tolist()), layout, rows, mn_major, even_first)
+        found = descriptors.operand_chunks(tuple(relative[0].tolist()), *form)
         index = first[:, None, None] + found.places
     else:
-        each = [
-            operand_chunks(tuple(r), layout, rows, mn_major, even_first).places
-            for r in relative.tolist()
-        ]
+        each = [descriptors.operand_chunks(tuple(r), *form).places for r in relative.tolist()]
         index = first[:, None, None] + np.stack(each)
-    out = scratch(role, index.shape, CHUNK)
+    out = scratch(role, index.shape, mma.CHUNK)
     np.take(view, index, out=out, mode="clip")
     return out
 
@@ -138,20 +119,20 @@ def reach(operand: SharedOperand, rows: int, mn_major: bool) -> tuple[Array, Arr
 
     The chunks are numbered from the start of the shared window, (g, chunks).
     """
-    base = operand.start & -PATTERN_BYTES
+    base = operand.start & -descriptors.PATTERN_BYTES
     relative, which = np.unique(operand.start - base, return_inverse=True)
-    each = [operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative]
+    each = [descriptors.operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative]
     low, high = (np.array([getattr(p, end) for p in each])[which] for end in ("low", "high"))
     places = np.stack([p.places.reshape(-1) for p in each])[which]
-    return base + low, base + high, base[:, None] // CHUNK_BYTES + places
+    return base + low, base + high, base[:, None] // descriptors.CHUNK_BYTES + places
 
 
 def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
     """A from four registers per instruction, as chunks (g, 64, k)."""
-    left = scratch("wgmma a", (warps, 2, 8, len(steps), 2), CHUNK)
+    left = scratch("wgmma a", (warps, 2, 8, len(steps), 2), mma.CHUNK)
     for number, registers in enumerate(steps):
         for place, register in enumerate(registers):
-            left[:, place % 2, :, number, place // 2] = register_chunks(register, warps)
+            left[:, place % 2, :, number, place // 2] = mma.register_chunks(register, warps)
     return left.reshape(warps // 4, ROWS, -1)
 
 
@@ -188,18 +169,18 @@ def warpgroup_product(
     alone = [part.part(slice(None, None, sharers)) for part in b]
     right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
     product = scratch("wgmma d", (groups // sharers, ROWS * sharers, n), np.dtype("f4"))
-    start = accumulator_chunks(c, warps, 1, n // 8) if model else None
+    start = mma.accumulator_chunks(c, warps, 1, n // 8) if model else None
     if start is not None:
         if mn_b:
             even_first = start.reshape(-1, n // 8, 2, 4)
             start = np.ascontiguousarray(even_first.swapaxes(2, 3))
         start = start.reshape(product.shape)
-    rows = left.view(ELEMENTS[kind_a])
-    columns = right.view(ELEMENTS[kind_b])
-    step = max(1, CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
+    rows = left.view(mma.ELEMENTS[kind_a])
+    columns = right.view(mma.ELEMENTS[kind_b])
+    step = max(1, mma.CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
     for low in range(0, len(product), step):
         now = slice(low, low + step)
-        x = to_single(rows[low * sharers : (low + step) * sharers], kind_a)
+        x = mma.to_single(rows[low * sharers : (low + step) * sharers], kind_a)
         if form.sign < 0:
             x = -x
         if mn_a:
@@ -209,13 +190,13 @@ def warpgroup_product(
         if not mn_b:
             # BLAS is faster without a transposed B: transpose while the elements are narrow.
             y = np.ascontiguousarray(y.swapaxes(1, 2))
-        y = to_single(y.reshape(len(y), -1, n), kind_b)
-        multiply(model, form.kinds, x, y, None if start is None else start[now], product[now])
+        y = mma.to_single(y.reshape(len(y), -1, n), kind_b)
+        mma.multiply(model, form.kinds, x, y, None if start is None else start[now], product[now])
     if mn_b:
         single = product.reshape(groups, 4, 2, 8, n // 8, 4, 2)
         out = np.ascontiguousarray(single.transpose(4, 2, 6, 0, 1, 3, 5))
     else:
-        ordered = product.view(CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
+        ordered = product.view(mma.CHUNK).reshape(groups, 4, 2, 8, n // 8, 2)
         out = np.ascontiguousarray(ordered.transpose(4, 2, 5, 0, 1, 3)).view(np.float32)
     return out.reshape(n // 2, warps, 32)
 
@@ -247,10 +228,8 @@ _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
     asynchronous=True,
 )
 def emit_warpgroup_multiply(g: Generator, ins: Instruction) -> None:
-    mods = g.mods
-    action = mods.take("fence", "mma_async", "commit_group", "wait_group")
-    if not action or not mods.take("sync") or not mods.take("aligned"):
-        raise g.unknown("forms without .sync.aligned")
+    action = g.one_of("fence", "mma_async", "commit_group", "wait_group")
+    g.need("sync", "aligned")
     if action == "fence":
         g.emit("E.wgmma.order.fence(C)")
     elif action == "commit_group":
@@ -262,16 +241,14 @@ def emit_warpgroup_multiply(g: Generator, ins: Instruction) -> None:
 
 
 def _wait(g: Generator, ins: Instruction) -> None:
-    left = as_immediate(ins.operands[0])
-    if left is None or not 0 <= left < KEPT_GROUPS:
-        raise g.unknown("this number of groups")
+    left = g.immediate(ins.operands[0], "a number of groups")
+    g.refuse_if(not 0 <= left < KEPT_GROUPS, "this number of groups")
     live = g.program.live[g.pc + 1]
     completed = [r for r in g.hazards.completed.get(g.pc, ()) if live >> r & 1]
-    current = [g.current(r) for r in completed]
-    registers = g.object(tuple(completed))
+    current = ", ".join(f"{r}: {g.current(r)}" for r in completed)
     names = [g.fresh() for _ in completed]
     to = f"{', '.join(names)}, = " if names else ""
-    g.emit(f"{to}E.wgmma.wait(C, {left}, {registers}, ({', '.join(current)}{',' * bool(names)}))")
+    g.emit(f"{to}E.wgmma.wait(C, {left}, {{{current}}})")
     g.names.update(zip(completed, names, strict=True))
     g.in_flight.clear()
 
@@ -281,9 +258,9 @@ def _multiply(g: Generator, ins: Instruction) -> None:
     if g.pc in g.hazards.unfenced or g.pc in g.hazards.first:
         registers = g.hazards.unfenced.get(g.pc, ())
         first = g.pc in g.hazards.first
-        g.emit(f"E.wgmma.order.require_fence(C, {registers}, {first}, {g.pc})")
+        g.emit(f"E.wgmma.order.require_fence({g.here()}, {registers}, {first})")
     if form.fragments:
-        left = tuple_of([local_of(g, g.read(item, "u4")) for item in items_of(a)])
+        left = tuple_of([mma.local_of(g, g.read(item, "u4")) for item in items_of(a)])
     else:
         left = g.read(a, "u8")
     right = g.read(b, "u8")
@@ -292,7 +269,7 @@ def _multiply(g: Generator, ins: Instruction) -> None:
     accumulators = "None"
     if form.registers not in g.in_flight:
         items = items_of(ins.operands[0])
-        values = [local_of(g, g.read(item, "u4" if form.half else "f4")) for item in items]
+        values = [mma.local_of(g, g.read(item, "u4" if form.half else "f4")) for item in items]
         accumulators = tuple_of(values)
         if g.defined:
             # Accumulators that are not added to need not have been written.
@@ -302,7 +279,8 @@ def _multiply(g: Generator, ins: Instruction) -> None:
             if g.check and register in g.program.tracked:
                 g.set_definedness(register, g.literal(1, "b1"))
         g.in_flight.add(form.registers)
-    g.emit(f"E.wgmma.issue(C, {g.object(form)}, {left}, {right}, {some}, {accumulators}, {g.pc})")
+    operands = f"{left}, {right}, {some}, {accumulators}"
+    g.emit(f"E.wgmma.issue({g.here()}, {g.object(form)}, {operands})")
 
 
 def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
@@ -314,40 +292,29 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     _, d_type, a_type, b_type = mods.left
     mods.left.clear()
     columns, depth = (int(number) for number in shape.groups())
-    mixed = not go_together(a_type, b_type)
-    if a_type not in _DEPTH or mixed or d_type not in SUMS[a_type]:
-        raise g.unknown("these types")
+    mixed = not mma.go_together(a_type, b_type)
+    g.refuse_if(a_type not in _DEPTH or mixed or d_type not in mma.SUMS[a_type], "these types")
     if depth != _DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:
         raise g.unknown("this shape with these types")
     to, a, b, adds, *rest = ins.operands
     signs = [as_immediate(operand) or 0 for operand in rest[:2]]
-    if len(signs) < 2 or not set(signs) <= {1, -1}:
-        raise g.unknown("a scale other than 1 and -1")
+    g.refuse_if(len(signs) < 2 or not set(signs) <= {1, -1}, "a scale other than 1 and -1")
     flags = [as_immediate(operand) for operand in rest[2:]]
     # Each 16-bit operand in shared memory has a transposition flag.
     movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
-    if len(flags) != len(movable) or not set(flags) <= {0, 1}:
-        raise g.unknown("these transposition flags")
+    g.refuse_if(len(flags) != len(movable) or not set(flags) <= {0, 1}, "these transposition flags")
     transposed = [False, False]
     for which, flag in zip(movable, flags, strict=True):
         transposed[which] = flag == 1
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
     fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
     half = d_type == "f16"
-    if len(set(registers)) != columns // (4 if half else 2):
-        raise g.unknown("this number of accumulators")
+    g.refuse_if(len(set(registers)) != columns // (4 if half else 2), "this number of accumulators")
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of this size")
-    form = WgmmaForm(
-        columns,
-        half,
-        kinds=(a_type, b_type),
-        transposed=(transposed[0], transposed[1]),
-        sign=signs[0] * signs[1],
-        registers=tuple(registers),
-        fragments=tuple(fragments),
-    )
-    return form, a, b, adds
+    kinds, turned, sign = (a_type, b_type), (transposed[0], transposed[1]), signs[0] * signs[1]
+    used = (tuple(registers), tuple(fragments))
+    return WgmmaForm(columns, half, kinds, turned, sign, *used), a, b, adds
 
 
 @instruction(
@@ -359,13 +326,10 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     ends_segment=True,
 )
 def emit_set_registers(g: Generator, ins: Instruction) -> None:
-    mods = g.mods
-    action = mods.take("inc", "dec")
-    if not action or not mods.take("sync") or not mods.take("aligned") or not mods.take("u32"):
-        raise g.unknown("forms other than .inc or .dec .sync.aligned.u32")
-    count = as_immediate(ins.operands[0])
-    if count is None or count % 8 or not 24 <= count <= 256:
-        raise g.unknown("a count that is not a multiple of 8 from 24 to 256")
+    action = g.one_of("inc", "dec")
+    g.need("sync", "aligned", "u32")
+    count = g.immediate(ins.operands[0], "a number of registers")
+    g.refuse_if(count % 8 or not 24 <= count <= 256, "no multiple of 8 from 24 to 256")
     g.finish(g.pc + 1)
     g.emit(f"E.registers.change(C, {count}, {action == 'inc'}, {g.pc})")
     g.ended = True

@@ -22,13 +22,15 @@ from ptx_emulator.isa import memory
 from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction
 from ptx_emulator.isa.memory import FUNCTION, address, implied_space, space_of
-from ptx_emulator.isa.mma import ELEMENTS, multiply, to_single
-from ptx_emulator.isa.pending_products import tuple_of
+from ptx_emulator.isa.mma import ELEMENTS, fragment, multiply, to_single
 from ptx_emulator.ptx.instructions import Width
 from ptx_emulator.ptx.syntax import Instruction, Operand
-from ptx_emulator.state.cohort import LANES, Cohort, spread
+from ptx_emulator.state.cohort import LANES, spread
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Wave
+from ptx_emulator.state.wave import Execution
+
+Shape = tuple[int, int, int]
+"""M, N and K."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,14 @@ class FragmentForm:
         return found
 
 
-def load_fragment(
-    machine: Wave, cohort: Cohort, form: FragmentForm, address: Any, stride: Any, pc: int
-) -> list[Array]:
+def load_fragment(here: Execution, form: FragmentForm, address: Any, stride: Any) -> list[Array]:
     """wmma.load: the registers (n, 32) of a fragment, uint32; uint64 for float64.
 
     The address and the stride, in elements, are the same in all lanes.
     """
     load = getattr(memory, f"load_{form.space}")
-    parts = [load(machine, cohort, at, None, form.width, pc) for at in form.places(address, stride)]
-    values = np.stack([spread(part, cohort.n) for part in parts], axis=-1)
+    parts = [here.spread(load(here, at, form.width)) for at in form.places(address, stride)]
+    values = np.stack(parts, axis=-1)
     return to_registers(values, form.registers)
 
 
@@ -95,42 +95,28 @@ def from_registers(registers: Any, n: int, count: int, dtype: str) -> Array:
 
 
 def store_fragment(
-    machine: Wave,
-    cohort: Cohort,
-    form: FragmentForm,
-    address: Any,
-    stride: Any,
-    registers: Any,
-    pc: int,
+    here: Execution, form: FragmentForm, address: Any, stride: Any, registers: Any
 ) -> None:
     """wmma.store: the registers of an accumulator to memory; see `load_fragment`."""
     places = form.places(address, stride)
-    values = from_registers(registers, cohort.n, len(places), f"u{form.width}")
+    values = from_registers(registers, here.cohort.n, len(places), f"u{form.width}")
     store = getattr(memory, f"store_{form.space}")
     for number, at in enumerate(places):
-        store(machine, cohort, at, values[..., number], None, form.width, pc)
+        store(here, at, values[..., number], form.width)
 
 
 def wmma_multiply(
-    machine: Wave,
-    cohort: Cohort,
-    shape: tuple[int, int, int],
-    kinds: tuple[str, str, str, str],
-    saturates: bool,
-    a: Any,
-    b: Any,
-    c: Any,
+    here: Execution, shape: Shape, kinds: tuple[str, ...], saturates: bool, a: Any, b: Any, c: Any
 ) -> list[Array]:
     """wmma.mma: the registers of D = A B + C.
 
     Args:
-        shape: M, N and K.
         kinds: the element types of A, B, C and D.
         saturates: integer sums stop at the limits of int32.
     """
     rows, columns, depth = shape
     kind_a, kind_b, kind_c, kind_d = kinds
-    n = cohort.n
+    n = here.cohort.n
     x = from_registers(a, n, rows * depth // 32, ELEMENTS[kind_a]).reshape(n, rows, depth)
     y = from_registers(b, n, depth * columns // 32, ELEMENTS[kind_b]).reshape(n, depth, columns)
     each = rows * columns // 32
@@ -142,7 +128,7 @@ def wmma_multiply(
         return to_registers(total.reshape(n, 32, each), len(c))
     product = np.empty((n, rows, columns), np.float32)
     half, integers = kind_d == "f16", kind_d == "s32"
-    sums = None if integers else machine.sums
+    sums = None if integers else here.machine.sums
     model = sums.of("mma", kind_a, depth, half=half) if sums else None
     added = None if model is None else to_single(start, kind_c).reshape(start.shape)
     multiply(model, (kind_a, kind_b), to_single(x, kind_a), to_single(y, kind_b), added, product)
@@ -186,8 +172,7 @@ def _dtype(kind: str) -> str:
 
 def _write(g: Generator, out: str, items: tuple[Operand, ...], kind: str) -> None:
     dtype = _dtype(kind)
-    for place, item in enumerate(items):
-        g.write(item, f"{out}[{place}].view({dtype})", dtype)
+    g.write_items(items, out + f"[{{}}].view({dtype})", dtype)
 
 
 def _element_bytes(ins: Instruction) -> tuple[int, int]:
@@ -204,14 +189,12 @@ def _element_bytes(ins: Instruction) -> tuple[int, int]:
 )
 def emit_wmma(g: Generator, ins: Instruction) -> None:
     mods = g.mods
-    action = mods.take("load", "store", "mma")
+    action = g.one_of("load", "store", "mma")
     role = mods.take("a", "b", "c", "d") if action != "mma" else ""
-    if not action or not mods.take("sync") or not mods.take("aligned"):
-        raise g.unknown("forms without .sync.aligned")
+    g.need("sync", "aligned")
     layouts = [word for word in mods.left if word in ("row", "col")]
     name = mods.take(*_SHAPES)
-    if not name or len(layouts) != (2 if action == "mma" else 1):
-        raise g.unknown("this shape")
+    g.refuse_if(not name or len(layouts) != (2 if action == "mma" else 1), "this shape")
     for word in layouts:
         mods.take(word)
     if action == "mma":
@@ -226,31 +209,23 @@ def _move(g: Generator, ins: Instruction, name: str, role: str, columns_first: b
     size = {"a": (m, k), "b": (k, n)}.get(role, (m, n))
     kind = g.mods.left.pop()
     sums = {word for source in types for word in _SUMS.get(source, ("f32",))}
-    if kind not in (types if role in ("a", "b") else sums):
-        raise g.unknown("this shape with this type")
-    memory, fragment = ins.operands[:2] if role == "d" else ins.operands[1::-1]
+    g.refuse_if(kind not in (types if role in ("a", "b") else sums), "this shape with this type")
+    memory, matrix = ins.operands[:2] if role == "d" else ins.operands[1::-1]
     space = implied_space(g, space_of(g), memory)
     where = address(g, memory, space)
     if len(ins.operands) > 2:
         stride = f"{g.read(ins.operands[2], 'u4')}.astype(i8)"
     else:
         stride = str(size[0] if columns_first else size[1])
-    space = FUNCTION[space]
+    registers = _registers(size, kind, "c" if role == "d" else role)
+    form = FragmentForm(FUNCTION[space], *size, kind, registers, columns_first)
+    given = f"{g.object(form)}, {where}, {stride}"
     if role == "d":
-        registers = _registers(size, kind, "c")
-        items = fragment_items(g, fragment, registers)
-        values = tuple_of([g.let(g.read(item, _dtype(kind))) for item in items])
-        g.require_defined()
-        form = FragmentForm(space, *size, kind, registers, columns_first)
-        name = g.object(form)
-        g.emit(f"store_fragment(E, C, {name}, {where}, {stride}, {values}, {g.pc})")
-        return
-    registers = _registers(size, kind, role)
-    items = fragment_items(g, fragment, registers)
-    g.require_defined()
-    name = g.object(FragmentForm(space, *size, kind, registers, columns_first))
-    out = g.let(f"load_fragment(E, C, {name}, {where}, {stride}, {g.pc})")
-    _write(g, out, items, kind)
+        values = fragment(g, matrix, registers, _dtype(kind))
+        g.emit(f"store_fragment({g.here()}, {given}, {values})")
+    else:
+        items = fragment_items(g, matrix, registers)
+        _write(g, g.let(f"load_fragment({g.here()}, {given})"), items, kind)
 
 
 def _multiply(g: Generator, ins: Instruction, name: str) -> None:
@@ -262,25 +237,19 @@ def _multiply(g: Generator, ins: Instruction, name: str) -> None:
     words, mods.left = mods.left, []
     if len(words) == 2:  # float16 operands are not named
         words = [words[0], "f16", "f16", words[1]]
-    if len(words) != 4:
-        raise g.unknown("these types")
+    g.refuse_if(len(words) != 4, "these types")
     d, a, b, c = words
     sums = _SUMS.get(a, ("f32",))
     if a != b or a not in types or d not in sums or c not in sums:
         raise g.unknown("this shape with these types")
-    if saturates and d != "s32":
-        raise g.unknown("saturation of floats")
+    g.refuse_if(saturates and d != "s32", "saturation of floats")
     kinds = (a, b, c, d)
     groups = []
-    for operand, kind, size, role in (
-        (ins.operands[1], a, (m, k), "a"),
-        (ins.operands[2], b, (k, n), "b"),
-        (ins.operands[3], c, (m, n), "c"),
-    ):
-        items = fragment_items(g, operand, _registers(size, kind, role))
-        groups.append(tuple_of([g.let(g.read(item, _dtype(kind))) for item in items]))
+    sizes = zip((a, b, c), ((m, k), (k, n), (m, n)), "abc", strict=True)
+    for operand, (kind, size, role) in zip(ins.operands[1:], sizes, strict=True):
+        groups.append(fragment(g, operand, _registers(size, kind, role), _dtype(kind)))
     to = fragment_items(g, ins.operands[0], _registers((m, n), d, "c"))
-    g.require_defined()
     shape = (m, n, k)
-    out = g.let(f"wmma_multiply(E, C, {shape}, {kinds!r}, {saturates}, {', '.join(groups)})")
+    given = f"{shape}, {kinds!r}, {saturates}, {', '.join(groups)}"
+    out = g.let(f"wmma_multiply({g.here()}, {given})")
     _write(g, out, to, d)

@@ -53,12 +53,10 @@ class DeviceArguments:
         self.addresses: dict[int, int] = {}  # id of an array -> device address
         params = self.program.params
         if len(args) != len(params):
-            raise self.error(
-                "the number of arguments differs from the number of kernel parameters",
-                f"{len(args)} given; the kernel has {len(params)}: "
-                + ", ".join(p.name for p in params),
-                "pass one per parameter; None for a hidden pointer",
-            )
+            what = "the number of arguments differs from the number of kernel parameters"
+            names = ", ".join(p.name for p in params)
+            numbers = f"{len(args)} given; the kernel has {len(params)}: {names}"
+            raise self.error(what, numbers, "pass one per parameter; None for a hidden pointer")
         self._variables()
         self._place(args)
         self.parameters = bytearray(self.program.param_bytes)
@@ -71,6 +69,10 @@ class DeviceArguments:
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"
         return LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+
+    def misfit(self, number: int, numbers: str) -> LaunchArguments:
+        way_out = "pass arrays or None for pointers and numbers of the parameter's type"
+        return self.error(f"argument {number} does not fit its parameter", numbers, way_out)
 
     def _variables(self) -> None:
         for name, address in self.program.constants.items():
@@ -140,11 +142,7 @@ class DeviceArguments:
         if data is None:
             return self._number(number, value, param)
         if len(data) != param.size:
-            raise self.error(
-                f"argument {number} does not fit its parameter",
-                f"{len(data)} bytes given; {param.name} has {param.size}",
-                "pass arrays or None for pointers and numbers of the parameter's type",
-            )
+            raise self.misfit(number, f"{len(data)} bytes given; {param.name} has {param.size}")
         return data
 
     def _reference(self, number: int, value: Any, at: int) -> bytes | None:
@@ -162,27 +160,23 @@ class DeviceArguments:
         return bytes(8) if value is None else None
 
     def _number(self, number: int, value: Any, param: Variable) -> bytes:
-        size = param.size
-        is_float = isinstance(value, (float, np.floating)) or param.type[0] == "f"
-        if isinstance(value, np.generic) and value.dtype.itemsize == size and param.type[0] == "b":
+        size, kind = param.size, param.type[0]
+        floating = isinstance(value, (float, np.floating))
+        as_bits = kind == "b" or (floating and kind in "us")
+        if isinstance(value, np.generic) and value.dtype.itemsize == size and as_bits:
             return value.tobytes()
         try:
-            if is_float:
-                if param.type[0] in "us":
-                    if isinstance(value, np.generic) and value.dtype.itemsize == size:
-                        return value.tobytes()
-                    raise TypeError("a float for an integer parameter")
+            if floating and kind in "us":
+                raise TypeError("a float for an integer parameter")
+            if floating or kind == "f":
                 return struct.pack("<" + {2: "e", 4: "f", 8: "d"}[size], float(value))
             whole = int(value)
             if not -(1 << (8 * size - 1)) <= whole < 1 << (8 * size):
                 raise OverflowError(f"{whole} does not fit {size} bytes")
             return (whole & ((1 << 8 * size) - 1)).to_bytes(size, "little")
         except (TypeError, KeyError, ValueError, OverflowError) as problem:
-            raise self.error(
-                f"argument {number} does not fit its parameter",
-                f"{value!r} for {param.name} of type .{param.type}: {problem}",
-                "pass arrays or None for pointers and numbers of the parameter's type",
-            ) from None
+            numbers = f"{value!r} for {param.name} of type .{param.type}: {problem}"
+            raise self.misfit(number, numbers) from None
 
     def _placed_struct(self, number: int, value: Array) -> int:
         """The address of a struct in global memory, an array of objects."""

@@ -9,9 +9,9 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.clocks import NAMED_BARRIERS
 from ptx_emulator.errors import DeadlockError, RaceError, way_out
-from ptx_emulator.state.cohort import Cohort, WaitsAtBarrier, WaitsForCluster, spread
+from ptx_emulator.state.cohort import Cohort, WaitsAtBarrier, WaitsForCluster
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 REDUCTIONS = {"and": np.logical_and, "or": np.logical_or, "popc": np.add}
 
@@ -30,48 +30,44 @@ class Barriers:
         self.votes: dict[tuple[int, int], list[Array]] = {}
 
     def arrive(
-        self,
-        cohort: Cohort,
-        number: Any,
-        count: Any,
-        blocking: bool,
-        pc: int,
-        vote: Any = None,
-        result: tuple[int, str, str] | None = None,
+        self, here: Execution, number: Any, count: Any, blocking: bool, votes: Any = None
     ) -> None:
-        """Rows of ``cohort`` arrive at barrier ``number``; it counts ``count`` threads (0: all)."""
-        m = self.machine
+        """Warps arrive at barrier ``number``, which counts ``count`` threads (0: all).
+
+        ``votes`` of bar.red: the predicates, and `WaitsAtBarrier.result`.
+        """
+        m, cohort, pc = self.machine, here.cohort, here.pc
         ids, counts = (
             np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
             for value in (number, count)
         )
-        self._validate(cohort, ids, counts, pc)
+        self._validate(here, ids, counts)
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
         if m.shared_races:
-            self._in_turn(cohort, blocks, ids, pc)
-        if vote is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
+            self._in_turn(here, blocks, ids)
+        if votes is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)
             return
         np.add.at(self.arrived, (blocks, ids), 32)
-        self._same_count(cohort, blocks, ids, counts, pc)
+        self._same_count(here, blocks, ids, counts)
         self.expected[blocks, ids] = counts
         self.latest[blocks, ids] = np.stack([cohort.rows, np.full(cohort.n, pc)], axis=1)
         self._demand_room(blocks, ids)
         if m.shared_races:
             m.shared_races.synchronise_lanes(cohort, None)
-            clocks = m.shared_races.clocks
+            clocks = m.clocks
             self.arrivals[blocks, ids, m.row_member[cohort.rows]] = clocks.clock[cohort.rows]
             clocks.publish(cohort.rows, self._slots(blocks, ids))
-        if vote is not None:
-            values, lanes = spread(vote, cohort.n), cohort.full_mask()
+        if votes is not None:
+            values, lanes = here.spread(votes[0]), cohort.full_mask()
             for row in range(cohort.n):
                 entry = self.votes.setdefault((int(blocks[row]), int(ids[row])), [])
                 entry.append(values[row][lanes[row]])
         if blocking:
-            cohort.waits = WaitsAtBarrier(pc, ids, result)
+            cohort.waits = WaitsAtBarrier(pc, ids, votes and votes[1])
         self.complete(np.unique(blocks))
 
     def _slots(self, blocks: Array, ids: Array) -> Array:
@@ -88,18 +84,18 @@ class Barriers:
             return
         slots = self._slots(blocks, ids)
         races.synchronise_lanes(cohort, None)
-        races.clocks.publish(cohort.rows, slots)
-        races.clocks.acquire(cohort.rows, slots)
-        races.clocks.published[m.row_cluster[cohort.rows], slots] = 0
+        m.clocks.publish(cohort.rows, slots)
+        m.clocks.acquire(cohort.rows, slots)
+        m.clocks.published[m.row_cluster[cohort.rows], slots] = 0
 
-    def _validate(self, cohort: Cohort, ids: Array, counts: Array, pc: int) -> None:
+    def _validate(self, here: Execution, ids: Array, counts: Array) -> None:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
         if bad.any():
             row = int(np.argmax(bad))
             what = "a barrier with a number or thread count that PTX does not allow"
             numbers = f"barrier {ids[row]}, {counts[row]} threads"
             way_out = "numbers are 0 to 15, counts multiples of 32"
-            self.machine.fail(EmulatorError, what, Site(cohort, pc, row), numbers, way_out)
+            self.machine.fail(EmulatorError, what, here.site(row), numbers, way_out)
 
     def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
         """Whether all warps of the blocks arrive together at an idle barrier, the common case."""
@@ -113,35 +109,29 @@ class Barriers:
         whole = (here[present] == alive) & (alive == wanted)
         return bool(whole.all() and not self.arrived[present, int(ids[0])].any())
 
-    def _same_count(
-        self, cohort: Cohort, blocks: Array, ids: Array, counts: Array, pc: int
-    ) -> None:
+    def _same_count(self, here: Execution, blocks: Array, ids: Array, counts: Array) -> None:
         before = self.expected[blocks, ids]
         first: dict[tuple[int, int], int] = {}
         for row, key in enumerate(zip(blocks.tolist(), ids.tolist(), strict=True)):
             other = int(before[row]) or first.setdefault(key, int(counts[row]))
             if other != counts[row]:
-                self.machine.fail(
-                    EmulatorError,
-                    "warps meet at one barrier with different thread counts",
-                    Site(cohort, pc, row),
-                    f"barrier {ids[row]}: {counts[row]} here, {other} before "
-                    "(-1: all threads of the block)",
-                    "use the same count in every bar.sync and bar.arrive of a barrier",
-                )
+                what = "warps meet at one barrier with different thread counts"
+                numbers = f"barrier {ids[row]}: {counts[row]} here, {other} before"
+                numbers += " (-1: all threads of the block)"
+                advice = "use the same count in every bar.sync and bar.arrive of a barrier"
+                self.machine.fail(EmulatorError, what, here.site(row), numbers, advice)
 
-    def _in_turn(self, cohort: Cohort, blocks: Array, ids: Array, pc: int) -> None:
+    def _in_turn(self, here: Execution, blocks: Array, ids: Array) -> None:
         """Checks that warps have seen the last use of a barrier complete before they use it again.
 
         Otherwise they may count as arrivals of that use.
         """
         m, before = self.machine, self.completed[blocks, ids]
-        assert m.shared_races is not None
-        rows = cohort.rows
+        rows = here.cohort.rows
         twice = self.arrivals[blocks, ids, m.row_member[rows]] > 0
         if not before.any() and not twice.any():
             return
-        seen = m.shared_races.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
+        seen = m.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
         late = before > seen[:, : m.cluster_warps]
         bad = twice | late.any(axis=1)
         if not bad.any():
@@ -150,14 +140,11 @@ class Barriers:
         last = m.program.describe(int(self.latest[blocks[row], ids[row], 1]))
         others = [m.member_name(other) for other in np.flatnonzero(late[row]).tolist()]
         who = "this warp" if twice[row] else ", ".join(others)
-        m.fail(
-            RaceError,
-            "a warp arrives at a barrier again, and nothing shows it that the last use of the "
-            "barrier is complete: it may count as an arrival of that use",
-            Site(cohort, pc, row),
-            f"barrier {ids[row]}, used by {who}: {last}",
-            "use another barrier, or wait for the warps that took part (bar.sync) in between",
-        )
+        what = "a warp arrives at a barrier again, and nothing shows it that the last use of the "
+        what += "barrier is complete: it may count as an arrival of that use"
+        numbers = f"barrier {ids[row]}, used by {who}: {last}"
+        advice = "use another barrier, or wait for the warps that took part (bar.sync) in between"
+        m.fail(RaceError, what, here.site(row), numbers, advice)
 
     def _demand_room(self, blocks: Array, ids: Array) -> None:
         """Checks that no more threads have arrived together than a barrier counts."""
@@ -166,13 +153,11 @@ class Barriers:
         if above.any():
             which = int(np.argmax(above))
             row, pc = self.latest[blocks[which], ids[which]].tolist()
-            raise EmulatorError(
-                "more threads arrive at a barrier than it counts: which of them it lets pass "
-                "together depends on their order",
-                where=m.place(row, None, pc),
-                numbers=f"barrier {ids[which]}: {arrived[which]} of {expected[which]} threads",
-                way_out="count all threads that use the barrier together, or use several barriers",
-            )
+            what = "more threads arrive at a barrier than it counts: which of them it lets pass "
+            what += "together depends on their order"
+            numbers = f"barrier {ids[which]}: {arrived[which]} of {expected[which]} threads"
+            advice = "count all threads that use the barrier together, or use several barriers"
+            raise EmulatorError(what, where=m.place(row, None, pc), numbers=numbers, way_out=advice)
 
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: every arrival must have been needed.
@@ -186,14 +171,12 @@ class Barriers:
             return
         block, barrier = (int(i) for i in np.argwhere(left)[0])
         row, pc = self.latest[block, barrier].tolist()
-        raise DeadlockError(
-            "a block ends while threads have arrived at a barrier that never completes",
-            where=m.place(row, None, pc),
-            numbers=f"barrier {barrier}: {self.arrived[block, barrier]} of "
-            f"{self.expected[block, barrier]} threads have arrived",
-            way_out="let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier "
-            "counts" + way_out("barrier_left_incomplete"),
-        )
+        what = "a block ends while threads have arrived at a barrier that never completes"
+        numbers = f"barrier {barrier}: {self.arrived[block, barrier]} of "
+        numbers += f"{self.expected[block, barrier]} threads have arrived"
+        advice = "let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier counts"
+        advice += way_out("barrier_left_incomplete")
+        raise DeadlockError(what, where=m.place(row, None, pc), numbers=numbers, way_out=advice)
 
     def after_exit(self, blocks: Array) -> None:
         """Releases barriers of all threads of a block that waited for exited warps only."""
@@ -226,7 +209,7 @@ class Barriers:
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
             slot = int(self._slots(np.array([block]), np.array([barrier]))[0])
-            m.shared_races.clocks.release(rows, block // m.cluster_size, slot)
+            m.clocks.release(rows, block // m.cluster_size, slot)
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits
@@ -244,22 +227,16 @@ class Barriers:
 
     def describe(self, c: Cohort) -> list[str]:
         """What the warps of a waiting cohort wait for, for the deadlock report."""
-        ids = c.waits.ids
-        return [
-            f"{self.machine.warps_text(c.rows[ids == barrier])}, {self._state(c, barrier)}"
-            for barrier in np.unique(ids).tolist()
-        ]
-
-    def _state(self, c: Cohort, barrier: int) -> str:
-        m, waits = self.machine, c.waits
-        block = int(m.row_block[c.rows[np.argmax(waits.ids == barrier)]])
-        expected = int(self.expected[block, barrier])
-        if expected <= 0:
-            expected = int(m.live_warps[block]) * 32
-        return (
-            f"waits at barrier {barrier}: {int(self.arrived[block, barrier])} of {expected} "
-            f"threads have arrived; {m.program.describe(waits.pc)}"
-        )
+        m, lines = self.machine, []
+        for barrier in np.unique(c.waits.ids).tolist():
+            rows = c.rows[c.waits.ids == barrier]
+            block = int(m.row_block[rows[0]])
+            expected, arrived = (int(t[block, barrier]) for t in (self.expected, self.arrived))
+            expected = expected if expected > 0 else int(m.live_warps[block]) * 32
+            state = f"{arrived} of {expected} threads have arrived"
+            at = m.program.describe(c.waits.pc)
+            lines.append(f"{m.warps_text(rows)}, waits at barrier {barrier}: {state}; {at}")
+        return lines
 
 
 class ClusterBarrier:
@@ -284,27 +261,21 @@ class ClusterBarrier:
         clusters = np.unique(m.row_cluster[cohort.rows])
         if m.shared_races:
             if self.slot < 0:
-                self.slot = m.shared_races.clocks.new_slots(2)
+                self.slot = m.clocks.new_slots(2)
             m.shared_races.synchronise_lanes(cohort, None)
-            m.shared_races.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
+            m.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
         self.check(clusters)
 
     def wait(self, cohort: Cohort, pc: int) -> None:
         """barrier.cluster.wait: blocks until all threads of the cluster have arrived."""
         m = self.machine
-        cohort.pc = pc + 1
         self._demand(cohort, pc, True, "waits without arriving")
         ready = self.complete[m.row_cluster[cohort.rows]] >= self.arrived[cohort.rows]
-        done, waiting = (cohort, None) if ready.all() else (None, cohort)
-        if ready.any() and not ready.all():
-            done, waiting = m.split(cohort, ready, pc + 1, pc)
-        if waiting is not None:
-            waiting.pc = pc
-            waiting.waits = WaitsForCluster(pc)
+        done = m.hold(cohort, ready, pc, WaitsForCluster(pc), pc + 1)
         if done is not None:
             self.passed[done.rows] = self.arrived[done.rows]
             if m.shared_races:
-                m.shared_races.clocks.acquire(done.rows, np.full(done.n, self.slot + 1))
+                m.clocks.acquire(done.rows, np.full(done.n, self.slot + 1))
 
     def check(self, clusters: Array) -> None:
         """Completes the phases of clusters whose threads have all arrived or exited."""
@@ -316,12 +287,10 @@ class ClusterBarrier:
                 continue
             self.complete[cluster] += 1
             if m.shared_races:
-                published = m.shared_races.clocks.published[cluster]
+                published = m.clocks.published[cluster]
                 published[self.slot + 1] = published[self.slot]
                 published[self.slot] = 0
-            for c in m.cohorts:
-                if isinstance(c.waits, WaitsForCluster):
-                    c.waits = None
+            m.wake(WaitsForCluster)
 
     def _rows(self, cluster: int) -> Array:
         warps = self.machine.cluster_warps
@@ -345,11 +314,8 @@ class ClusterBarrier:
         if fine.all():
             return
         row = int(np.argmin(fine))
-        self.machine.fail(
-            EmulatorError,
-            f"a warp {problem} at the cluster barrier",
-            Site(cohort, pc, row),
-            f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
-            f"{self.passed[cohort.rows[row]]} times",
-            "follow every barrier.cluster.arrive by one barrier.cluster.wait",
-        )
+        what = f"a warp {problem} at the cluster barrier"
+        numbers = f"it has arrived {self.arrived[cohort.rows[row]]} times and waited "
+        numbers += f"{self.passed[cohort.rows[row]]} times"
+        advice = "follow every barrier.cluster.arrive by one barrier.cluster.wait"
+        self.machine.fail(EmulatorError, what, Site(cohort, pc, row), numbers, advice)

@@ -13,6 +13,7 @@ without .read. A missing proxy fence for global memory is not detected.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,40 +33,31 @@ from ptx_emulator.errors import (
 )
 from ptx_emulator.isa.atomics import combine
 from ptx_emulator.isa.cluster import remote, resolved
+from ptx_emulator.machine import tma
 from ptx_emulator.machine.map_bytes import PlacedMap
-from ptx_emulator.machine.tma import (
-    CHUNK_BYTES,
-    WIDEST_BYTES,
-    Boxes,
-    boxes,
-    lowest_bit,
-    overlapping,
-    places,
-)
+from ptx_emulator.machine.tma import Boxes
 from ptx_emulator.ptx.register_types import DTYPE
-from ptx_emulator.state.cohort import Cohort, SingleThreads, active, spread
+from ptx_emulator.state.cohort import Cohort, SingleThreads, active
 from ptx_emulator.state.memory import SHIFT, Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 _TENSOR_ALIGN = 128
+_FIT = "pass a map and operands that fit the instruction"
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
 _TYPES = {
     "add": ("f16", "bf16", "f32", "f64", "u32", "s32", "u64"),
-    "min": ("f16", "bf16", "u32", "s32", "u64", "s64"),
-    "max": ("f16", "bf16", "u32", "s32", "u64", "s64"),
-    "inc": ("u32",),
-    "dec": ("u32",),
-    "and": _BITS,
-    "or": _BITS,
-    "xor": _BITS,
+    **dict.fromkeys(("min", "max"), ("f16", "bf16", "u32", "s32", "u64", "s64")),
+    **dict.fromkeys(("inc", "dec"), ("u32",)),
+    **dict.fromkeys(("and", "or", "xor"), _BITS),
 }
 
 
 @dataclass(eq=False)
 class BulkTransfer:
-    """The copies that one execution of an instruction started, one per row of ``issued``.
+    """The copies that one execution of an instruction started, one per thread.
 
     Attributes:
+        here: the execution; its cohort consists of single threads, ``issued``.
         box: their bytes in global memory, as offsets into `GlobalMemory.flat`.
         start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
         blocks: the block of the wave in whose shared memory each box lies, (n,).
@@ -77,8 +69,7 @@ class BulkTransfer:
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
 
-    issued: SingleThreads
-    pc: int
+    here: Execution
     box: Boxes
     start: Array
     shared_offsets: Array
@@ -94,30 +85,24 @@ class BulkTransfer:
     done: bool = False
 
     def __post_init__(self) -> None:
+        assert isinstance(self.here.cohort, SingleThreads)
+        self.issued, self.pc = self.here.cohort, self.here.pc
         self.waited = np.zeros(self.issued.n, bool)
         self.size = self.shared_offsets.shape[1] * self.box.unit  # of each copy, in shared memory
 
     def part(self, which: Array) -> BulkTransfer:
         """The copies of the threads ``which``; for copies out of shared memory."""
-        box = self.box
-        return replace(
-            self,
-            issued=self.issued.some(which),
-            box=replace(
-                box,
-                offsets=box.offsets[which],
-                inside=None if box.inside is None else box.inside[which],
-                wide_offsets=box.wide_offsets[which],
-            ),
-            start=self.start[which],
-            shared_offsets=self.shared_offsets[which],
-            blocks=self.blocks[which],
-            groups=self.groups[which],
-        )
+        box, here = self.box, self.here._replace(cohort=self.issued.some(which))
+        inside = None if box.inside is None else box.inside[which]
+        offsets, wide = box.offsets[which], box.wide_offsets[which]
+        names = ("start", "shared_offsets", "blocks", "groups")
+        cut: dict[str, Any] = {name: getattr(self, name)[which] for name in names}
+        box = replace(box, offsets=offsets, inside=inside, wide_offsets=wide)
+        return replace(self, here=here, box=box, **cut)
 
     def spans(self) -> tuple[Array, int]:
         """Offsets of whole boxes in `Wave.shared` in the largest aligned units, and their size."""
-        size = lowest_bit(np.append(self.start, self.size), WIDEST_BYTES)
+        size = tma.lowest_bit(np.append(self.start, self.size), tma.WIDEST_BYTES)
         return self.start[:, None] + np.arange(self.size // size) * size, size
 
     def in_shared(self) -> tuple[Array, Array, int]:
@@ -143,41 +128,41 @@ def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
 
 
 def boxes_at(
-    m: Wave, site: Site, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
+    here: Execution, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
 ) -> Boxes:
     """The boxes of a tensor, checked, as offsets into `GlobalMemory.flat`."""
-    spec, base = tensor.spec, tensor.base
+    m, site, spec, base = here.machine, here.site(), tensor.spec, tensor.base
     if spec.swizzle and spec.inner_bytes < spec.swizzle:
         what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
         numbers = f"{spec.inner_bytes} bytes, span {spec.swizzle}"
-        way_out = "pass a map and operands that fit the instruction"
-        m.fail(LaunchArguments, what, site, numbers, way_out)
+        m.fail(LaunchArguments, what, site, numbers, _FIT)
     if tensor.before and load:
         what = "a load by a tensor map that begins before its array"
         way_out = "begin the map at the array: addresses of 64 bits may wrap around"
         m.fail(OutOfBounds, what, site, f"{tensor.before:,} B before it", way_out)
     first = base - tensor.before
-    box = boxes(spec, first, coordinates)
-    check_shared(m, site, shared, spec.box_bytes, _TENSOR_ALIGN)
+    box = tma.boxes(spec, first, coordinates)
+    check_shared(here, shared, spec.box_bytes, _TENSOR_ALIGN)
     if tensor.before or spec.wraps_around:
-        _check_box(m, site, box, tensor.before, tensor.bytes)
+        _check_box(here, box, tensor.before, tensor.bytes)
     m.memory.touched = [m.memory.find(base)]
     shift = first - m.memory.base
     return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
-def check_shared(m: Wave, site: Site, at: Array, size: int, align: int) -> None:
-    bad = (at < 0) | (at + size > m.shared_size)
+def check_shared(here: Execution, at: Array, size: int, align: int) -> None:
+    limit = here.machine.shared_size
+    bad = (at < 0) | (at + size > limit)
     if bad.any():
         which = int(np.argmax(bad))
         what = "a bulk copy extends beyond shared memory"
-        numbers = f"{size:,} bytes at offset {int(at[which]):,} of {m.shared_size:,} bytes"
+        numbers = f"{size:,} bytes at offset {int(at[which]):,} of {limit:,} bytes"
         way_out = "check the address and the box, or pass a larger shared_bytes"
-        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
-    check_aligned(m, site.cohort, at[:, None], None, align, site.pc, "shared")
+        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
+    check_aligned(here, at[:, None], align, "shared")
 
 
-def _check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
+def _check_box(here: Execution, box: Boxes, before: int, size: int) -> None:
     """Checks that boxes lie in the bytes of an array that begins ``before`` bytes after the map."""
     at = box.offsets - before
     bad = (at < 0) | (at + box.unit > size)
@@ -188,11 +173,11 @@ def _check_box(m: Wave, site: Site, box: Boxes, before: int, size: int) -> None:
         what = "a box of a tensor map extends beyond its array"
         numbers = f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes"
         way_out = "check the coordinates against the rows of the array"
-        m.fail(OutOfBounds, what, site._replace(row=int(which)), numbers, way_out)
+        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
 
 
-def check_global(m: Wave, site: Site, at: Array, size: int, write: bool) -> None:
-    memory = m.memory
+def check_global(here: Execution, at: Array, size: int, write: bool) -> None:
+    memory = here.machine.memory
     index = np.searchsorted(memory.starts, at, "right") - 1
     bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
     if bad.any():
@@ -200,21 +185,23 @@ def check_global(m: Wave, site: Site, at: Array, size: int, write: bool) -> None
         what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
         numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
         way_out = "check the index against the array that was passed"
-        m.fail(OutOfBounds, what, site._replace(row=which), numbers, way_out)
-    check_aligned(m, site.cohort, at[:, None], None, CHUNK_BYTES, site.pc, "global")
+        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
+    check_aligned(here, at[:, None], tma.CHUNK_BYTES, "global")
     memory.touched = np.unique(index).tolist()
 
 
-def check_reduction(m: Wave, site: Site, operation: str, kind: str) -> None:
+def check_reduction(here: Execution, operation: str, kind: str) -> None:
     if kind not in _TYPES.get(operation, ()):
         what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
         numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
-        m.fail(UnknownInstruction, what, site, numbers, "add it to ptx_emulator/machine/py")
+        way_out = "add it to ptx_emulator/machine/bulk.py"
+        here.machine.fail(UnknownInstruction, what, here.site(), numbers, way_out)
 
 
-def count_transfer(m: Wave, t: BulkTransfer, into: bool) -> None:
+def count_transfer(t: BulkTransfer, into: bool) -> None:
     """Counts a copy, and marks the buffers that it modifies."""
-    counters, taken = m.counters, t.box.bytes
+    m, taken = t.here.machine, t.box.bytes
+    counters = m.counters
     moved = t.size * t.issued.n if into else taken
     if into:
         kind = READ
@@ -227,10 +214,10 @@ def count_transfer(m: Wave, t: BulkTransfer, into: bool) -> None:
         counters.global_write_bytes += taken
         counters.global_write_sectors += t.box.sectors
         counters.global_read_bytes += 0 if t.reduction is None else taken
-        check_writable(m, "bulk copy", Site(t.issued, t.pc), f"{taken:,} bytes")
+        check_writable(m, "bulk copy", t.here.site(), f"{taken:,} bytes")
     if m.recorder is not None:
         box = t.box
-        m.recorder.bulk(t.issued, box.offsets, box.inside, box.unit, moved, t.pc, kind)
+        m.recorder.bulk(t.here, box.offsets, box.inside, box.unit, moved, kind)
 
 
 _KINDS = {
@@ -238,25 +225,20 @@ _KINDS = {
     **{"uint32": "u32", "int32": "s32", "uint64": "u64", "int64": "s64"},
 }
 _KEPT = 64  # completed copies whose sources are still watched
-_FIT = "pass a map and operands that fit the instruction"
 
 
-class _Store(NamedTuple):
-    """Bulk copies into global memory, whose threads have not waited for them but by .read.
+class _Operands(NamedTuple):
+    """The operands of copies by single threads (n,): addresses, and those of one kind of copy.
 
-    Attributes:
-        groups: the number of the group of each thread (n,).
-        offsets: in global memory, of ``size`` bytes each (n, k).
+    ``blocks`` are the blocks in whose shared memory the copies lie.
     """
 
-    issued: SingleThreads
-    groups: Array
-    offsets: Array
-    size: int
-
-    def some(self, which: Array) -> _Store:
-        """The copies of the threads ``which``."""
-        return _Store(self.issued.some(which), self.groups[which], self.offsets[which], self.size)
+    here: Execution
+    shared: Array
+    blocks: Array
+    device: Array
+    barrier: Array | None
+    others: list[Array]
 
 
 class BulkCopies:
@@ -268,187 +250,139 @@ class BulkCopies:
         self.outgoing: list[BulkTransfer] = []
         # The latest copies into shared memory that have completed.
         self.landed: deque[BulkTransfer] = deque(maxlen=_KEPT)
-        self.stores: list[_Store] = []
+        # Those out of shared memory whose threads have not waited for them but by .read.
+        self.stores: list[BulkTransfer] = []
         self.committed = np.zeros((len(machine.row_block), 32), np.int64)
 
     # ---- what instructions start
 
     def tensor(
-        self,
-        cohort: Cohort,
-        lanes: Any,
-        pc: int,
-        shared: Any,
-        map_at: Any,
-        coordinates: tuple[Any, ...],
-        barrier: Any,
-        mode: tuple[str | None, Any],
-    ) -> None:
+        self, here: Execution, shared: Any, map_at: Any, barrier: Any, mask: Any,
+        coordinates: tuple[Any, ...], operation: str | None,
+    ) -> None:  # fmt: skip
         """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given.
 
-        ``mode`` holds the reduction, and the mask of the blocks of a multicast.
+        ``mask`` holds the blocks of a multicast.
         """
-        m, (operation, mask) = self.machine, mode
-        values = (shared, map_at, barrier, mask, *coordinates)
-        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
-            where = np.stack(at[4:], axis=1).astype(np.int32).astype(np.int64)
-            for address in np.unique(at[1]).tolist():
-                chosen = at[1] == address
-                some = issued.some(chosen)
-                site = Site(some, pc)
-                tensor = m.maps.at(site, address)
-                spec = tensor.spec
-                if len(coordinates) != len(spec.dims):
-                    m.fail(
-                        LaunchArguments,
-                        "a tensor copy whose number of dimensions differs from its map",
-                        site,
-                        f"{len(coordinates)} coordinates; the map has {len(spec.dims)}",
-                        _FIT,
-                    )
-                load = barrier is not None
-                box = boxes_at(m, site, tensor, where[chosen], at[0][chosen], load=load)
-                reduction = None
-                if operation is not None:
-                    reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
-                    if overlapping(spec):
-                        what = "a reduction of a box with repeated elements"
-                        m.fail(LaunchArguments, what, site, repr(spec), _FIT)
-                to = places(spec, at[0][chosen], box.unit)
-                signal = None if barrier is None else at[2][chosen]
-                blocks = self.targets[chosen]
-                self._start(some, pc, box, (at[0][chosen], blocks), to, signal, reduction)
+        m = self.machine
+        for of in self._threads(here, (shared, map_at, barrier, mask, *coordinates), 1):
+            some = of.here
+            tensor = m.maps.at(some.site(), int(of.device[0]))
+            spec = tensor.spec
+            if len(coordinates) != len(spec.dims):
+                what = "a tensor copy whose number of dimensions differs from its map"
+                numbers = f"{len(coordinates)} coordinates; the map has {len(spec.dims)}"
+                m.fail(LaunchArguments, what, some.site(), numbers, _FIT)
+            where = np.stack(of.others, axis=1).astype(np.int32).astype(np.int64)
+            box = boxes_at(some, tensor, where, of.shared, load=barrier is not None)
+            reduction = None
+            if operation is not None:
+                reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
+                if tma.overlapping(spec):
+                    what = "a reduction of a box with repeated elements"
+                    m.fail(LaunchArguments, what, some.site(), repr(spec), _FIT)
+            self._start(of, box, tma.places(spec, of.shared, box.unit), reduction)
 
     def plain(
-        self,
-        cohort: Cohort,
-        lanes: Any,
-        pc: int,
-        shared: Any,
-        device_address: Any,
-        size: Any,
-        barrier: Any,
-        mode: tuple[tuple[str, str] | None, Any],
-    ) -> None:
+        self, here: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
+        reduction: tuple[str, str] | None,
+    ) -> None:  # fmt: skip
         """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
-        m, (reduction, mask) = self.machine, mode
-        values = (shared, device_address, barrier, mask, size)
-        for issued, at in self._threads(cohort, lanes, values, pc, mask is not None):
-            for count in np.unique(at[4]).tolist():
-                chosen = at[4] == count
-                some = issued.some(chosen)
-                site = Site(some, pc)
-                if count % CHUNK_BYTES or count <= 0:
-                    what = "a bulk copy whose size is not a multiple of 16 bytes"
-                    m.fail(LaunchArguments, what, site, f"{count} bytes", _FIT)
-                to, address = at[0][chosen], at[1][chosen]
-                check_shared(m, site, to, count, CHUNK_BYTES)
-                check_global(m, site, address, count, barrier is None)
-                first = (address - m.memory.base)[:, None]
-                steps = np.arange(count // CHUNK_BYTES) * CHUNK_BYTES
-                wide = lowest_bit(np.append(first, count), WIDEST_BYTES)
-                box = Boxes(
-                    unit=CHUNK_BYTES,
-                    offsets=first + steps,
-                    inside=None,
-                    wide_unit=wide,
-                    wide_offsets=first + np.arange(count // wide) * wide,
-                    bytes=count * some.n,
-                    sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
-                )
-                signal = None if barrier is None else at[2][chosen]
-                start = (to, self.targets[chosen])
-                self._start(some, pc, box, start, to[:, None] + steps, signal, reduction)
+        m = self.machine
+        for of in self._threads(here, (shared, device, barrier, mask, size), 4):
+            count = int(of.others[0][0])
+            if count % tma.CHUNK_BYTES or count <= 0:
+                what = "a bulk copy whose size is not a multiple of 16 bytes"
+                m.fail(LaunchArguments, what, of.here.site(), f"{count} bytes", _FIT)
+            check_shared(of.here, of.shared, count, tma.CHUNK_BYTES)
+            check_global(of.here, of.device, count, barrier is None)
+            first = (of.device - m.memory.base)[:, None]
+            steps = np.arange(count // tma.CHUNK_BYTES) * tma.CHUNK_BYTES
+            wide = tma.lowest_bit(np.append(first, count), tma.WIDEST_BYTES)
+            box = Boxes(
+                unit=tma.CHUNK_BYTES,
+                offsets=first + steps,
+                inside=None,
+                wide_unit=wide,
+                wide_offsets=first + np.arange(count // wide) * wide,
+                bytes=count * len(first),
+                sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
+            )
+            self._start(of, box, of.shared[:, None] + steps, reduction)
 
-    def _threads(
-        self, cohort: Cohort, lanes: Any, values: Any, pc: int, multicast: bool
-    ) -> list[tuple[SingleThreads, list[Array]]]:
-        """The active threads of a cohort with their operands (n,); empty if there are none.
+    def _threads(self, here: Execution, values: Any, by: int) -> Iterator[_Operands]:
+        """The active threads with their operands, in groups that agree in operand ``by``.
 
         The operands are the addresses in shared memory, in global memory and of the mbarrier, the
         mask of a multicast, and others. A thread is repeated for each block of its multicast.
-        ``targets`` are the blocks in whose shared memory the copies lie.
         """
         m = self.machine
-        place, lane = np.nonzero(active(cohort, lanes))
-        if not len(place):
-            return []
-        found = [
-            np.zeros(len(place), np.int64) if v is None else spread(v, cohort.n)[place, lane]
-            for v in values
-        ]
-        issued = SingleThreads(cohort, place, lane)
-        self.targets = m.row_block[issued.rows]
-        if remote(found[0]) or remote(found[2]):
-            targets, found[0] = resolved(m, issued, found[0][:, None], None, 1, pc)
-            self.targets, found[0] = targets[:, 0], found[0][:, 0]
-            others, found[2] = resolved(m, issued, found[2][:, None], None, 1, pc)
-            found[2] = found[2][:, 0]
-            if values[2] is not None and (others[:, 0] != self.targets).any():
-                row = int(np.argmax(others[:, 0] != self.targets))
+        place, lane = np.nonzero(here.active)
+        none = np.zeros((here.cohort.n, 32), np.int64)
+        found = [(none if v is None else here.spread(v))[place, lane] for v in values]
+        issued = SingleThreads(here.cohort, place, lane)
+        here = here._replace(cohort=issued, lanes=None)
+        blocks = m.row_block[issued.rows]
+        if len(place) and (remote(found[0]) or remote(found[2])):
+            (blocks, found[0]), (others, found[2]) = (
+                [part[:, 0] for part in resolved(here, found[which][:, None], 1)]
+                for which in (0, 2)
+            )
+            if values[2] is not None and (others != blocks).any():
+                row = int(np.argmax(others != blocks))
                 what = "a bulk copy whose mbarrier lies in another block than its destination"
-                ranks = f"blocks {others[row, 0]} and {self.targets[row]} of the wave"
-                m.fail(LaunchArguments, what, Site(issued, pc, row), ranks, _FIT)
-        if multicast:
-            return [self._multicast(issued, found, pc)]
-        return [(issued, found)]
+                ranks = f"blocks {others[row]} and {blocks[row]} of the wave"
+                m.fail(LaunchArguments, what, here.site(row), ranks, _FIT)
+        if values[3] is not None:
+            which, blocks = self._multicast(here, found[3].astype(np.int64))
+            issued, found = issued.some(which), [given[which] for given in found]
+        for one in np.unique(found[by]).tolist():
+            chosen = found[by] == one
+            to, device, barrier, _, *rest = (given[chosen] for given in found)
+            some = here._replace(cohort=issued.some(chosen))
+            signal = None if values[2] is None else barrier
+            yield _Operands(some, to, blocks[chosen], device, signal, rest)
 
-    def _multicast(
-        self, issued: SingleThreads, found: list[Array], pc: int
-    ) -> tuple[SingleThreads, list[Array]]:
-        """Each thread once per block of its mask, with `targets`."""
+    def _multicast(self, here: Execution, mask: Array) -> tuple[Array, Array]:
+        """The thread and the block of each copy of a multicast, by the masks of the threads."""
         m, size = self.machine, self.machine.cluster_size
-        mask = found[3].astype(np.int64)
         wrong = (mask >> size != 0) | (mask == 0)
         if wrong.any():
             what = "a multicast to blocks that the cluster does not have"
             numbers = f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks"
             way_out = "set one bit for each rank of the cluster that takes part"
-            m.fail(LaunchArguments, what, Site(issued, pc, int(np.argmax(wrong))), numbers, way_out)
+            m.fail(LaunchArguments, what, here.site(np.argmax(wrong)), numbers, way_out)
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
-        copies = issued.some(which)
-        self.targets = m.row_cluster[copies.rows] * size + rank
-        return copies, [values[which] for values in found]
+        return which, m.row_cluster[here.cohort.rows[which]] * size + rank
 
     def _start(
-        self,
-        issued: SingleThreads,
-        pc: int,
-        box: Boxes,
-        start: tuple[Array, Array],
-        to: Array,
-        barrier: Array | None,
-        reduction: tuple[str, str] | None,
+        self, of: _Operands, box: Boxes, to: Array, reduction: tuple[str, str] | None
     ) -> None:
-        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k).
-
-        ``start`` holds the first offset of each, and its block.
-        """
-        shared, blocks = start
-        base = blocks * self.machine.shared_pitch
-        t = BulkTransfer(issued, pc, box, shared + base, to + base[:, None], blocks, reduction)
-        count_transfer(self.machine, t, barrier is not None)
-        if barrier is not None:
-            self._start_in(t, barrier)
+        """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
+        base = of.blocks * self.machine.shared_pitch
+        shared = to + base[:, None]
+        t = BulkTransfer(of.here, box, of.shared + base, shared, of.blocks, reduction)
+        count_transfer(t, of.barrier is not None)
+        if of.barrier is not None:
+            self._start_in(t, of.barrier)
             return
         if reduction is not None:
-            check_reduction(self.machine, Site(issued, pc), *reduction)
+            check_reduction(of.here, *reduction)
         self._start_out(t)
 
     def _start_in(self, t: BulkTransfer, barrier: Array) -> None:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
-        check_window(m, t.issued, barrier[:, None], None, 8, t.pc, m.shared_size, "shared")
-        every = np.arange(t.issued.n)
-        t.barriers, _ = m.mbarriers.at(t.issued, every, barrier, t.pc, t.blocks)
-        m.mbarriers.require_fenced(Site(t.issued, t.pc), t.barriers, t.blocks)
+        check_window(t.here, barrier[:, None], 8, m.shared_size, "shared")
+        t.barriers, _ = m.mbarriers.at(t.here, np.arange(t.issued.n), barrier, t.blocks)
+        m.mbarriers.require_fenced(t.here.site(), t.barriers, t.blocks)
         if m.proxy is not None:
             columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
             t.writes = m.proxy.write(
                 SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
             )
         if m.shared_races is not None:
-            t.known = m.shared_races.clocks.of(t.issued.rows)
+            t.known = m.clocks.of(t.issued.rows)
         self._global_order(t, READ)
         self.incoming.append(t)
 
@@ -471,18 +405,17 @@ class BulkCopies:
 
     def _global_order(self, t: BulkTransfer, kind: int) -> None:
         races = self.machine.global_races
-        if races is None or t.box.unit < CHUNK_BYTES:
+        if races is None or t.box.unit < tma.CHUNK_BYTES:
             return  # a vector of the shadow may contain bytes of two boxes
         some, offsets, size = t.in_global()
+        here = t.here._replace(cohort=t.issued.some(some))
         if len(some) and kind == READ:
             touched = self.machine.memory.touched
             t.source = CopySource(touched, offsets, size, t.pc, places=some)
-        if len(some) and kind == READ:
-            races.read(t.issued.some(some), offsets, size, t.pc, None)
+            races.read(here, offsets, size)
         elif len(some):
-            issued = t.issued.some(some)
-            races.write(issued, offsets, size, t.pc, None, strong=kind == ATOMIC, bulk=True)
-            self.stores.append(_Store(issued, t.groups[some], offsets, size))
+            races.write(here, offsets, size, strong=kind == ATOMIC, bulk=True)
+            self.stores.append(t)
 
     # ---- groups
 
@@ -518,36 +451,22 @@ class BulkCopies:
     def _complete_stores(self, limit: Array) -> None:
         """Completes the stores of groups below ``limit`` (rows, 32)."""
         races, kept = self.machine.global_races, []
-        for store in self.stores:
-            over = store.groups < limit[store.issued.rows, store.issued.lane]
+        for t in self.stores:
+            over = t.groups < limit[t.issued.rows, t.issued.lane]
             if races is not None and over.any():
-                done = store.some(np.flatnonzero(over))
-                races.complete(done.issued, done.offsets, done.size)
+                done = t.part(over)
+                some, offsets, size = done.in_global()
+                here = done.here._replace(cohort=done.issued.some(some))
+                races.complete(here, offsets, size)
             if not over.all():
-                kept.append(store.some(np.flatnonzero(~over)))
+                kept.append(t.part(~over))
         self.stores = kept
 
     # ---- execution
 
-    def deliver(self) -> bool:
-        """Executes copies into shared memory when no cohort can run: all, or with a seed one.
-
-        Returns:
-            Whether there were any.
-        """
-        if not self.incoming:
-            return False
-        random = self.machine.random
-        for t in list(self.incoming) if random is None else [random.choice(self.incoming)]:
-            self.execute(t)
-        return True
-
-    def at_random(self) -> None:
-        """With a seed, executes a random copy with probability 0.1."""
-        random = self.machine.random
-        flying = self.incoming + [t for t in self.outgoing if not t.done]
-        if random is not None and flying and random.random() < 0.1:
-            self.execute(random.choice(flying))
+    @property
+    def flying(self) -> list[BulkTransfer]:
+        return self.incoming + [t for t in self.outgoing if not t.done]
 
     def execute(self, t: BulkTransfer) -> None:
         """Moves the bytes of a copy."""
@@ -568,13 +487,9 @@ class BulkCopies:
             blocks = t.blocks
             gone = m.mbarriers.expected[t.barriers, blocks] == 0
             if gone.any():
-                m.fail(
-                    MbarrierMisuse,
-                    "an mbarrier is invalidated while a bulk copy that signals it is in flight",
-                    Site(t.issued, t.pc, int(np.argmax(gone))),
-                    f"a copy of {t.size:,} bytes",
-                    "wait for the phase of the copy first",
-                )
+                what = "an mbarrier is invalidated while a bulk copy that signals it is in flight"
+                numbers, advice = f"a copy of {t.size:,} bytes", "wait for the copy's phase first"
+                m.fail(MbarrierMisuse, what, t.here.site(np.argmax(gone)), numbers, advice)
             if t.known is not None:
                 m.mbarriers.late.delivered(t.barriers, blocks, t.known)
             phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
@@ -613,4 +528,4 @@ class BulkCopies:
     def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
         what = "a block ends while one of its bulk copies may be in flight"
         numbers = f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for"
-        self.machine.fail(RaceError, what, Site(t.issued, t.pc, row), numbers, advice)
+        self.machine.fail(RaceError, what, t.here.site(row), numbers, advice)

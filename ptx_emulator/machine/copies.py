@@ -16,9 +16,9 @@ import numpy as np
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.isa.memory import load_global
-from ptx_emulator.state.cohort import Cohort, SingleThreads, active, spread
+from ptx_emulator.state.cohort import Cohort, SingleThreads, active
 from ptx_emulator.state.memory import ELEMENT, SHIFT, Array
-from ptx_emulator.state.wave import Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 
 @dataclass(eq=False)
@@ -52,13 +52,12 @@ class PendingArrival:
     """The arrivals of one execution of cp.async.mbarrier.arrive.
 
     Attributes:
-        threads: which arrive, (k,); ``barriers``: the mbarrier of each.
+        threads: which arrive, (k,), single ones; ``barriers``: the mbarrier of each.
         before: copies with lower numbers must be complete first.
         known: clocks of the warps of the threads at the time of issue; None without checkers.
     """
 
-    threads: SingleThreads
-    pc: int
+    threads: Execution
     barriers: Array
     before: int
     known: Array | None
@@ -74,65 +73,47 @@ class AsyncCopies:
         self.arrivals: list[PendingArrival] = []
         self.issued = 0
 
-    def issue(
-        self, cohort: Cohort, to: Any, source: Any, lanes: Any, size: int, read: Any, pc: int
-    ) -> None:
+    def issue(self, here: Execution, to: Any, source: Any, size: int, read: Any) -> None:
         """Starts a copy of ``size`` bytes per lane, of which ``read`` come from global memory."""
-        m = self.machine
-        n = cohort.n
-        check_window(m, cohort, to, lanes, size, pc, m.shared_size, "shared")
-        offset = spread(to + m.shared_base(cohort), n)
-        full_lanes = None if lanes is None else spread(lanes, n)
+        m, rows = self.machine, here.cohort.rows
+        check_window(here, to, size, m.shared_size, "shared")
+        offset = here.spread(to + m.shared_base(here.cohort))
+        if here.lanes is not None:
+            here = here._replace(lanes=here.active)
         if m.recorder is not None:
-            m.recorder.shared_access(cohort, to, full_lanes, size, pc)
+            m.recorder.shared_access(here, to, size)
         if m.shared_races:
-            m.shared_races.start_copy(cohort, offset, size, pc, full_lanes)
-        data, reads = self._fetch(cohort, source, full_lanes, size, read, pc)
-        self.flights.append(
-            PendingCopy(
-                cohort.rows,
-                full_lanes,
-                offset,
-                data,
-                reads,
-                self.committed[cohort.rows],
-                size,
-                self.issued,
-                np.zeros(n, np.int64),
-            )
-        )
+            m.shared_races.start_copy(here, offset, size)
+        data, reads = self._fetch(here, source, size, read)
+        group, clock = self.committed[rows], np.zeros(len(rows), np.int64)
+        flight = PendingCopy(rows, here.lanes, offset, data, reads, group, size, self.issued, clock)
+        self.flights.append(flight)
         self.issued += 1
 
     def _fetch(
-        self, cohort: Cohort, source: Any, lanes: Array | None, size: int, read: Any, pc: int
+        self, here: Execution, source: Any, size: int, read: Any
     ) -> tuple[Array, CopySource | None]:
         """The data of a copy; bytes after the first ``read`` are zero and are not accessed.
 
         Also returns what is read, but for the lanes that read a part of ``size``.
         """
-        m, n = self.machine, cohort.n
-        races = m.global_races is not None
-        address = spread(source, n)
-        wanted = np.minimum(spread(read, n), size)
-        whole = wanted == size
-        out: Array = np.zeros((n, 32), ELEMENT[size])
-        if whole.all():
-            out = load_global(m, cohort, address, lanes, size, pc, False)
-            offsets = address - m.memory.base
-            return out, CopySource(m.memory.touched, offsets, size, pc) if races else None
-        some, source_of = whole & active(cohort, lanes), None
-        if some.any():
-            out = load_global(m, cohort, address, some, size, pc, False)
-            if races:
+        m, address, active = self.machine, here.spread(source), here.active
+        wanted = np.minimum(here.spread(read), size)
+        whole, reads = wanted == size, None
+        out: Array = np.zeros((here.cohort.n, 32), ELEMENT[size])
+        some = None if whole.all() else whole & active
+        if some is None or some.any():
+            loads = here if some is None else here._replace(lanes=some)
+            out = load_global(loads, address, size, False)
+            if m.global_races is not None:
                 offsets = address - m.memory.base
-                source_of = CopySource(m.memory.touched, offsets, size, pc, some)
-        partial = ~whole & active(cohort, lanes)
-        octets = out.view(np.uint8).reshape(n, 32, size)
-        for byte in range(size):
-            here = partial & (wanted > byte)
-            if here.any():
-                octets[..., byte] |= load_global(m, cohort, address + byte, here, 1, pc)
-        return out, source_of
+                reads = CopySource(m.memory.touched, offsets, size, here.pc, some)
+        octets = out.view(np.uint8).reshape(-1, 32, size)
+        for byte in range(size) if some is not None else ():
+            part = ~whole & active & (wanted > byte)
+            if part.any():
+                octets[..., byte] |= load_global(here._replace(lanes=part), address + byte, 1)
+        return out, reads
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
         """Closes the current group of each thread."""
@@ -198,48 +179,31 @@ class AsyncCopies:
 
     # ---- arrivals at mbarriers
 
-    def arrive(self, cohort: Cohort, address: Any, counted: bool, lanes: Any, pc: int) -> None:
+    def arrive(self, here: Execution, address: Any, counted: bool) -> None:
         """cp.async.mbarrier.arrive; ``counted``: mbarrier.init counts this arrival (.noinc)."""
-        m = self.machine
-        place, lane, numbers, blocks = m.mbarriers.find(cohort, address, lanes, pc)
+        m, cohort = self.machine, here.cohort
+        place, lane, numbers, blocks = m.mbarriers.find(here, address)
         if not len(place):
             return
         if not counted:
             np.add.at(m.mbarriers.pending, (numbers, blocks), 1)
         known = None
         if m.shared_races:
-            clocks, rows = m.shared_races.clocks, cohort.rows[np.unique(place)]
+            clocks, rows = m.clocks, cohort.rows[np.unique(place)]
             known = clocks.of(cohort.rows[place])
             for flight in self.flights:
                 first = np.isin(flight.rows, rows) & (flight.clock == 0)
                 flight.clock[first] = clocks.clock[flight.rows[first]]
             clocks.tick(rows)
-        threads = SingleThreads(cohort, place, lane)
-        self.arrivals.append(PendingArrival(threads, pc, numbers, self.issued, known))
+        threads = here._replace(cohort=SingleThreads(cohort, place, lane), lanes=None)
+        self.arrivals.append(PendingArrival(threads, numbers, self.issued, known))
 
-    def deliver(self) -> bool:
-        """Executes pending arrivals when no cohort can run: all, or with a seed one.
-
-        Returns:
-            Whether there were any.
-        """
-        if not self.arrivals:
-            return False
-        random = self.machine.random
-        for one in list(self.arrivals) if random is None else [random.choice(self.arrivals)]:
-            self._deliver(one)
-        return True
-
-    def at_random(self) -> None:
-        """With a seed, executes a pending arrival with probability 0.1."""
-        random = self.machine.random
-        if random is not None and self.arrivals and random.random() < 0.1:
-            self._deliver(random.choice(self.arrivals))
-
-    def _deliver(self, one: PendingArrival) -> None:
+    def execute(self, one: PendingArrival) -> None:
+        """Executes a pending arrival."""
         self.arrivals.remove(one)
-        m, threads = self.machine, one.threads
+        threads = one.threads.cohort
+        assert isinstance(threads, SingleThreads)
         chosen = np.zeros(self.committed.shape, bool)
         chosen[threads.rows, threads.lane] = True
         self._finish(lambda f: chosen[f.rows] & (f.number < one.before))
-        m.mbarriers.arrive_later(threads, one.barriers, one.known, one.pc)
+        self.machine.mbarriers.arrive_later(one.threads, one.barriers, one.known)

@@ -130,8 +130,10 @@ class Machine(Scheduler):
         self.mbarriers = Mbarriers(self, count)
         self.copies = AsyncCopies(self)
         self.bulk = BulkCopies(self)
-        self.shared_races = SharedRaces(self, count // self.cluster_size) if self.check else None
-        self.proxy = self.shared_races.proxy if self.shared_races else None
+        self.shared_races = self.proxy = None
+        if self.check:
+            self.shared_races = races = SharedRaces(self, count // self.cluster_size)
+            self.clocks, self.proxy = races.clocks, races.proxy
         self.wgmma = Warpgroups(self)
         self.registers = RegisterPool(self)
         self.cluster = ClusterBarrier(self)
@@ -179,8 +181,8 @@ class Machine(Scheduler):
         """A fence of block or of device scope; ``sequential``: fence.sc."""
         if self.global_races and self.program.accesses.synchronises:
             if sequential:
-                self.global_races.clocks.fence_sequential(cohort.rows, device)
+                self.clocks.fence_sequential(cohort.rows, device)
             if device:
                 self.global_races.order.fence(cohort.rows)
             # Last, because it advances the clocks: later accesses are not published.
-            self.global_races.clocks.fence(cohort.rows)
+            self.clocks.fence(cohort.rows)

@@ -24,9 +24,9 @@ from ptx_emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBo
 from ptx_emulator.isa import memory
 from ptx_emulator.isa.copies import FIELDS
 from ptx_emulator.machine.tma import TensorMap
-from ptx_emulator.state.cohort import Cohort, active, spread
+from ptx_emulator.state.cohort import LANES
 from ptx_emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 _MARK = 0x50414D54
 _FORM = struct.Struct("<6I Q 4Q 5I 5I Q Q 8x")
@@ -90,15 +90,12 @@ class TensorMaps:
         m = self.machine
         data = self._bytes(address)
         if data is None or not data.startswith(_MARK.to_bytes(4, "little")):
-            m.fail(
-                LaunchArguments,
-                "no tensor map lies at this address",
-                site,
-                f"address {address:#x}; maps among the arguments: "
-                + (", ".join(f"{at:#x}" for at in self._known) or "none"),
-                "pass an emulator.TensorMap as a __grid_constant__ parameter, or for a pointer, "
-                "and use its address",
-            )
+            what = "no tensor map lies at this address"
+            numbers = f"address {address:#x}; maps among the arguments: "
+            numbers += ", ".join(f"{at:#x}" for at in self._known) or "none"
+            way_out = "pass an emulator.TensorMap as a __grid_constant__ parameter, or for a "
+            way_out += "pointer, and use its address"
+            m.fail(LaunchArguments, what, site, numbers, way_out)
         if address % _LEAST_ALIGN:
             what = "a tensor map at an address that is not aligned"
             numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
@@ -108,14 +105,11 @@ class TensorMaps:
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
             if seen != data:
-                m.fail(
-                    FenceError,
-                    "a tensor map that the kernel has written is used without a proxy fence",
-                    site,
-                    f"the map at {m.memory.describe(address)}",
-                    "execute fence.proxy.tensormap::generic.acquire.gpu [map], 128 in the warp "
-                    "that uses it, after the release fence of the warp that wrote it",
-                )
+                what = "a tensor map that the kernel has written is used without a proxy fence"
+                numbers = f"the map at {m.memory.describe(address)}"
+                way_out = "execute fence.proxy.tensormap::generic.acquire.gpu [map], 128 in the "
+                way_out += "warp that uses it, after the release fence of the warp that wrote it"
+                m.fail(FenceError, what, site, numbers, way_out)
         placed = self._decoded.get(data)
         if placed is None:
             if len(self._decoded) >= _KEPT:
@@ -141,14 +135,11 @@ class TensorMaps:
         strides, dims, box = rest[:4], rest[4:9], rest[9:14]
         name = _TYPES[kind] if kind < len(_TYPES) else None
         if name is None or swizzle >= len(_SPANS) or rank > 5 or interleave or fill:
-            m.fail(
-                LaunchArguments,
-                "the emulator does not support the type or a mode of this tensor map",
-                site,
-                f"rank {rank}, element type {kind}, interleave {interleave}, swizzle {swizzle}, "
-                f"fill mode {fill}",
-                "use a tiled map without interleave that fills with zeros",
-            )
+            what = "the emulator does not support the type or a mode of this tensor map"
+            numbers = f"rank {rank}, element type {kind}, interleave {interleave}, swizzle "
+            numbers += f"{swizzle}, fill mode {fill}"
+            way_out = "use a tiled map without interleave that fills with zeros"
+            m.fail(LaunchArguments, what, site, numbers, way_out)
         try:
             spec = TensorMapSpec(
                 name,
@@ -165,55 +156,48 @@ class TensorMaps:
         place = m.memory.find(base)
         inside = place >= 0 and base + spec.span_bytes <= m.memory.ends[place]
         if not before and not spec.wraps_around and not inside:
-            m.fail(
-                OutOfBounds,
-                "the tensor of a tensor map does not lie in a buffer",
-                site,
-                f"{spec.span_bytes:,} bytes at {m.memory.describe(base)}",
-                "check the address, the dimensions and the strides that the kernel has written",
-            )
+            what = "the tensor of a tensor map does not lie in a buffer"
+            numbers = f"{spec.span_bytes:,} bytes at {m.memory.describe(base)}"
+            way_out = "check the address, the dimensions and the strides that the kernel has "
+            way_out += "written"
+            m.fail(OutOfBounds, what, site, numbers, way_out)
         return PlacedMap(spec, base, size, before)
 
     # ---- what kernels do with maps in memory
 
-    def fence(self, cohort: Cohort, address: Any, lanes: Any) -> None:
+    def fence(self, here: Execution, address: Any) -> None:
         """fence.proxy.tensormap with acquire: warps see what has been released of the maps."""
-        here = active(cohort, lanes)
-        for place, lane in np.argwhere(here).tolist():
-            at = int(spread(address, cohort.n)[place, lane])
+        for place, lane in np.argwhere(here.active).tolist():
+            at = int(here.spread(address)[place, lane])
             data = self._bytes(at)
             if data is not None:
-                self._acquired[int(cohort.rows[place]), at] = data
+                self._acquired[int(here.cohort.rows[place]), at] = data
 
     def replace(
-        self, cohort: Cohort, where: tuple[str, Any], field: tuple[str, int], value: Any,
-        lanes: Any, pc: int,
-    ) -> None:  # fmt: skip
+        self, here: Execution, where: tuple[str, Any], field: tuple[str, int], value: Any
+    ) -> None:
         """tensormap.replace.
 
         Args:
             where: the state space, and the address of the map.
             field: name and index of the field, see `FIELDS`.
         """
-        m = self.machine
         space, address = where
         offset, size, count = FIELDS[field[0]]
         if not 0 <= field[1] < count:
             what = "tensormap.replace of an entry that the field does not have"
             numbers = f"entry {field[1]} of .{field[0]}, which has {count}"
             way_out = "count entries from 0, the innermost dimension"
-            m.fail(LaunchArguments, what, Site(cohort, pc), numbers, way_out)
+            self.machine.fail(LaunchArguments, what, here.site(), numbers, way_out)
         store = memory.store_shared if space == "shared" else memory.store_global
-        at = spread(address, cohort.n) + offset + size * field[1]
+        at = here.spread(address) + offset + size * field[1]
         kind = np.uint64 if size == 8 else np.uint32
-        store(m, cohort, at, np.asarray(value).astype(kind), lanes, size, pc)
+        store(here, at, np.asarray(value).astype(kind), size)
 
-    def copy(self, cohort: Cohort, to: Any, source: Any, pc: int) -> None:
+    def copy(self, here: Execution, to: Any, source: Any) -> None:
         """tensormap.cp_fenceproxy: the 128 bytes of a map from shared to global memory."""
-        m = self.machine
-        first = np.zeros((cohort.n, 32), bool)
-        first[np.arange(cohort.n), cohort.full_mask().argmax(axis=1)] = True
+        first = here.cohort.full_mask().argmax(axis=1)[:, None] == LANES
+        one = here._replace(lanes=first)
         for offset in range(0, MAP_BYTES, 16):
-            here, there = (spread(address, cohort.n) + offset for address in (source, to))
-            data = memory.load_shared(m, cohort, here, first, 16, pc)
-            memory.store_global(m, cohort, there, data, first, 16, pc)
+            data = memory.load_shared(one, here.spread(source) + offset, 16)
+            memory.store_global(one, here.spread(to) + offset, data, 16)

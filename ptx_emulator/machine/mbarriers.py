@@ -18,17 +18,9 @@ from ptx_emulator.checks.late_waits import LateWaits
 from ptx_emulator.checks.shadow import MBARRIER
 from ptx_emulator.errors import FenceError, MbarrierMisuse, RaceError, way_out
 from ptx_emulator.isa.cluster import remote, resolved
-from ptx_emulator.state.cohort import (
-    Cohort,
-    SingleThreads,
-    WaitsForPhase,
-    active,
-    first_bad,
-    rows_of,
-    spread,
-)
+from ptx_emulator.state.cohort import Cohort, WaitsForPhase, rows_of
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 BYTES = 8
 _FEW_TURNS = 64
@@ -66,69 +58,53 @@ class Mbarriers:
 
     # ---- init and inval
 
-    def init(self, cohort: Cohort, address: Any, count: Any, lanes: Any, pc: int) -> None:
+    def init(self, here: Execution, address: Any, count: Any) -> None:
         """mbarrier.init: phase 0 begins, with ``count`` arrivals pending."""
-        m = self.machine
-        place, lane, at = self._lanes(cohort, address, lanes, pc)
-        counts = spread(count, cohort.n)[place, lane].astype(np.int64)
+        m, cohort = self.machine, here.cohort
+        place, lane, at = self._lanes(here, address)
+        counts = here.spread(count)[place, lane].astype(np.int64)
         numbers = self._add(at)
         rows = cohort.rows[place]
         blocks = m.row_block[rows]
-        alive = self.expected[numbers, blocks] > 0
-        if alive.any():
-            self._again(cohort, address, place, lane, numbers, blocks, pc)
+        alive = np.flatnonzero(self.expected[numbers, blocks] > 0)
+        if len(alive):
+            first = alive[0]
+            state = self.state(int(numbers[first]), int(blocks[first]))
+            self._again(here, address, place[alive], lane[alive], state)
         if m.shared_races:
-            where = spread(address + m.shared_base(cohort), cohort.n)
-            m.shared_races.write(cohort, where, BYTES, pc, lanes)
+            where = here.spread(address + m.shared_base(cohort))
+            m.shared_races.write(here, where, BYTES)
             m.shared_races.put(m.shared_races.written, where[place, lane], BYTES, MBARRIER)
             self.made_by[numbers, blocks] = m.row_member[rows]
-            self.made_at[numbers, blocks] = m.shared_races.clocks.clock[rows]
+            self.made_at[numbers, blocks] = m.clocks.clock[rows]
         bad = (counts < 1) | (counts > MOST)
         if bad.any():
             which = int(np.argmax(bad))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier with an impossible number of arrivals",
-                Site(cohort, pc, int(place[which])),
-                f"count {int(counts[which])}; it can be 1 to {MOST:,}",
-                "count the arrivals of one phase",
-            )
+            what = "an mbarrier with an impossible number of arrivals"
+            numbers_text = f"count {int(counts[which])}; it can be 1 to {MOST:,}"
+            way_out = "count the arrivals of one phase"
+            m.fail(MbarrierMisuse, what, here.site(place[which]), numbers_text, way_out)
         self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
         self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
         self.late.forget(numbers, blocks)
         self.fenced[numbers, blocks] = 0
         self.all_fenced = False
 
-    def _again(
-        self,
-        cohort: Cohort,
-        address: Any,
-        place: Array,
-        lane: Array,
-        numbers: Array,
-        blocks: Array,
-        pc: int,
-    ) -> None:
-        """An mbarrier.init of which some find an mbarrier already: refused, or as after inval."""
-        m = self.machine
-        which = np.flatnonzero(self.expected[numbers, blocks] > 0)
-        if "mbarrier_reinit" not in m.allow:
-            first = int(which[0])
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier is initialised a second time",
-                Site(cohort, pc, int(place[first])),
-                self.state(int(numbers[first]), int(blocks[first])),
-                "initialise it once, or execute mbarrier.inval first" + way_out("mbarrier_reinit"),
-            )
-        self.at(cohort, place[which], np.array(self.addresses)[numbers[which]], pc)
-        self._forget(cohort, address, place[which], lane[which])
+    def _again(self, here: Execution, address: Any, place: Array, lane: Array, state: str) -> None:
+        """These lanes of an mbarrier.init find an mbarrier: refused, or as after mbarrier.inval."""
+        if "mbarrier_reinit" not in self.machine.allow:
+            what = "an mbarrier is initialised a second time"
+            advice = "initialise it once, or execute mbarrier.inval first"
+            advice += way_out("mbarrier_reinit")
+            self.machine.fail(MbarrierMisuse, what, here.site(place[0]), state, advice)
+        self.at(here, place, here.spread(address)[place, lane])
+        self._forget(here, address, place, lane)
 
-    def _forget(self, cohort: Cohort, address: Any, place: Array, lane: Array) -> None:
+    def _forget(self, here: Execution, address: Any, place: Array, lane: Array) -> None:
         """The memory of mbarriers becomes ordinary memory that these lanes wrote."""
-        m = self.machine
+        m, cohort = self.machine, here.cohort
         if m.shared_races:
-            where = spread(address + m.shared_base(cohort), cohort.n)[place, lane]
+            where = here.spread(address + m.shared_base(cohort))[place, lane]
             m.shared_races.finish_copy(cohort.rows[place], where[:, None], BYTES, None)
 
     def fence_init(self, cohort: Cohort, lanes: Any) -> None:
@@ -139,7 +115,7 @@ class Mbarriers:
         rows = rows_of(cohort, lanes)
         blocks, warps = m.row_block[rows], m.row_member[rows]
         maker = self.made_by[:, blocks]
-        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
+        seen = m.clocks.seen[m.row_cluster[rows], warps, maker]
         known = (maker == warps) | (seen >= self.made_at[:, blocks])
         for place, block in enumerate(blocks.tolist()):
             self.fenced[known[:, place], block] = 1
@@ -158,23 +134,20 @@ class Mbarriers:
         if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:
             return
         rows = site.cohort.rows
-        clocks = m.shared_races.clocks
+        clocks = m.clocks
         alone = self.made_by[numbers, blocks] == m.row_member[rows]
         alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
         self.fenced[numbers[alone], blocks[alone]] = 1
         missing = self.fenced[numbers, blocks] == 0
         if missing.any():
             which = int(np.argmax(missing))
-            m.fail(
-                FenceError,
-                "an asynchronous copy signals an mbarrier that no fence followed",
-                site._replace(row=which),
-                f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
-                "initialisation need not be visible to the asynchronous proxy",
-                "execute fence.mbarrier_init.release.cluster or fence.proxy.async after "
-                "mbarrier.init, before the barrier that the issuing thread passes"
-                + way_out("mbarrier_init_fence"),
-            )
+            what = "an asynchronous copy signals an mbarrier that no fence followed"
+            text = f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
+            text += "initialisation need not be visible to the asynchronous proxy"
+            advice = "execute fence.mbarrier_init.release.cluster or fence.proxy.async after "
+            advice += "mbarrier.init, before the barrier that the issuing thread passes"
+            advice += way_out("mbarrier_init_fence")
+            m.fail(FenceError, what, site._replace(row=which), text, advice)
 
     def _add(self, addresses: Array) -> Array:
         """Numbers of the barriers at the given addresses; unknown addresses get a new number."""
@@ -186,33 +159,30 @@ class Mbarriers:
             for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
             self.late.add()
-            races = self.machine.shared_races
-            if races is not None and races.proxy is not None:
-                slot = races.clocks.new_slots(2 * self.machine.cluster_size)
+            m = self.machine
+            if m.proxy is not None:
+                slot = m.clocks.new_slots(2 * m.cluster_size)
                 self._slots = np.append(self._slots, slot)
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
-                ranks = range(self.machine.cluster_size)
-                of_ranks = [races.proxy.agent("mbarrier", (address, r), name) for r in ranks]
+                ranks = range(m.cluster_size)
+                of_ranks = [m.proxy.agent("mbarrier", (address, r), name) for r in ranks]
                 self.columns = np.append(self.columns, [of_ranks], axis=0)
         found: Array = self._number[addresses // BYTES]
         return found
 
-    def inval(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> None:
+    def inval(self, here: Execution, address: Any) -> None:
         """mbarrier.inval: its memory becomes ordinary memory."""
-        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
+        place, lane, numbers, blocks = self.find(here, address)
         self.expected[numbers, blocks] = 0
-        self._forget(cohort, address, place, lane)
+        self._forget(here, address, place, lane)
 
-    def _lanes(
-        self, cohort: Cohort, address: Any, lanes: Any, pc: int
-    ) -> tuple[Array, Array, Array]:
+    def _lanes(self, here: Execution, address: Any) -> tuple[Array, Array, Array]:
         """(row of the cohort, lane, address) of every active lane, in order."""
-        m = self.machine
-        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
-        place, lane = np.nonzero(active(cohort, lanes))
-        return place, lane, spread(address, cohort.n)[place, lane]
+        check_window(here, np.asarray(address), BYTES, self.machine.shared_size, "shared")
+        place, lane = np.nonzero(here.active)
+        return place, lane, here.spread(address)[place, lane]
 
-    def find(self, cohort: Cohort, address: Any, lanes: Any, pc: int) -> tuple[Array, ...]:
+    def find(self, here: Execution, address: Any) -> tuple[Array, ...]:
         """(row of the cohort, lane, barrier, block) of every active lane, in order.
 
         Raises:
@@ -222,51 +192,44 @@ class Mbarriers:
         """
         blocks = None
         if remote(address):
-            blocks, address = resolved(self.machine, cohort, address, lanes, BYTES, pc)
-        place, lane, where = self._lanes(cohort, address, lanes, pc)
+            blocks, address = resolved(here, address, BYTES)
+        place, lane, where = self._lanes(here, address)
         at = None if blocks is None else blocks[place, lane]
-        return place, lane, *self.at(cohort, place, where, pc, at)
+        return place, lane, *self.at(here, place, where, at)
 
     def at(
-        self, cohort: Cohort, place: Array, address: Array, pc: int, blocks: Array | None = None
+        self, here: Execution, place: Array, address: Array, blocks: Array | None = None
     ) -> tuple[Array, Array]:
         """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds.
 
         ``blocks`` are those of the rows, or others of their clusters.
         """
-        m = self.machine
+        m, rows = self.machine, here.cohort.rows[place]
         numbers = self._number[address // BYTES]
-        blocks = m.row_block[cohort.rows[place]] if blocks is None else blocks
+        blocks = m.row_block[rows] if blocks is None else blocks
         missing = numbers < 0
         if not missing.any():
             missing = self.expected[numbers, blocks] == 0
         if missing.any():
             which = int(np.argmax(missing))
-            m.fail(
-                MbarrierMisuse,
-                "an mbarrier that is not initialised",
-                Site(cohort, pc, int(place[which])),
-                f"shared offset {int(address[which])}; initialised ones: "
-                + (", ".join(map(str, self.addresses)) or "none"),
-                "execute mbarrier.init, and then a barrier that all its users pass",
-            )
+            known = ", ".join(map(str, self.addresses)) or "none"
+            what = "an mbarrier that is not initialised"
+            text = f"shared offset {int(address[which])}; initialised ones: {known}"
+            advice = "execute mbarrier.init, and then a barrier that all its users pass"
+            m.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
         if m.shared_races is None:
             return numbers, blocks
-        rows = cohort.rows[place]
         warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
-        seen = m.shared_races.clocks.seen[m.row_cluster[rows], warps, maker]
+        seen = m.clocks.seen[m.row_cluster[rows], warps, maker]
         early = (maker != warps) & (seen < self.made_at[numbers, blocks])
         if early.any():
             which = int(np.argmax(early))
-            m.fail(
-                RaceError,
-                "race in shared memory: an mbarrier is used, and its initialisation is not ordered "
-                "before",
-                Site(cohort, pc, int(place[which])),
-                f"shared offset {self.addresses[int(numbers[which])]}; warp "
-                f"{int(maker[which])} initialises it",
-                "pass a barrier of the block between mbarrier.init and its first use",
-            )
+            problem = "an mbarrier is used, and its initialisation is not ordered before"
+            at, by = self.addresses[int(numbers[which])], int(maker[which])
+            text = f"shared offset {at}; warp {by} initialises it"
+            advice = "pass a barrier of the block between mbarrier.init and its first use"
+            site = here.site(place[which])
+            m.fail(RaceError, f"race in shared memory: {problem}", site, text, advice)
         return numbers, blocks
 
     def slots(self, k: Array, b: Array) -> Array:
@@ -304,21 +267,14 @@ class Mbarriers:
     # ---- arrivals and bytes
 
     def arrive(
-        self,
-        cohort: Cohort,
-        address: Any,
-        count: Any,
-        lanes: Any,
-        pc: int,
-        expects: Any = None,
-        modifiers: tuple[str, ...] = (),
+        self, here: Execution, address: Any, count: Any, modifiers: str = "", expects: Any = None
     ) -> Array:
         """mbarrier.arrive and arrive_drop: ``count`` arrivals by each lane.
 
         Args:
+            modifiers: words: "relaxed": earlier accesses are not published; "drop": later phases
+                expect ``count`` arrivals fewer; "noComplete": the phase must not complete.
             expects: bytes per lane to expect before the arrival.
-            modifiers: "relaxed": earlier accesses are not published; "drop": later phases expect
-                ``count`` arrivals fewer; "noComplete": the phase must not complete.
 
         Returns:
             The state of each lane, (n, 32): the phase that it arrived at, and in the upper 32
@@ -326,14 +282,14 @@ class Mbarriers:
         """
         m = self.machine
         release, drop = "relaxed" not in modifiers, "drop" in modifiers
-        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
-        counts = spread(count, cohort.n)[place, lane].astype(np.int64)
-        rows = cohort.rows[place]
-        tx = None if expects is None else spread(expects, cohort.n)[place, lane]
+        place, lane, numbers, blocks = self.find(here, address)
+        counts = here.spread(count)[place, lane].astype(np.int64)
+        rows = here.cohort.rows[place]
+        tx = None if expects is None else here.spread(expects)[place, lane]
         if m.shared_races:
             self.late.arrives[numbers, rows] = True
         if m.shared_races and release:
-            m.shared_races.release_lanes(cohort, lanes)
+            m.shared_races.release_lanes(here)
         states = np.empty(len(place), np.int64)
         # Together if no phase can complete in between.
         at, total = self._totals(numbers, blocks, counts)
@@ -342,72 +298,63 @@ class Mbarriers:
             k, b = numbers[step], blocks[step]
             states[step] = self.phase[k, b] | self.pending[k, b] << 32
             if tx is not None:
-                self._expect(cohort, k, b, tx[step].astype(np.int64), place[step], pc)
+                self._expect(here, k, b, tx[step].astype(np.int64), place[step])
             if m.shared_races and release:
-                m.shared_races.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
-            self._demand_room(cohort, k, b, place[step], self.pending[k, b] < counts[step], pc)
+                m.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
+            self._demand_room(here, k, b, place[step], self.pending[k, b] < counts[step])
             np.subtract.at(self.pending, (k, b), counts[step])
             if drop:
                 self.expected[k, b] -= counts[step]
             if "noComplete" in modifiers and (self.pending[k, b] == 0).any():
-                m.fail(
-                    MbarrierMisuse,
-                    "an arrival with .noComplete completes its phase",
-                    Site(cohort, pc, int(place[step][0])),
-                    self.state(int(k[0]), int(b[0])),
-                    "use it only if other arrivals follow",
-                )
+                what = "an arrival with .noComplete completes its phase"
+                text, advice = self.state(int(k[0]), int(b[0])), "use it only if others follow"
+                m.fail(MbarrierMisuse, what, here.site(place[step][0]), text, advice)
             self._complete(k, b)
-        state = np.zeros((cohort.n, 32), np.uint64)
+        state = np.zeros((here.cohort.n, 32), np.uint64)
         state[place, lane] = states
         return state
 
-    def arrive_later(self, threads: SingleThreads, k: Array, known: Array | None, pc: int) -> None:
-        """Single arrivals of threads (n,) that cp.async.mbarrier.arrive requested earlier.
+    def arrive_later(self, here: Execution, k: Array, known: Array | None) -> None:
+        """Arrivals of single threads (n,) that cp.async.mbarrier.arrive requested earlier.
 
         Args:
             known: their clocks at that time; None without checkers.
         """
-        m = self.machine
-        b = m.row_block[threads.rows]
+        m, rows = self.machine, here.cohort.rows
+        b = m.row_block[rows]
         if m.shared_races and known is not None:
-            m.shared_races.clocks.publish_known(threads.rows, self.slots(k, b), known)
+            m.clocks.publish_known(rows, self.slots(k, b), known)
         np.subtract.at(self.pending, (k, b), 1)
-        self._demand_room(threads, k, b, np.arange(len(k)), self.pending[k, b] < 0, pc)
+        self._demand_room(here, k, b, np.arange(len(k)), self.pending[k, b] < 0)
         self._complete(k, b)
 
-    def complete_store(self, cohort: Cohort, address: Any, size: int, lanes: Any, pc: int) -> None:
+    def complete_store(self, here: Execution, address: Any, size: int) -> None:
         """complete_tx of the ``size`` bytes that each lane has stored by st.async."""
         m = self.machine
-        place, _, numbers, blocks = self.find(cohort, address, lanes, pc)
+        place, _, numbers, blocks = self.find(here, address)
         if not len(place):
             return
-        rows = cohort.rows[place]
+        rows = here.cohort.rows[place]
         if m.shared_races:
-            m.shared_races.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
+            m.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
         self.deliver(numbers, blocks, size)
 
-    def expect(self, cohort: Cohort, address: Any, size: Any, lanes: Any, pc: int) -> None:
+    def expect(self, here: Execution, address: Any, size: Any) -> None:
         """mbarrier.expect_tx without an arrival; a negative size completes (complete_tx)."""
-        place, lane, numbers, blocks = self.find(cohort, address, lanes, pc)
-        sizes = spread(size, cohort.n)[place, lane].astype(np.int64)
-        self._expect(cohort, numbers, blocks, sizes, place, pc)
+        place, lane, numbers, blocks = self.find(here, address)
+        sizes = here.spread(size)[place, lane].astype(np.int64)
+        self._expect(here, numbers, blocks, sizes, place)
         self._complete(numbers, blocks)
 
-    def _expect(
-        self, cohort: Cohort, k: Array, b: Array, size: Array, place: Array, pc: int
-    ) -> None:
+    def _expect(self, here: Execution, k: Array, b: Array, size: Array, place: Array) -> None:
         np.add.at(self.tx, (k, b), size)
         bad = np.abs(self.tx[k, b]) > MOST
         if bad.any():
             which = int(np.argmax(bad))
-            self.machine.fail(
-                MbarrierMisuse,
-                "an mbarrier counts more bytes than it can",
-                Site(cohort, pc, int(place[which])),
-                f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}",
-                "expect the bytes of one phase only, in one place",
-            )
+            what = "an mbarrier counts more bytes than it can"
+            text = f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}"
+            advice = "expect the bytes of one phase only, in one place"
+            self.machine.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
 
     def deliver(self, numbers: Array, blocks: Array, size: int) -> Array:
         """complete_tx of ``size`` by bulk copies, in order; returns the phase of each copy.
@@ -425,20 +372,14 @@ class Mbarriers:
             self._complete(k, b)
         return phases
 
-    def _demand_room(
-        self, cohort: Cohort, k: Array, b: Array, place: Array, late: Array, pc: int
-    ) -> None:
+    def _demand_room(self, here: Execution, k: Array, b: Array, place: Array, late: Array) -> None:
         """Fails for the first arrival that its mbarrier does not expect, if there is one."""
-        if not late.any():
-            return
-        which = int(np.argmax(late))
-        self.machine.fail(
-            MbarrierMisuse,
-            "more arrivals at an mbarrier than it expects",
-            Site(cohort, pc, int(place[which])),
-            self.state(int(k[which]), int(b[which])),
-            "arrive as often as mbarrier.init counts, and wait before the next phase",
-        )
+        if late.any():
+            which = int(np.argmax(late))
+            what = "more arrivals at an mbarrier than it expects"
+            text = self.state(int(k[which]), int(b[which]))
+            advice = "arrive as often as mbarrier.init counts, and wait before the next phase"
+            self.machine.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
 
     def _totals(
         self, numbers: Array, blocks: Array, amounts: Array
@@ -458,7 +399,7 @@ class Mbarriers:
         self.phase[k, b] += 1
         self.pending[k, b] = self.expected[k, b]
         if m.shared_races:
-            published, slots = m.shared_races.clocks.published, self.slots(k, b)
+            published, slots = m.clocks.published, self.slots(k, b)
             group, rank = np.divmod(b, m.cluster_size)
             self.late.check(k, b, published[group, slots])
             columns = self.columns[k, rank]
@@ -487,53 +428,41 @@ class Mbarriers:
         self._failed[pc] = self._failed.get(pc, 0) + 1
         return self._failed[pc] > _FEW_TURNS
 
-    def ignored(self, cohort: Cohort, lanes: Any, pc: int) -> None:
+    def ignored(self, here: Execution) -> None:
         """A wait whose result no instruction uses.
 
         Raises:
             MbarrierMisuse: a lane executes it.
         """
-        if not active(cohort, lanes).any():
+        if not here.active.any():
             return
-        row, lane = first_bad(cohort, lanes, True)
-        self.machine.fail(
-            MbarrierMisuse,
-            "the result of a wait for an mbarrier is ignored",
-            Site(cohort, pc, row, lane),
-            "try_wait may return false after a time limit, and test_wait returns at once: the "
-            "phase need not have completed, and nothing is ordered then",
-            "repeat it in a loop until it returns true",
-        )
+        what = "the result of a wait for an mbarrier is ignored"
+        numbers = "try_wait may return false after a time limit, and test_wait returns at once: "
+        numbers += "the phase need not have completed, and nothing is ordered then"
+        advice = "repeat it in a loop until it returns true"
+        self.machine.fail(MbarrierMisuse, what, here.first(), numbers, advice)
 
     def order_by(self, cohort: Cohort, begins: tuple[int, ...], ends: tuple[int, ...]) -> None:
         """The order by some waits that have succeeded begins or ends here, see `FailedWaits`.
 
         It does not end if the warp has synchronised by other means since it began.
         """
-        races = self.machine.shared_races
-        assert races is not None
+        clocks = self.machine.clocks
         for row in cohort.rows.tolist():
             for wait in ends:
                 before, after = self._ordered.pop((row, wait), (None, None))
                 if before is not None and after is not None:
-                    races.clocks.forgo(row, before, after)
+                    clocks.forgo(row, before, after)
             for wait in begins:
                 slot = self._succeeded.pop((row, wait), None)
                 if slot is not None:
                     rows = np.array([row])
-                    before = races.clocks.of(rows)[0]
-                    races.clocks.acquire(rows, np.array([slot]))
-                    self._ordered[row, wait] = before, races.clocks.of(rows)[0]
+                    before = clocks.of(rows)[0]
+                    clocks.acquire(rows, np.array([slot]))
+                    self._ordered[row, wait] = before, clocks.of(rows)[0]
 
     def wait(
-        self,
-        cohort: Cohort,
-        address: Any,
-        phase: Any,
-        lanes: Any,
-        pc: int,
-        parity: bool,
-        blocks: bool,
+        self, here: Execution, address: Any, phase: Any, parity: bool, blocks: bool
     ) -> Array | None:
         """test_wait, or try_wait if ``blocks``: whether a phase has completed.
 
@@ -544,22 +473,23 @@ class Mbarriers:
             A predicate (n, 1) or (n, 32); None if some warps of the cohort have to wait. The
             cohort is then split, and the other warps execute the instruction again.
         """
-        m = self.machine
-        check_window(m, cohort, np.asarray(address), lanes, BYTES, pc, m.shared_size, "shared")
-        narrow = lanes is None and cohort.mask is None and _width(address) == _width(phase) == 1
+        m, cohort, pc = self.machine, here.cohort, here.pc
+        check_window(here, np.asarray(address), BYTES, m.shared_size, "shared")
+        all_lanes = here.lanes is None and cohort.mask is None
+        narrow = all_lanes and _width(address) == _width(phase) == 1
         width = 1 if narrow else 32
-        waiting_lanes = np.ones((cohort.n, 1), bool) if narrow else active(cohort, lanes)
+        waiting_lanes = np.ones((cohort.n, 1), bool) if narrow else here.active
         place, lane = np.nonzero(waiting_lanes)
         if not len(place):
             return np.zeros((cohort.n, width), bool)
-        here = np.broadcast_to(address, (cohort.n, width))[place, lane]
+        where = np.broadcast_to(address, (cohort.n, width))[place, lane]
         numbers = np.zeros((cohort.n, width), np.int64)
-        numbers[place, lane] = self.at(cohort, place, here, pc)[0]
+        numbers[place, lane] = self.at(here, place, where)[0]
         now = self.phase[numbers, m.row_block[cohort.rows][:, None]]
         wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
         if m.shared_races and parity:
-            here = numbers[place, lane]
-            self.late.require_in_time(cohort.rows[place], here, wanted[place, lane], pc)
+            at = numbers[place, lane]
+            self.late.require_in_time(cohort.rows[place], at, wanted[place, lane], pc)
         done: Array = (
             np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
         )
@@ -570,8 +500,8 @@ class Mbarriers:
         # On a GPU a try_wait may time out; with an order_seed some do.
         gives_up = m.random is not None and m.random.random() < 0.25
         if blocks and stuck.any() and not gives_up:
-            waiting = cohort if stuck.all() else m.split(cohort, ~stuck, pc, pc)[1]
-            waiting.waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
+            waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
+            m.hold(cohort, ~stuck, pc, waits, pc)
             return None
         if stuck.any():
             cohort.polls = self._polls(pc)
@@ -579,10 +509,10 @@ class Mbarriers:
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
             if pc in m.program.failed_waits.loose:
-                at = zip((pairs >> 20).tolist(), slots.tolist(), strict=True)
-                self._succeeded.update({(row, pc): slot for row, slot in at})
+                found = zip((pairs >> 20).tolist(), slots.tolist(), strict=True)
+                self._succeeded.update({(row, pc): slot for row, slot in found})
             else:
-                m.shared_races.clocks.acquire(pairs >> 20, slots)
+                m.clocks.acquire(pairs >> 20, slots)
             self.late.note(pairs & MOST, pairs >> 20, pc)
         return done
 

@@ -42,14 +42,11 @@ class RegisterPool:
         held = self.held[cohort.rows]
         wrong = held > count if grow else held < count
         if wrong.any():
-            m.fail(
-                EmulatorError,
-                f"setmaxnreg.{'inc lowers' if grow else 'dec raises'} the number of registers",
-                Site(cohort, pc, int(np.argmax(wrong))),
-                f"{held[wrong][0]} per thread now, {count} requested; at the start "
-                f"{self.at_entry}, by the launch bounds and the largest setmaxnreg",
-                "use the other form of setmaxnreg, or change the launch bounds",
-            )
+            what = f"setmaxnreg.{'inc lowers' if grow else 'dec raises'} the number of registers"
+            numbers = f"{held[wrong][0]} per thread now, {count} requested; at the start "
+            numbers += f"{self.at_entry}, by the launch bounds and the largest setmaxnreg"
+            way_out = "use the other form of setmaxnreg, or change the launch bounds"
+            m.fail(EmulatorError, what, Site(cohort, pc, int(np.argmax(wrong))), numbers, way_out)
         served = np.zeros(cohort.n, bool)
         for first in range(0, cohort.n, 4):
             group = slice(first, first + 4)
@@ -59,16 +56,9 @@ class RegisterPool:
                 self.free[block] -= more
                 self.held[cohort.rows[group]] = count
                 served[group] = True
-        waiting = cohort
-        if served.any() and not served.all():
-            _, waiting = m.split(cohort, served, pc + 1, pc)
-        if not served.all():
-            waiting.pc = pc
-            waiting.waits = WaitsForRegisters(pc, count)
+        m.hold(cohort, served, pc, WaitsForRegisters(pc, count), pc + 1)
         if not grow:
-            for c in m.cohorts:
-                if isinstance(c.waits, WaitsForRegisters):
-                    c.waits = None
+            m.wake(WaitsForRegisters)
 
     def describe(self, c: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""

@@ -26,7 +26,7 @@ from ptx_emulator.state.cohort import (
     splice,
 )
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave, ranges_text
+from ptx_emulator.state.wave import Execution, Site, Wave, ranges_text
 
 # Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
 FAIR_EVERY = 256
@@ -68,12 +68,11 @@ class Scheduler(Wave):
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all cohorts at the same instruction."""
         while not (runnable := [c for c in self.cohorts if c.waits is None]):
-            if not (self.bulk.deliver() | self.copies.deliver()):
+            if not self._deliver():
                 self._report_deadlock()
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
-            self.bulk.at_random()
-            self.copies.at_random()
+            self._deliver_at_random()
         if self.random:
             chosen = self.random.choice(runnable)
             if self.random.random() < 0.5:
@@ -105,9 +104,31 @@ class Scheduler(Wave):
         for c in runnable:
             c.polls = False
         if not busy:
-            self.bulk.deliver()
-            self.copies.deliver()
+            self._deliver()
         return busy or runnable
+
+    def _deliver(self) -> bool:
+        """Executes copies into shared memory, and arrivals that copies delay: all of them, or with
+        a seed one of each.
+
+        Returns:
+            Whether there were any.
+        """
+        found = False
+        pairs: Any = ((self.bulk, self.bulk.incoming), (self.copies, self.copies.arrivals))
+        for part, pending in pairs:
+            found |= bool(pending)
+            for one in [self.random.choice(pending)] if self.random and pending else list(pending):
+                part.execute(one)
+        return found
+
+    def _deliver_at_random(self) -> None:
+        """With a seed, executes a copy with probability 0.1, and an arrival that copies delay."""
+        random = self.random
+        pairs: Any = ((self.bulk, self.bulk.flying), (self.copies, self.copies.arrivals))
+        for part, pending in pairs if random else ():
+            if random and pending and random.random() < 0.1:
+                part.execute(random.choice(pending))
 
     def branch(self, cohort: Cohort, taken: Any, target: int, after: int) -> None:
         """Sends each lane to ``target`` or to ``after``."""
@@ -147,13 +168,7 @@ class Scheduler(Wave):
         self.replace(cohort, parts)
 
     def _run_region(
-        self,
-        cohort: Cohort,
-        keep: Array,
-        region: Region,
-        start: int,
-        end: int,
-        lanes: Array | None = None,
+        self, cohort: Cohort, keep: Array, region: Region, start: int, end: int, lanes: Any = None
     ) -> None:
         """Runs a short if for some rows (or lanes), instead of splitting the cohort."""
         part = cohort.part(keep, region.inputs, start)
@@ -205,9 +220,7 @@ class Scheduler(Wave):
             self.replace(cohort, [rest.with_mask(stay[rows_left], after)])
         else:
             self.cohorts.remove(cohort)
-        for c in self.cohorts:
-            if isinstance(c.waits, WaitsForWarp):
-                c.waits = None
+        self.wake(WaitsForWarp)
         self.barriers.after_exit(np.unique(blocks))
         if self.cluster_size > 1 and self.shared_races:
             ended = np.unique(blocks)
@@ -227,13 +240,7 @@ class Scheduler(Wave):
         complete: Any = np.asarray((cohort.mask | ~needed).all(axis=1))
         if complete.all():
             return False
-        if complete.any():
-            ready, waiting = self.split(cohort, complete, pc, pc)
-            ready.pc = pc
-            needed = needed[~complete]
-        else:
-            waiting = cohort
-        waiting.waits = WaitsForWarp(pc, needed)
+        self.hold(cohort, complete, pc, WaitsForWarp(pc, needed[~complete]), pc)
         return True
 
     def wait_for_warpgroup(self, cohort: Cohort, pc: int) -> bool:
@@ -255,11 +262,8 @@ class Scheduler(Wave):
         if gone.any():
             self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
         complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
-        waiting = cohort
-        if complete.any():
-            _, waiting = self.split(cohort, complete, pc, pc)
-            members = members[~complete]
-        waiting.waits = WaitsForWarpgroup(pc, np.unique(members))
+        missing = np.unique(members[~complete])
+        self.hold(cohort, complete, pc, WaitsForWarpgroup(pc, missing), pc)
         return True
 
     def _fail_incomplete(self, cohort: Cohort, pc: int, row: int) -> None:
@@ -269,18 +273,15 @@ class Scheduler(Wave):
             int(self.alive[cohort.rows[row] - warp + w].sum()) if w < self.warps else 0
             for w in range(low, low + 4)
         )
-        self.fail(
-            EmulatorError,
-            "an incomplete warpgroup executes a warpgroup-wide instruction",
-            Site(cohort, pc, row),
-            f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; "
-            f"blocks have {self.threads}",
-            "execute it in all 128 threads of four warps, the first a multiple of 4",
-        )
+        what = "an incomplete warpgroup executes a warpgroup-wide instruction"
+        numbers = f"warps {low} to {low + 3} have {a}, {b}, {c} and {d} threads left; blocks have "
+        numbers += f"{self.threads}"
+        way_out = "execute it in all 128 threads of four warps, the first a multiple of 4"
+        self.fail(EmulatorError, what, Site(cohort, pc, row), numbers, way_out)
 
     # ---- errors that concern the whole machine
 
-    def require_defined(self, cohort: Cohort, defined: Any, lanes: Any, pc: int) -> None:
+    def require_defined(self, here: Execution, defined: Any) -> None:
         """Checks that ``defined`` is true in all active lanes.
 
         Raises:
@@ -288,17 +289,15 @@ class Scheduler(Wave):
         """
         if defined.all():
             return
-        missing = np.broadcast_to(~defined, (cohort.n, 32))
-        if lanes is not None:
-            missing = missing & lanes
+        missing = here.spread(~defined) & here.active
         if not missing.any():
             return
-        row, lane = (int(i) for i in np.argwhere(missing)[0])
-        self.members.blame_shuffle(Site(cohort, pc, row, lane))
+        site = here.first(missing)
+        self.members.blame_shuffle(site)
         what = "a register is read that was never written"
         numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
         way_out = "initialise the variable on every path that leads here"
-        self.fail(UninitialisedRead, what, Site(cohort, pc, row, lane), numbers, way_out)
+        self.fail(UninitialisedRead, what, site, numbers, way_out)
 
     def _too_many_steps(self, c: Cohort) -> None:
         numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"

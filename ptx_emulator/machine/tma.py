@@ -52,12 +52,11 @@ class TensorMap:
         before: int = 0,
     ) -> None:
         if (dims is None or strides is None) and array.strides[-1] != array.itemsize:
-            raise LaunchArguments(
-                "the innermost dimension of a tensor map's array is not contiguous",
-                where="ptx_emulator.TensorMap",
-                numbers=f"shape {array.shape}, strides {array.strides} B",
-                way_out="permute its axes, or pass a copy",
-            )
+            what = "the innermost dimension of a tensor map's array is not contiguous"
+            where = "ptx_emulator.TensorMap"
+            numbers = f"shape {array.shape}, strides {array.strides} B"
+            way_out = "permute its axes, or pass a copy"
+            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         self.array = array
         self.spec = TensorMapSpec(
             dtype or array.dtype.name,

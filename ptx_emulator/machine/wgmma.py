@@ -19,21 +19,14 @@ from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.checks.wgmma_registers import RegisterOrder
 from ptx_emulator.errors import OutOfBounds
-from ptx_emulator.isa import descriptors
+from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES
 from ptx_emulator.isa.mma import add_single, join_halves, split_halves
 from ptx_emulator.isa.tensor_core_sums import SumModels
-from ptx_emulator.isa.wgmma import (
-    KEPT_GROUPS,
-    ROWS,
-    SharedOperand,
-    WgmmaForm,
-    reach,
-    warpgroup_product,
-)
+from ptx_emulator.isa.wgmma import SharedOperand, WgmmaForm
 from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Site, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 
 @dataclass(eq=False)
@@ -125,7 +118,7 @@ class WgmmaChain:
             if form.half:
                 start = split_halves(start, warps)
             model = sums.of("wgmma", form.kinds[0], form.depth, form.half) if sums else None
-            product = warpgroup_product(view, arena, form, a, b, warps, model, start)
+            product = wgmma.warpgroup_product(view, arena, form, a, b, warps, model, start)
             accumulators = list(product) if model else add_single(product, start)
             if form.half:
                 accumulators = join_halves(accumulators)
@@ -153,7 +146,7 @@ class Warpgroups:
         self.committed = np.zeros(count, np.int64)
         self.newest = np.zeros(count, np.int64)  # time of the newest asynchronous read
         # `newest` when each group was committed.
-        self.times = np.zeros((count, KEPT_GROUPS), np.int64)
+        self.times = np.zeros((count, wgmma.KEPT_GROUPS), np.int64)
         self.order = RegisterOrder(machine)
         self._operands: dict[tuple[Any, ...], tuple[SharedOperand, Array]] = {}
 
@@ -171,27 +164,26 @@ class Warpgroups:
     # ---- issue
 
     def issue(
-        self, cohort: Cohort, form: WgmmaForm, a: Any, b: Any, adds: Any, accumulators: Any, pc: int
+        self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, accumulators: Any
     ) -> None:
         """Starts wgmma.mma_async.
 
         Args:
-            cohort: whole warpgroups.
+            here: by whole warpgroups.
             a: descriptor, or four registers.
             b: descriptor.
             adds: scale-d.
             accumulators: values of the accumulators; None if a chain with all of them is in flight.
-            pc: the instruction.
         """
-        groups = self.numbers(cohort)
+        groups = self.numbers(here.cohort)
         if self.machine.shared_races is not None:
-            self.machine.mbarriers.late.wgmma(cohort.rows)
-        left = a if form.fragments else self._operand(cohort, groups, a, form, 0, pc)
-        right = self._operand(cohort, groups, b, form, 1, pc)
-        some = self._alike(cohort, adds, "scale-d", pc)
+            self.machine.mbarriers.late.wgmma(here.cohort.rows)
+        left = a if form.fragments else self._operand(here, groups, a, form, 0)
+        right = self._operand(here, groups, b, form, 1)
+        some = self._alike(here, adds, "scale-d")
         add = None if some.all() else some
-        step = IssuedWgmma(form, left, right, add, self.committed[groups], pc)
-        chains = self._claim(groups, form, cohort, pc)
+        step = IssuedWgmma(form, left, right, add, self.committed[groups], here.pc)
+        chains = self._claim(here, groups, form)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
             fresh = WgmmaChain(form.registers, groups, list(accumulators), [])
@@ -204,21 +196,21 @@ class Warpgroups:
             whole = len(chain.groups) == len(groups)
             chain.append(step if whole else step.part(np.isin(groups, chain.groups)))
 
-    def _claim(self, groups: Array, form: WgmmaForm, cohort: Cohort, pc: int) -> list[WgmmaChain]:
+    def _claim(self, here: Execution, groups: Array, form: WgmmaForm) -> list[WgmmaChain]:
         """The chains in flight with the accumulators of ``groups``, cut to these warpgroups."""
         found = []
         for chain in list(self.chains):
             same = chain.registers == form.registers
             if not same and set(chain.registers).isdisjoint(form.registers):
                 continue
-            here, _ = self._cut(chain, groups)
-            if here is None:
+            mine, _ = self._cut(chain, groups)
+            if mine is None:
                 continue
             if not same:
                 register = min(set(chain.registers).intersection(form.registers))
                 by, use = chain.steps[-1].pc, "an accumulator, with a different shape,"
-                self.order.fail_in_flight(cohort, pc, register, by, use)
-            found.append(here)
+                self.order.fail_in_flight(here.site(), register, by, use)
+            found.append(mine)
         return found
 
     def _cut(self, chain: WgmmaChain, groups: Array) -> tuple[WgmmaChain | None, WgmmaChain | None]:
@@ -235,73 +227,70 @@ class Warpgroups:
         self.chains[at : at + 1] = [here, rest]
         return here, rest
 
-    def _alike(self, cohort: Cohort, value: Any, what: str, pc: int) -> Array:
+    def _alike(self, here: Execution, value: Any, what: str) -> Array:
         """The value (g,) of an operand that must be the same in all lanes of a warpgroup."""
+        n = here.cohort.n
         if value.ndim == 0:
-            return np.broadcast_to(value, cohort.n // 4)
-        quads = np.broadcast_to(value, (cohort.n, value.shape[1])).reshape(cohort.n // 4, -1)
+            return np.broadcast_to(value, n // 4)
+        quads = np.broadcast_to(value, (n, value.shape[1])).reshape(n // 4, -1)
         first: Array = quads[:, 0]
         bad = (quads != first[:, None]).any(axis=1)
         if bad.any():
             group = int(np.argmax(bad))
-            self.machine.fail(
-                EmulatorError,
-                f"the {what} of wgmma differs between threads of a warpgroup",
-                Site(cohort, pc, 4 * group),
-                f"the first thread has {first[group]}, others {quads[group][-1]}",
-                "compute it from values common to all 128 threads: threadIdx.x / 128",
-            )
+            what = f"the {what} of wgmma differs between threads of a warpgroup"
+            numbers = f"the first thread has {first[group]}, others {quads[group][-1]}"
+            way_out = "compute it from values common to all 128 threads: threadIdx.x / 128"
+            self.machine.fail(EmulatorError, what, here.site(4 * group), numbers, way_out)
         return first
 
     # ---- operands in shared memory
 
     def _operand(
-        self, cohort: Cohort, groups: Array, word: Any, form: WgmmaForm, which: int, pc: int
+        self, here: Execution, groups: Array, word: Any, form: WgmmaForm, which: int
     ) -> SharedOperand:
         """Decodes the descriptor of A (0) or B (1), and counts and checks the read."""
-        words = self._alike(cohort, word, f"descriptor of {'AB'[which]}", pc)
-        rows, mn_major = (ROWS, form.columns)[which], form.transposed[which]
+        words = self._alike(here, word, f"descriptor of {'AB'[which]}")
+        rows, mn_major = (wgmma.ROWS, form.columns)[which], form.transposed[which]
         key = (words.tobytes(), rows, mn_major)
         found = self._operands.get(key)
         if found is None:
             if len(self._operands) >= _KEPT_OPERANDS:
                 self._operands.clear()
-            found = self._decode(cohort, words, "AB"[which], rows, mn_major, pc)
+            found = self._decode(here, words, "AB"[which], rows, mn_major)
             self._operands[key] = found
         operand, chunks = found
         m = self.machine
         size = len(groups) * chunks.shape[1] * CHUNK_BYTES
         m.counters.shared_read_bytes += size
         if m.recorder is not None:
-            m.recorder.operand(size, pc)
+            m.recorder.operand(size, here.pc)
         if m.proxy is not None:
             quarters = [chunks]
             if which == 0 and "wgmma_rows_syncwarp" in m.allow:
                 quarters = _rows_of_warps(chunks, mn_major)
-            self._read(cohort, groups, quarters, pc)
+            self._read(here, groups, quarters)
         return operand
 
     def _decode(
-        self, cohort: Cohort, words: Array, name: str, rows: int, mn_major: bool, pc: int
+        self, here: Execution, words: Array, name: str, rows: int, mn_major: bool
     ) -> tuple[SharedOperand, Array]:
         """An operand and its chunks, numbered from the start of the shared window (g, chunks)."""
         for one in np.unique(words).tolist():
             wrong = descriptors.problem(one)
             if wrong:
-                site = Site(cohort, pc, 4 * int(np.argmax(words == one)))
+                site = here.site(4 * np.argmax(words == one))
                 self._refuse(site, name, one, wrong, EmulatorError)
         kinds = descriptors.layouts(words)
         if len(set(kinds)) > 1:
             other = next(kind for kind in kinds if kind != kinds[0])
             wrong = f"the descriptor of another warpgroup has {other}"
-            self._refuse(Site(cohort, pc), name, int(words[0]), wrong, EmulatorError)
+            self._refuse(here.site(), name, int(words[0]), wrong, EmulatorError)
         operand = SharedOperand(descriptors.starts(words), kinds[0])
-        low, high, chunks = reach(operand, rows, mn_major)
+        low, high, chunks = wgmma.reach(operand, rows, mn_major)
         size = self.machine.shared_size
         for place in np.flatnonzero((low < 0) | (high > size)):
             wrong = f"bytes {low[place]:,} to {high[place]:,} of {size:,} would be read"
-            site = Site(cohort, pc, 4 * int(place))
-            self._refuse(site, name, int(words[place]), wrong, OutOfBounds)
+            self._refuse(here.site(4 * place), name, int(words[place]), wrong, OutOfBounds)
         return operand, chunks
 
     def _refuse(
@@ -317,7 +306,7 @@ class Warpgroups:
         numbers = f"{word:#018x}: start {start}, {layout}; {wrong}"
         self.machine.fail(kind, what, site, numbers, way_out)
 
-    def _read(self, cohort: Cohort, groups: Array, parts: list[Array], pc: int) -> None:
+    def _read(self, here: Execution, groups: Array, parts: list[Array]) -> None:
         """The chunks (g, k) of an operand are read from now on.
 
         They are given as one part, which all warps read, or in four parts, one for each warp.
@@ -327,41 +316,37 @@ class Warpgroups:
         block = groups // self.per_block
         member = groups % (self.per_block * m.cluster_size)
         base = (block * m.shared_pitch)[:, None]
-        rows = cohort.rows.reshape(-1, 4)
+        rows = here.cohort.rows.reshape(-1, 4)
         for number in np.unique(member).tolist():
-            here = np.flatnonzero(member == number)
+            its = np.flatnonzero(member == number)
             column = m.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
             for warp, chunks in enumerate(parts):
-                where = (chunks * CHUNK_BYTES + base)[here]
-                members = rows[here] if len(parts) == 1 else rows[here][:, warp : warp + 1]
-                access = SharedAccess(cohort, members, where, CHUNK_BYTES, pc, 4 * here)
-                self.newest[groups[here]] = m.proxy.read(access, column)
+                where = (chunks * CHUNK_BYTES + base)[its]
+                members = rows[its] if len(parts) == 1 else rows[its][:, warp : warp + 1]
+                access = SharedAccess(here.cohort, members, where, CHUNK_BYTES, here.pc, 4 * its)
+                self.newest[groups[its]] = m.proxy.read(access, column)
 
     # ---- groups
 
     def commit(self, cohort: Cohort) -> None:
         """wgmma.commit_group."""
         groups = self.numbers(cohort)
-        self.times[groups, self.committed[groups] % KEPT_GROUPS] = self.newest[groups]
+        self.times[groups, self.committed[groups] % wgmma.KEPT_GROUPS] = self.newest[groups]
         self.committed[groups] += 1
 
-    def wait(
-        self, cohort: Cohort, left: int, registers: tuple[int, ...], current: tuple[Any, ...]
-    ) -> list[Any]:
+    def wait(self, cohort: Cohort, left: int, current: dict[int, Any]) -> list[Any]:
         """wgmma.wait_group: completes all but the ``left`` newest groups.
 
         Args:
             cohort: whole warpgroups.
             left: number of groups that may remain in flight, less than KEPT_GROUPS.
-            registers: accumulators that may be completed.
-            current: their current values.
+            current: the values of the accumulators that may be completed.
 
         Returns:
             Their values after the wait.
         """
         groups = self.numbers(cohort)
         limit = self.committed[groups] - left
-        out = list(current)
         for chain in list(self.chains):
             here, _ = self._cut(chain, groups)
             if here is None:
@@ -374,17 +359,12 @@ class Warpgroups:
                 assert part is not None
                 rest = other or rest
                 if count:
-                    self._complete(part, count, groups, registers, out)
+                    self._complete(part, count, groups, current)
         self._order_after_reads(cohort, groups, limit)
-        return out
+        return list(current.values())
 
     def _complete(
-        self,
-        chain: WgmmaChain,
-        count: int,
-        groups: Array,
-        registers: tuple[int, ...],
-        out: list[Any],
+        self, chain: WgmmaChain, count: int, groups: Array, current: dict[int, Any]
     ) -> None:
         m = self.machine
         arena = chain.groups // self.per_block * m.shared_pitch
@@ -394,16 +374,15 @@ class Warpgroups:
             return
         self.chains.remove(chain)
         for register, value in zip(chain.registers, accumulators, strict=True):
-            if register in registers:
-                at = registers.index(register)
-                out[at] = _placed(out[at], groups, chain.groups, value)
+            if register in current:
+                current[register] = _placed(current[register], groups, chain.groups, value)
 
     def _order_after_reads(self, cohort: Cohort, groups: Array, limit: Array) -> None:
         """Orders the warps after the reads of the operands of completed instructions."""
         m = self.machine
         if m.proxy is None:
             return
-        times = self.times[groups, (limit - 1) % KEPT_GROUPS]
+        times = self.times[groups, (limit - 1) % wgmma.KEPT_GROUPS]
         member = groups % (self.per_block * m.cluster_size)
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member[limit > 0]).tolist():
@@ -416,9 +395,9 @@ def _rows_of_warps(chunks: Array, mn_major: bool) -> list[Array]:
     """The chunks (g, k) of A that each of the four warps reads: 16 rows."""
     count = len(chunks)
     if mn_major:
-        tile = chunks.reshape(count, -1, ROWS // 8)
+        tile = chunks.reshape(count, -1, wgmma.ROWS // 8)
         return [tile[:, :, 2 * w : 2 * w + 2].reshape(count, -1) for w in range(4)]
-    tile = chunks.reshape(count, ROWS, -1)
+    tile = chunks.reshape(count, wgmma.ROWS, -1)
     return [tile[:, 16 * w : 16 * w + 16].reshape(count, -1) for w in range(4)]
 
 

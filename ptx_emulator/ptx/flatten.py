@@ -8,25 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ptx_emulator.errors import UnknownInstruction
+from ptx_emulator.ptx import syntax
 from ptx_emulator.ptx.instructions import is_barrier, is_warp_wide
-from ptx_emulator.ptx.syntax import (
-    TYPE_BYTES,
-    Function,
-    Group,
-    Instruction,
-    LabelRef,
-    Mem,
-    Module,
-    Not,
-    Operand,
-    Pair,
-    Reg,
-    Sym,
-    Variable,
-    Vec,
-)
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, LabelRef, Operand, Reg, Sym
 
 
 @dataclass
@@ -35,11 +22,11 @@ class FlatCode:
 
     code: list[Instruction] = field(default_factory=list)
     registers: list[tuple[str, str]] = field(default_factory=list)
-    variables: dict[str, Variable] = field(default_factory=dict)
+    variables: dict[str, syntax.Variable] = field(default_factory=dict)
     branch_targets: dict[str, list[int]] = field(default_factory=dict)
 
 
-def flatten(module: Module, entry: Function) -> FlatCode:
+def flatten(module: syntax.Module, entry: syntax.Function) -> FlatCode:
     """Inlines all calls of ``entry``; calls of external functions remain.
 
     Raises:
@@ -85,13 +72,13 @@ def _moved(operand: Operand, starts: list[int]) -> Operand:
 
 
 class _Inliner:
-    def __init__(self, module: Module, flat: FlatCode) -> None:
+    def __init__(self, module: syntax.Module, flat: FlatCode) -> None:
         self.module = module
         self.flat = flat
         self.slots: dict[tuple[str, int], Reg] = {}
         self.bases: dict[str, int] = {}
 
-    def base(self, fn: Function) -> int:
+    def base(self, fn: syntax.Function) -> int:
         """The number of the first register of ``fn``, of which only one call runs at a time.
 
         All its calls have the same registers: the masks of live registers stay short.
@@ -103,7 +90,7 @@ class _Inliner:
 
     def expand(
         self,
-        fn: Function,
+        fn: syntax.Function,
         aliases: dict[str, str],
         stack: tuple[str, ...],
         after: list[int] | None,
@@ -124,7 +111,7 @@ class _Inliner:
         starts: list[int] = []
         patches: list[int] = []
 
-        def move(operand: Operand) -> Operand:
+        def move(operand: Operand) -> Any:
             return _map(operand, lambda r: Reg(r.index + base), names)
 
         for ins in fn.code:
@@ -154,11 +141,11 @@ class _Inliner:
         for name, targets in fn.branch_targets.items():
             flat.branch_targets[name] = [starts[t] for t in targets]
 
-    def call(self, ins: Instruction, callee: Function, stack: tuple[str, ...]) -> None:
+    def call(self, ins: Instruction, callee: syntax.Function, stack: tuple[str, ...]) -> None:
         if callee.name in stack:
             raise _unknown(ins, "a recursive call")
-        groups = [o for o in ins.operands if isinstance(o, Group)]
-        before = isinstance(ins.operands[0], Group)
+        groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
+        before = isinstance(ins.operands[0], syntax.Group)
         results = groups[0].items if before else ()
         given = groups[-1].items if len(groups) > before else ()
         aliases: dict[str, str] = {}
@@ -191,7 +178,7 @@ class _Inliner:
         """Replaces ``ld.param`` / ``st.param`` of a call by moves; those of the kernel remain."""
         load = ins.op == "ld"
         memory = ins.operands[1 if load else 0]
-        if not isinstance(memory, Mem) or not isinstance(memory.base, Sym):
+        if not isinstance(memory, syntax.Mem) or not isinstance(memory.base, Sym):
             if in_entry and load:
                 self.flat.code.append(ins)
                 return
@@ -201,7 +188,7 @@ class _Inliner:
             self.flat.code.append(ins)
             return
         value = ins.operands[0 if load else 1]
-        values = value.items if isinstance(value, Vec) else (value,)
+        values = value.items if isinstance(value, syntax.Vec) else (value,)
         for place, item in enumerate(values):
             offset = memory.base.offset + memory.offset + place * TYPE_BYTES[kind]
             slot = self.slots.get((name, offset))
@@ -229,31 +216,22 @@ class _Inliner:
         return any(key[0] == name for key in self.slots)
 
 
-def _map(operand: Operand, register: Callable[[Reg], Reg], names: dict[str, str]) -> Operand:
+def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:
+    """An operand, or a field of one, with other registers and names of variables."""
+    if isinstance(operand, tuple):
+        return tuple(_map(item, register, names) for item in operand)
     if isinstance(operand, Reg):
         return register(operand)
-    if isinstance(operand, Not):
-        return Not(register(operand.reg))
     if isinstance(operand, Sym):
         return Sym(names.get(operand.name, operand.name), operand.offset)
-    if isinstance(operand, Mem):
-        base = _map(operand.base, register, names)
-        assert not isinstance(base, (Mem, Vec, Pair, Group))
-        at = tuple(_map(o, register, names) for o in operand.coordinates)
-        return Mem(base, operand.offset, at)  # type: ignore[arg-type]
-    if isinstance(operand, Pair):
-        return Pair(_map(operand.first, register, names), _map(operand.second, register, names))
-    if isinstance(operand, Vec):
-        return Vec(tuple(_map(o, register, names) for o in operand.items))
-    if isinstance(operand, Group):
-        return Group(tuple(_map(o, register, names) for o in operand.items))
-    return operand
+    if not isinstance(operand, (syntax.Not, syntax.Mem, syntax.Pair, syntax.Vec, syntax.Group)):
+        return operand
+    return type(operand)(*(_map(value, register, names) for value in vars(operand).values()))
 
 
 def _unknown(ins: Instruction, what: str) -> UnknownInstruction:
-    return UnknownInstruction(
-        f"{what} is not supported",
-        where=f"{ins.name}, .loc line {ins.line[1]}",
-        numbers="calls are inlined when the kernel is decoded",
-        way_out="let the compiler inline the function (__forceinline__)",
-    )
+    problem = f"{what} is not supported"
+    where = f"{ins.name}, .loc line {ins.line[1]}"
+    numbers = "calls are inlined when the kernel is decoded"
+    way_out = "let the compiler inline the function (__forceinline__)"
+    return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)

@@ -6,6 +6,8 @@ code, and with the facts below, by which all other parts of the emulator handle 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -118,10 +120,7 @@ def registers_in(operand: Operand) -> list[int]:
 
 def mask_of(registers: list[int]) -> int:
     """A bit mask of registers."""
-    mask = 0
-    for register in registers:
-        mask |= 1 << register
-    return mask
+    return functools.reduce(operator.or_, (1 << register for register in registers), 0)
 
 
 def bits_of(mask: int) -> tuple[int, ...]:
@@ -178,31 +177,17 @@ class Accesses(NamedTuple):
 
 def find_accesses(code: list[Instruction]) -> Accesses:
     """The accesses of flat code."""
-    shared, device = 16, 16
-    strong, volatile, releases, read_only = (set[int]() for _ in range(4))
-    fences = False
-    for pc, ins in enumerate(code):
-        fences |= ins.op in ("membar", "fence")
-        narrowest = opcode_of(ins).accesses
-        if narrowest is not None:
-            of_shared, of_device = narrowest(ins)
-            shared, device = min(shared, of_shared), min(device, of_device)
-        if fact("strong", ins):
-            strong.add(pc)
-            if "volatile" in ins.mods:
-                volatile.add(pc)
-            if {"release", "acq_rel"} & set(ins.mods):
-                releases.add(pc)
-                fences = True
-        if "nc" in ins.mods or ins.op == "ldu":
-            read_only.add(pc)
-    return Accesses(
-        shared,
-        device,
-        frozenset(strong),
-        frozenset(volatile),
-        frozenset(releases),
-        frozenset(read_only),
-        any(may_access_between_threads(ins) for ins in code),
-        fences and bool(strong),
-    )
+
+    def those(which: Callable[[Instruction], bool]) -> frozenset[int]:
+        return frozenset(pc for pc, ins in enumerate(code) if which(ins))
+
+    accesses = [of(ins) for ins in code if (of := opcode_of(ins).accesses) is not None]
+    shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
+    strong = those(lambda ins: fact("strong", ins))
+    volatile = those(lambda ins: "volatile" in ins.mods) & strong
+    releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
+    read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
+    between_threads = any(may_access_between_threads(ins) for ins in code)
+    fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
+    orders = fences and bool(strong)
+    return Accesses(shared, device, strong, volatile, releases, read_only, between_threads, orders)

@@ -101,12 +101,10 @@ class Cursor:
         position = self.positions[self.at]
         line = self.text.count("\n", 0, position) + 1
         shown = self.text[position : position + 60].split("\n")[0]
-        return PtxSyntaxError(
-            what,
-            where=f"line {line} of the PTX, .loc line {self.line[1]}",
-            numbers=f"found {shown!r}",
-            way_out="check that the text is complete PTX of one module",
-        )
+        where = f"line {line} of the PTX, .loc line {self.line[1]}"
+        numbers = f"found {shown!r}"
+        way_out = "check that the text is complete PTX of one module"
+        return PtxSyntaxError(what, where=where, numbers=numbers, way_out=way_out)
 
     def take(self, expected: str = "") -> str:
         text = self.texts[self.at]
@@ -184,24 +182,12 @@ class Cursor:
         size = TYPE_BYTES[variable.type]
         data = bytearray()
         depth = 0
-        while True:
-            text = self.peek()
-            if text == "{":
-                depth += 1
+        while (text := self.peek()) != ";" and (depth or text != ","):
+            if text in ("{", "}", ","):
+                depth += (text == "{") - (text == "}")
                 self.at += 1
-            elif text == "}":
-                depth -= 1
-                self.at += 1
-            elif text == ",":
-                if not depth:
-                    break
-                self.at += 1
-            elif text == ";":
-                break
             else:
                 data += self.initial_value(variable, size, len(data))
-            if not depth and text != ",":
-                break
         variable.init = bytes(data.ljust(variable.size, b"\0"))
 
     def initial_value(self, variable: Variable, size: int, offset: int) -> bytes:
@@ -210,7 +196,7 @@ class Cursor:
             value = number(self.take())
             bits = value.value
             if value.float_bits == 64 and size == 4:
-                bits = _double_to_single(bits)
+                bits = double_to_single(bits)
             if negative:
                 bits = bits ^ (1 << (8 * size - 1)) if value.float_bits else -bits
             return (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
@@ -226,6 +212,7 @@ class Cursor:
         return extra.to_bytes(size, "little")
 
 
-def _double_to_single(bits: int) -> int:
+def double_to_single(bits: int) -> int:
+    """The bits of a double as those of a float."""
     value = struct.unpack("<d", struct.pack("<Q", bits))[0]
     return int(struct.unpack("<I", struct.pack("<f", value))[0])

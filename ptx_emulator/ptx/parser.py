@@ -6,29 +6,13 @@ Braces open scopes: registers, labels and variables of an inline-asm block hide 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections import ChainMap
+from dataclasses import dataclass
 
 from ptx_emulator.errors import PtxSyntaxError
+from ptx_emulator.ptx import syntax
 from ptx_emulator.ptx.lexer import Cursor, number
-from ptx_emulator.ptx.syntax import (
-    TYPE_BYTES,
-    Function,
-    Group,
-    Imm,
-    Instruction,
-    LabelRef,
-    Mem,
-    Module,
-    Not,
-    Operand,
-    Pair,
-    Reg,
-    Sink,
-    Special,
-    Sym,
-    Variable,
-    Vec,
-)
+from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sym, Variable
 
 _LINKAGE = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
@@ -42,13 +26,16 @@ _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 
 
-@dataclass
 class _Scope:
-    parent: _Scope | None
-    registers: dict[str, Reg] = field(default_factory=dict)
-    ranges: dict[str, tuple[str, int]] = field(default_factory=dict)  # prefix -> type, count
-    labels: dict[str, int] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)  # name -> unique name
+    """What names mean inside braces, on top of what they mean outside."""
+
+    def __init__(self, outer: _Scope | None = None) -> None:
+        self.outer = outer
+        self.registers: dict[str, Reg] = {}
+        self.ranges: dict[str, tuple[str, int]] = {}  # prefix -> type, count
+        self.labels: ChainMap[str, int] = outer.labels.new_child() if outer else ChainMap()
+        # name -> unique name
+        self.variables: ChainMap[str, str] = outer.variables.new_child() if outer else ChainMap()
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,7 @@ class _Forward:
     scope: _Scope
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> syntax.Module:
     """Parses a whole module.
 
     Raises:
@@ -73,14 +60,14 @@ class _Parser(Cursor):
         super().__init__(text)
         files = {int(n): name.replace("\\", "/") for n, name in _FILE.findall(self.clean)}
         target = re.search(r"\.target\s+(\w+)", self.clean)
-        self.out = Module(text, {}, {}, files, target.group(1) if target else "")
-        self.fn = Function("", False, [], [])
-        self.scope = _Scope(None)
+        self.out = syntax.Module(text, {}, {}, files, target.group(1) if target else "")
+        self.fn = syntax.Function("", False, [], [])
+        self.scope = _Scope()
         self.outermost: dict[tuple[int, ...], tuple[int, int]] = {}  # by file, line, column
 
     # ---- module level
 
-    def module(self) -> Module:
+    def module(self) -> syntax.Module:
         while self.kinds[self.at] != "end":
             text = self.texts[self.at]
             if self.kinds[self.at] in ("loc", "line"):
@@ -115,8 +102,8 @@ class _Parser(Cursor):
 
     def function(self) -> None:
         is_entry = self.take() == ".entry"
-        self.fn = Function("", is_entry, [], [])
-        self.scope = _Scope(None)
+        self.fn = syntax.Function("", is_entry, [], [])
+        self.scope = _Scope()
         if not is_entry and self.peek() == "(":
             self.fn.returns = self.parameters()
         self.fn.name = self.take()
@@ -242,7 +229,7 @@ class _Parser(Cursor):
             raise self.fail("a directive that is not known inside a function")
 
     def declare(self, name: str, kind: str) -> Reg:
-        if kind not in TYPE_BYTES:
+        if kind not in syntax.TYPE_BYTES:
             raise self.fail(f"unknown register type .{kind}")
         reg = Reg(len(self.fn.registers))
         self.fn.registers.append((name, kind))
@@ -262,7 +249,7 @@ class _Parser(Cursor):
                 reg = self.declare(name, span[0])
                 self.scope = inner
                 return reg
-            scope = scope.parent
+            scope = scope.outer
         return None
 
     def instruction(self) -> None:
@@ -294,7 +281,7 @@ class _Parser(Cursor):
     def operand(self) -> Operand:
         first = self.simple_operand()
         if self.accept("|"):
-            return Pair(first, self.simple_operand())
+            return syntax.Pair(first, self.simple_operand())
         return first
 
     def simple_operand(self) -> Operand:
@@ -303,9 +290,9 @@ class _Parser(Cursor):
             self.at += 1
             return self.named(text)
         if text == "{":
-            return Vec(self.list_until("}"))
+            return syntax.Vec(self.list_until("}"))
         if text == "(":
-            return Group(self.list_until(")"))
+            return syntax.Group(self.list_until(")"))
         if text == "[":
             return self.memory()
         if text == "!":
@@ -313,7 +300,7 @@ class _Parser(Cursor):
             reg = self.named(self.take())
             if not isinstance(reg, Reg):
                 raise self.fail("only a predicate register can be negated")
-            return Not(reg)
+            return syntax.Not(reg)
         return self.immediate()
 
     def list_until(self, close: str) -> tuple[Operand, ...]:
@@ -329,16 +316,13 @@ class _Parser(Cursor):
         if reg is not None:
             return reg
         if name == "_":
-            return Sink()
+            return syntax.Sink()
         if name[0] == "%" and _SPECIAL.match(name):
-            return Special(name[1:])
+            return syntax.Special(name[1:])
         if name == "WARP_SZ":
-            return Imm(32)
-        scope: _Scope | None = self.scope
-        while scope is not None:
-            if name in scope.variables:
-                return Sym(scope.variables[name], self.offset())
-            scope = scope.parent
+            return syntax.Imm(32)
+        if name in self.scope.variables:
+            return Sym(self.scope.variables[name], self.offset())
         if name in self.out.variables or name in self.out.functions:
             return Sym(name, self.offset())
         return _Forward(name, self.scope)  # type: ignore[return-value]
@@ -353,7 +337,7 @@ class _Parser(Cursor):
         self.take("[")
         base: Operand
         base = self.immediate() if self.kinds[self.at] != "name" else self.named(self.take())
-        if not isinstance(base, (Reg, Sym, Imm)):
+        if not isinstance(base, (Reg, Sym, syntax.Imm)):
             raise self.fail("an address that is neither a register nor a known variable")
         offset = self.offset()
         coordinates: tuple[Operand, ...] = ()
@@ -362,7 +346,7 @@ class _Parser(Cursor):
                 raise self.fail("expected the coordinates of a tensor copy")
             coordinates = self.list_until("}")
         self.take("]")
-        return Mem(base, offset, coordinates)
+        return syntax.Mem(base, offset, coordinates)
 
     # ---- labels
 
@@ -376,20 +360,16 @@ class _Parser(Cursor):
             ]
         return ins
 
-    def label(self, forward: _Forward, ins: Instruction) -> LabelRef:
+    def label(self, forward: _Forward, ins: Instruction) -> syntax.LabelRef:
         if forward.name in self.fn.branch_targets:
             return Sym(forward.name)  # type: ignore[return-value]
-        scope: _Scope | None = forward.scope
-        while scope is not None:
-            if forward.name in scope.labels:
-                return LabelRef(scope.labels[forward.name])
-            scope = scope.parent
+        if forward.name in forward.scope.labels:
+            return syntax.LabelRef(forward.scope.labels[forward.name])
         if forward.name in self.out.functions:
             return Sym(forward.name)  # type: ignore[return-value]
         line = self.text.count("\n", 0, ins.position) + 1
-        raise PtxSyntaxError(
-            f"{forward.name!r} is neither a register, a variable, a label nor a function",
-            where=f"line {line} of the PTX, .loc line {ins.line[1]}",
-            numbers=self.text[ins.position : ins.end].strip(),
-            way_out="declare it, or check that the text is complete",
-        )
+        what = f"{forward.name!r} is neither a register, a variable, a label nor a function"
+        where = f"line {line} of the PTX, .loc line {ins.line[1]}"
+        numbers = self.text[ins.position : ins.end].strip()
+        way_out = "declare it, or check that the text is complete"
+        raise PtxSyntaxError(what, where=where, numbers=numbers, way_out=way_out)

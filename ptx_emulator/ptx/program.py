@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any, NamedTuple
@@ -9,31 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.ptx import instructions
 from ptx_emulator.ptx.flatten import flatten
-from ptx_emulator.ptx.instructions import (
-    Width,
-    accumulates,
-    as_immediate,
-    bits_of,
-    fact,
-    find_accesses,
-    gates,
-    is_barrier,
-    is_warp_wide,
-    opcode_of,
-    registers_in,
-)
+from ptx_emulator.ptx.instructions import Width, bits_of, fact, opcode_of
 from ptx_emulator.ptx.register_types import register_dtypes
 from ptx_emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
-from ptx_emulator.ptx.syntax import (
-    TYPE_BYTES,
-    Instruction,
-    LabelRef,
-    Module,
-    Operand,
-    Reg,
-    Sym,
-)
+from ptx_emulator.ptx.syntax import Instruction, LabelRef, Module, Operand, Reg, Sym
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
@@ -78,12 +60,11 @@ class PtxProgram:
         entry = module.functions.get(name)
         if entry is None or not entry.is_entry or not entry.has_body:
             known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
-            raise LaunchArguments(
-                f"the PTX has no kernel {name!r}",
-                where="ptx_emulator.launch",
-                numbers=f"kernels of this PTX: {known or 'none'}",
-                way_out='name one of them (declare it extern "C" to keep its name)',
-            )
+            what = f"the PTX has no kernel {name!r}"
+            where = "ptx_emulator.launch"
+            numbers = f"kernels of this PTX: {known or 'none'}"
+            way_out = 'name one of them (declare it extern "C" to keep its name)'
+            raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         self.module = module
         self.name = name
         self.params = entry.params
@@ -96,8 +77,7 @@ class PtxProgram:
         self.branch_targets = flat.branch_targets
         self.variables = {**module.variables, **flat.variables}
         self._place_variables()
-        self.bytes_of = [TYPE_BYTES[kind] for _, kind in self.registers]
-        self.accesses = find_accesses(self.code)
+        self.accesses = instructions.find_accesses(self.code)
         self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
         self._flow()
         self._liveness()
@@ -108,8 +88,8 @@ class PtxProgram:
         self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
         self.initial += [np.False_] * len(self.tracked)
-        self._regions: dict[tuple[int, int], Region | None] = {}
-        self._live_lists: dict[int, tuple[int, ...]] = {}
+        self.region = functools.cache(self._region)
+        self.live_list = functools.cache(self._live_list)
 
     # ---- variables
 
@@ -145,8 +125,6 @@ class PtxProgram:
         self.dynamic_shared = -(-shared // top) * top if dynamic else shared
         for name, _ in dynamic:
             self.shared[name] = self.dynamic_shared
-        self.static_shared_bytes = shared
-        self.has_dynamic_shared = bool(dynamic)
         self.local_bytes = -(-local // 16) * 16
         self.param_bytes = param
         self.constant_bytes = constant - GLOBAL_BASE
@@ -175,11 +153,11 @@ class PtxProgram:
             opcode = opcode_of(ins)
             if opcode.branches:
                 leaders.update(self.successors(pc))
-            if opcode.branches or opcode.ends_segment or is_barrier(ins):
+            if opcode.branches or opcode.ends_segment or instructions.is_barrier(ins):
                 leaders.add(pc + 1)
             if fact("starts_segment", ins):
                 leaders.add(pc)
-        self.gates = gates(self.code, leaders)
+        self.gates = instructions.gates(self.code, leaders)
         self.leaders = leaders | self.gates
 
     def constant_of(self, operand: Operand) -> int | None:
@@ -191,7 +169,7 @@ class PtxProgram:
             if len(made) != 1 or made[0].op != "mov" or made[0].guard is not None:
                 return None
             operand = made[0].operands[1]
-        value = as_immediate(operand)
+        value = instructions.as_immediate(operand)
         return None if value is None else value & 0xFFFFFFFF
 
     def effects(self, ins: Instruction) -> tuple[list[int], list[int]]:
@@ -200,10 +178,10 @@ class PtxProgram:
         reads: list[int] = []
         for place, operand in enumerate(ins.operands):
             if place == 0 and fact("result", ins):
-                writes = registers_in(operand)
+                writes = instructions.registers_in(operand)
             else:
-                reads += registers_in(operand)
-        if accumulates(ins):
+                reads += instructions.registers_in(operand)
+        if instructions.accumulates(ins):
             reads = [*reads, *writes]
         if ins.guard is not None:
             reads = [*reads, ins.guard.index, *writes]
@@ -260,7 +238,7 @@ class PtxProgram:
         for pc, ins in enumerate(self.code):
             if ins.op == "shfl" and (ragged or self.constant_of(ins.operands[-1]) != ALL_LANES):
                 self.strays.add(pc)
-                tracked |= 1 << registers_in(ins.operands[0])[0]
+                tracked |= 1 << instructions.registers_in(ins.operands[0])[0]
         changed = True
         while changed:
             changed = False
@@ -276,17 +254,11 @@ class PtxProgram:
         slots = ((1 << len(found)) - 1) << base
         self.live = [mask | slots for mask in self.live]
 
-    def region(self, start: int, end: int) -> Region | None:
+    def _region(self, start: int, end: int) -> Region | None:
         """The straight-line code between a forward branch and its target.
 
         None if it is long, or contains a branch, an exit or an instruction that may wait.
         """
-        key = (start, end)
-        if key not in self._regions:
-            self._regions[key] = self._find_region(start, end)
-        return self._regions[key]
-
-    def _find_region(self, start: int, end: int) -> Region | None:
         if not start < end <= start + REGION_LIMIT:
             return None
         reads = writes = 0
@@ -298,7 +270,7 @@ class PtxProgram:
                 return None
             if width in (Width.BLOCK, Width.WARPGROUP) or ins.op == "call":
                 return None
-            warp_wide |= is_warp_wide(ins)
+            warp_wide |= instructions.is_warp_wide(ins)
             reads |= self.reads[pc]
             writes |= self.writes[pc]
         inputs = reads & self.live[start]
@@ -310,12 +282,9 @@ class PtxProgram:
                 outputs |= 1 << slot
         return Region(bits_of(inputs | outputs), bits_of(outputs), warp_wide)
 
-    def live_list(self, pc: int) -> tuple[int, ...]:
+    def _live_list(self, pc: int) -> tuple[int, ...]:
         """Numbers of the registers that are live before instruction ``pc``."""
-        found = self._live_lists.get(pc)
-        if found is None:
-            found = self._live_lists[pc] = bits_of(self.live[min(pc, len(self.code))])
-        return found
+        return bits_of(self.live[min(pc, len(self.code))])
 
     # ---- messages
 

@@ -9,30 +9,13 @@ from __future__ import annotations
 from collections import Counter
 
 from ptx_emulator.ptx.instructions import registers_in
-from ptx_emulator.ptx.syntax import (
-    TYPE_BYTES,
-    Instruction,
-    Mem,
-    Not,
-    Operand,
-    Pair,
-)
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, Mem, Not, Operand, Pair
 
 # PTX type -> dtype code. Untyped bits (b8 to b64) map to unsigned integers.
 DTYPE = {
-    **{f"u{b}": f"u{b // 8}" for b in (8, 16, 32, 64)},
-    **{f"b{b}": f"u{b // 8}" for b in (8, 16, 32, 64)},
-    **{f"s{b}": f"i{b // 8}" for b in (8, 16, 32, 64)},
-    "f16": "f2",
-    "bf16": "u2",
-    "f16x2": "u4",
-    "bf16x2": "u4",
-    "tf32": "f4",
-    "f32": "f4",
-    "f64": "f8",
-    "f32x2": "u8",
-    "pred": "b1",
-    "b128": "c16",
+    **{f"{kind}{b}": f"{of}{b // 8}" for kind, of in ("uu", "bu", "si") for b in (8, 16, 32, 64)},
+    **{"f16": "f2", "bf16": "u2", "tf32": "f4", "f32": "f4", "f64": "f8"},
+    **{"f16x2": "u4", "bf16x2": "u4", "f32x2": "u8", "pred": "b1", "b128": "c16"},
 }
 _FIXED = {"f32", "f64", "f16", "pred", "f16x2", "bf16x2", "bf16", "b128"}
 _MOVES = {"mov", "selp", "shfl"}

@@ -16,14 +16,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ptx_emulator.ptx.instructions import (
-    as_immediate,
-    fact,
-    mask_of,
-    may_access_between_threads,
-    opcode_of,
-    registers_in,
-)
+from ptx_emulator.ptx import instructions
+from ptx_emulator.ptx.instructions import as_immediate, fact, mask_of, opcode_of, registers_in
 from ptx_emulator.ptx.syntax import Instruction, LabelRef, Not, Operand, Pair, Reg
 
 if TYPE_CHECKING:
@@ -224,7 +218,7 @@ def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
 
 def _matters(ins: Instruction) -> bool:
     """Whether it accesses what other threads access, or synchronises with them."""
-    return may_access_between_threads(ins) or fact("unit", ins) == "barrier"
+    return instructions.may_access_between_threads(ins) or fact("unit", ins) == "barrier"
 
 
 def _after_failure(program: PtxProgram, wait: int, waits: set[int]) -> set[int]:

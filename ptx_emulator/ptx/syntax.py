@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 # Bytes of a register or memory element of each fundamental type.
 TYPE_BYTES = {
     **{f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)},
-    "b128": 16,
-    "f16": 2,
-    "bf16": 2,
-    "f16x2": 4,
-    "bf16x2": 4,
-    "tf32": 4,
-    "f32": 4,
-    "f64": 8,
-    "f32x2": 8,
-    "pred": 1,
+    **{"f16": 2, "bf16": 2, "tf32": 4, "f32": 4, "f64": 8},
+    **{"f16x2": 4, "bf16x2": 4, "f32x2": 8, "pred": 1, "b128": 16},
 }
 
 

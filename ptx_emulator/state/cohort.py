@@ -272,9 +272,3 @@ def active(cohort: Cohort, lanes: Any) -> Array:
 def rows_of(cohort: Cohort, lanes: Any) -> Array:
     """The warps with an active lane."""
     return cohort.rows if lanes is None else cohort.rows[active(cohort, lanes).any(axis=1)]
-
-
-def first_bad(cohort: Cohort, lanes: Any, bad: Any) -> tuple[int, int]:
-    """Row and lane of the first active lane for which ``bad`` holds."""
-    row, lane = np.argwhere(spread(bad, cohort.n) & active(cohort, lanes))[0]
-    return int(row), int(lane)

@@ -19,6 +19,7 @@ from ptx_emulator.state.memory import Array, FlatMemory, GlobalMemory
 
 if TYPE_CHECKING:
     from ptx_emulator.checks.async_proxy import AsyncProxy
+    from ptx_emulator.checks.clocks import Clocks
     from ptx_emulator.checks.global_races import GlobalRaces
     from ptx_emulator.checks.member_lanes import MemberLanes
     from ptx_emulator.checks.shared_races import SharedRaces
@@ -44,29 +45,72 @@ class Site(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The store that is being checked; addresses count from ``base`` of the memory ``view``."""
+    """The store that is being checked, at offsets (n, 32) in the memory ``view``."""
 
-    cohort: Cohort
+    here: Execution
     view: Array
-    address: Any
-    base: int
+    where: Array
     value: Any
-    lanes: Any
 
     def repeats(self, row: int, lane: int | None, together: bool) -> bool:
         """Whether all lanes that store where this lane does store one value.
 
         With ``together`` they are compared with each other only, else with the memory, too.
         """
-        n, chosen = self.cohort.n, active(self.cohort, self.lanes)
-        at = spread(self.address, n) - self.base
+        at, chosen = self.where, self.here.active
         if lane is not None:
             chosen = chosen & (at == at[row, lane])
-        values = spread(self.value, n)[chosen]
+        values = self.here.spread(self.value)[chosen]
         if not together:
             there = self.view.take(at[chosen] // self.view.itemsize)
             values = np.append(values, there.astype(values.dtype))
         return len({one.tobytes() for one in values}) < 2
+
+
+class Execution(NamedTuple):
+    """The execution of instruction ``pc`` by lanes of a cohort.
+
+    ``lanes`` are the active ones, of a shape that broadcasts to (n, 32); None: all.
+    """
+
+    machine: Wave
+    cohort: Cohort
+    lanes: Any
+    pc: int
+
+    @property
+    def active(self) -> Array:
+        """The active lanes (n, 32)."""
+        return active(self.cohort, self.lanes)
+
+    def spread(self, value: Any) -> Array:
+        """A value of any shape as (n, 32)."""
+        return spread(value, self.cohort.n)
+
+    def chosen(self, value: Any) -> Array:
+        """A value of all lanes (n, 32), or one entry per active lane."""
+        every = spread(value, self.cohort.n)
+        return every if self.lanes is None else every[self.spread(self.lanes)]
+
+    def filled(self, values: Array) -> Array:
+        """The entries of `chosen` as (n, 32), with zeros in the other lanes."""
+        if self.lanes is None:
+            return values
+        full = np.zeros((self.cohort.n, 32), values.dtype)
+        full[self.spread(self.lanes)] = values
+        return full
+
+    def any(self, bad: Any) -> bool:
+        """Whether a condition holds in an active lane."""
+        return bool((self.spread(bad) & self.active).any())
+
+    def site(self, row: Any = 0, lane: int | None = None) -> Site:
+        return Site(self.cohort, self.pc, int(row), lane)
+
+    def first(self, bad: Any = True) -> Site:
+        """The first active lane for which a condition holds."""
+        row, lane = np.argwhere(self.spread(bad) & self.active)[0]
+        return self.site(row, int(lane))
 
 
 class Wave:
@@ -95,6 +139,7 @@ class Wave:
         sums: how tensor cores add; None if their sums are rounded once.
         stored: the store that is being checked, for messages.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
+        clocks: those of ``shared_races``.
     """
 
     # Of the launch.
@@ -145,6 +190,7 @@ class Wave:
     registers: RegisterPool
     cluster: ClusterBarrier
     shared_races: SharedRaces | None
+    clocks: Clocks
     proxy: AsyncProxy | None
 
     # ---- cohorts
@@ -163,6 +209,25 @@ class Wave:
         rest = cohort.part(~keep, live(pc_rest), pc_rest)
         self.replace(cohort, [kept, rest])
         return kept, rest
+
+    def hold(self, cohort: Cohort, ready: Array, pc: int, waits: Any, after: int) -> Cohort | None:
+        """The rows that are ``ready`` (n,) go on at ``after``; the others wait at ``pc``.
+
+        Returns:
+            The cohort that goes on, if there is one.
+        """
+        cohort.pc = after
+        if ready.all():
+            return cohort
+        done, waiting = self.split(cohort, ready, after, pc) if ready.any() else (None, cohort)
+        waiting.pc, waiting.waits = pc, waits
+        return done
+
+    def wake(self, kind: type) -> None:
+        """Cohorts with this kind of wait run again."""
+        for c in self.cohorts:
+            if isinstance(c.waits, kind):
+                c.waits = None
 
     def shared_base(self, cohort: Cohort) -> Array:
         """Offset of each row's block in ``shared``, in bytes (n, 1)."""

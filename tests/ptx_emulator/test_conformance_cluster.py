@@ -304,3 +304,24 @@ def test_a_multicast_to_a_block_outside_the_cluster_is_refused() -> None:
             cluster=2,
         )
     assert "mask 0x7" in caught.value.numbers
+
+
+def test_stores_of_one_value_to_another_block_may_be_allowed() -> None:
+    """As those to the block itself: both warps store the same number to the same word."""
+    source = (
+        CUDA
+        + r"""
+KERNEL(k) ARGS {
+    __shared__ u s[1];
+    store_there(there(s, 1 - rank()), 5);
+    cluster_sync();
+    out[blockIdx.x * 64 + T] = s[0];
+}"""
+    )
+    out = np.zeros(128, np.uint32)
+    args = [TensorMap(np.zeros(64, np.float32), (64,)), np.zeros(128, np.uint32), out]
+    with pytest.raises(RaceError, match=r"permits it") as caught:
+        launch(hopper_ptx(source), "k", 2, 64, args, cluster=2)
+    assert "same_value" in str(caught.value)
+    launch(hopper_ptx(source), "k", 2, 64, args, cluster=2, allow=("same_value",))
+    assert (out == 5).all()

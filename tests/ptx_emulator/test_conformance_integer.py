@@ -126,8 +126,7 @@ SHIFTS = np.array([0, 1, 5, 15, 16, 31, 32, 33, 63, 64, 65, 255, 256, 0x80000000
 
 
 @pytest.mark.parametrize(
-    ("opcode", "kind"),
-    [*itertools.product(["shl.b", "shr.u", "shr.s"], [16, 32, 64])],
+    ("opcode", "kind"), [*itertools.product(["shl.b", "shr.u", "shr.s"], [16, 32, 64])]
 )
 def test_shifts_past_the_width_clamp(opcode: str, kind: int) -> None:
     def function(a: int, amount: int) -> int:

@@ -20,6 +20,7 @@ from ptx_emulator.errors import (
     UninitialisedRead,
 )
 from tests.ptx_emulator.test_conformance import Array
+from tests.support.hopper_ptx import hopper_ptx
 from tests.support.nvrtc_helper import compile_ptx
 
 SEEDS = [None, 1, 2]
@@ -353,6 +354,15 @@ def start(
         shared_bytes=512 if "dynamic" in kernel else 0,
         order_seed=seed,
     )
+    return out
+
+
+def start_hopper(source: str, kernel: str, fixed: bool, seed: int | None = None) -> Array:
+    """Runs a kernel of sm_90a with the arguments (in, out, flags); in two blocks if it says so."""
+    values, out = np.arange(1024, dtype=np.int32) * 3 + 1, np.zeros(512, np.int32)
+    args = [values, out, np.zeros(128, np.int32)]
+    blocks, ptx = 2 if "block" in kernel else 1, hopper_ptx(source, fixed)
+    launch(ptx, kernel, blocks, 128, args, order_seed=seed, step_limit=20_000)
     return out
 
 

@@ -451,20 +451,19 @@ STORED = {
     "store_of_unwritten_memory": 32,
 }
 WRITTEN = {
-    "load_over_what_a_warp_still_reads": 256,
-    "missing_wait": 32,
-    "only_the_producer_waits": 32,
-    "generic_writes_before_a_load": 32,
-    "wrong_phase": 256,
-    "parity_never_flips": 256,
-    "expects_too_much": 32,
-    "expects_too_little": 32,
-    "producer_skips_the_empty_wait": 256,
-    "consumer_skips_the_full_wait": 256,
-    "consumer_releases_too_early": 256,
-    "producer_waits_for_the_wrong_parity": 256,
-    "one_consumer_never_releases": 256,
-}
+    **dict.fromkeys(
+        ["load_over_what_a_warp_still_reads", "wrong_phase", "parity_never_flips",
+         "producer_skips_the_empty_wait", "consumer_skips_the_full_wait",
+         "consumer_releases_too_early", "producer_waits_for_the_wrong_parity",
+         "one_consumer_never_releases"],
+        256,
+    ),
+    **dict.fromkeys(
+        ["missing_wait", "only_the_producer_waits", "generic_writes_before_a_load",
+         "expects_too_much", "expects_too_little"],
+        32,
+    ),
+}  # fmt: skip
 
 
 def run(kernel: str, fixed: bool, seed: int | None) -> list[Array]:

@@ -11,8 +11,7 @@ import pytest
 
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator import launch
-from tests.ptx_emulator.test_conformance import Array
-from tests.ptx_emulator.test_conformance_planted import assert_named, kernels_of
+from tests.ptx_emulator.test_conformance_planted import assert_named, kernels_of, start_hopper
 from tests.support.hopper_ptx import PREAMBLE, hopper_ptx
 
 CUDA = r"""
@@ -217,18 +216,10 @@ SAID = {
 }
 
 
-def run(kernel: str, fixed: bool, seed: int | None = None) -> Array:
-    values, out = np.arange(1024, dtype=np.int32) * 3 + 1, np.zeros(512, np.int32)
-    flags = np.zeros(128, np.int32)
-    args = [values, out, flags]
-    launch(hopper_ptx(CUDA, fixed), kernel, 1, 128, args, order_seed=seed, step_limit=20_000)
-    return out
-
-
 @pytest.mark.parametrize("kernel", SAID)
 def test_a_planted_bug_is_named(kernel: str) -> None:
     with pytest.raises(EmulatorError) as caught:
-        run(kernel, fixed=False)
+        start_hopper(CUDA, kernel, fixed=False)
     assert SAID[kernel] in str(caught.value)
     assert_named(PREAMBLE + CUDA, kernel, caught.value)
 
@@ -236,7 +227,7 @@ def test_a_planted_bug_is_named(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", SAID)
 def test_its_correct_twin_runs(kernel: str) -> None:
     for seed in (None, 1):
-        assert run(kernel, True, seed).any()
+        assert start_hopper(CUDA, kernel, True, seed).any()
 
 
 @pytest.mark.parametrize("seed", [None, 1])

@@ -6,14 +6,11 @@ an error may refer to end in // BUG.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from flashgen.shared.errors import EmulatorError
-from ptx_emulator import launch
-from tests.ptx_emulator.test_conformance import Array
-from tests.ptx_emulator.test_conformance_planted import assert_named, kernels_of
-from tests.support.hopper_ptx import PREAMBLE, hopper_ptx
+from tests.ptx_emulator.test_conformance_planted import assert_named, kernels_of, start_hopper
+from tests.support.hopper_ptx import PREAMBLE
 
 SOURCE = "the source of an asynchronous copy is overwritten"
 CUDA = r"""
@@ -386,25 +383,10 @@ SAID = {
 }
 
 
-def run(kernel: str, fixed: bool, seed: int | None = None) -> Array:
-    values, out = np.arange(1024, dtype=np.int32) * 3 + 1, np.zeros(512, np.int32)
-    flags = np.zeros(128, np.int32)
-    launch(
-        hopper_ptx(CUDA, fixed),
-        kernel,
-        2 if "block" in kernel else 1,
-        128,
-        [values, out, flags],
-        order_seed=seed,
-        step_limit=20_000,
-    )
-    return out
-
-
 @pytest.mark.parametrize("kernel", SAID)
 def test_a_planted_bug_is_named(kernel: str) -> None:
     with pytest.raises(EmulatorError) as caught:
-        run(kernel, fixed=False)
+        start_hopper(CUDA, kernel, fixed=False)
     assert SAID[kernel] in str(caught.value)
     assert_named(PREAMBLE + CUDA, kernel, caught.value)
 
@@ -412,7 +394,7 @@ def test_a_planted_bug_is_named(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", SAID)
 def test_its_correct_twin_runs(kernel: str) -> None:
     for seed in (None, 1):
-        assert run(kernel, True, seed).any()
+        assert start_hopper(CUDA, kernel, True, seed).any()
 
 
 @pytest.mark.parametrize(
@@ -429,8 +411,8 @@ def test_its_correct_twin_runs(kernel: str) -> None:
 def test_it_is_found_in_every_order(kernel: str) -> None:
     for seed in range(24):
         with pytest.raises(EmulatorError, match=SAID[kernel]):
-            run(kernel, False, seed)
-        assert run(kernel, True, seed).any()
+            start_hopper(CUDA, kernel, False, seed)
+        assert start_hopper(CUDA, kernel, True, seed).any()
 
 
 def test_every_planted_kernel_is_tried() -> None:

@@ -34,10 +34,7 @@ WORDS = np.arange(64, dtype=np.uint32)
         ("vabsdiff4.u32.u32.u32.sat %d, %a, %a, %a;", "sat: the modifier .sat"),
         ("vset.u32.u32.ne %d, %a, %a;", "vset"),
         ("multimem.red.global.add.u32 [%at_a], %a;", "multimem"),
-        (
-            "mma.sync.aligned.m8n8k128.row.col.s32.b1.b1.s32.xor.popc {%d}, {%a}, {%a}, {%a};",
-            "b1",
-        ),
+        ("mma.sync.aligned.m8n8k128.row.col.s32.b1.b1.s32.xor.popc {%d}, {%a}, {%a}, {%a};", "b1"),
         ("mma.sync.aligned.m8n8k32.row.col.s32.s4.s4.s32 {%d, %d}, {%a}, {%a}, {%a, %a};", "s4"),
         (
             "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%d, %d}, {%a, %a}, {%a, %a}, "

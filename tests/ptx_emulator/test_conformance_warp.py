@@ -270,9 +270,7 @@ def test_compaction_by_ballot() -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_a_whole_warp_does_not_wait_for_the_lanes_that_another_misses(
-    seed: int | None,
-) -> None:
+def test_a_whole_warp_does_not_wait_for_the_lanes_that_another_misses(seed: int | None) -> None:
     """Some lanes of warp 0 take a way round that lies behind the exchange, and come back to it."""
     ptx = """.visible .entry k(.param .u64 p) {
         .reg .b32 %t, %x; .reg .b64 %p, %q; .reg .pred %p1;

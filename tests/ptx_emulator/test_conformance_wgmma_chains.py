@@ -10,12 +10,7 @@ import pytest
 import ptx_emulator as emulator
 from tests.ptx_emulator.test_conformance_wgmma import compiled, exact, integers
 from tests.support.tiers import slow
-from tests.support.wgmma_kernels import (
-    HEAD,
-    issue,
-    stored,
-    sums_of,
-)
+from tests.support.wgmma_kernels import HEAD, issue, stored, sums_of
 
 TEAMS = (
     HEAD

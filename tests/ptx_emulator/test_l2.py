@@ -45,11 +45,7 @@ def test_the_line_used_longest_ago_makes_room() -> None:
     # Two lines: 1 2 1 3 throws 2 out, so that 1 is still there and 2 comes again, for 1.
     assert moved(
         simulate(trace_of([(R, 1), (R, 2), (R, 1), (R, 3), (R, 1), (R, 2)]), 2 * LINE, 1)
-    ) == (
-        4 * 4,
-        0,
-        2,
-    )
+    ) == (4 * 4, 0, 2)
 
 
 def test_a_walk_round_one_line_more_than_fits_always_misses() -> None:
