@@ -23,14 +23,15 @@
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 128;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
-constexpr int HEAD_DIM_V = 64;  // columns of V and dO
+constexpr int HEAD_DIM_V = 64;  // columns of V and O
+constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPGROUP = 128;  // threads
 constexpr int CONSUMERS = 2;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int STAGES = 2;  // buffers for K, and for V
-constexpr int ELEMENT_BYTES = 2;  // float16
 
-// A tile is stored in panels of PANEL columns, the width of a swizzle.
+// A tile is stored in panels of PANEL columns, the width of a swizzle. Columns past the head dim
+// are 0.
 constexpr int PANEL = 64;  // for Q and K
 constexpr int PANELS = 1;
 constexpr int PANEL_V = 64;  // for V and dO
@@ -59,12 +60,14 @@ static_assert(SMEM_TILES == SMEM_V + STAGES * V_BYTES, "plan and code disagree: 
 static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
               "plan and code disagree: walk, barriers");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(128) TensorMap {
-  unsigned long long opaque[16];
-};
+struct alignas(128) TensorMap { unsigned long long opaque[16]; };
 
 typedef unsigned short Element;  // the bits of a float16
 
@@ -93,48 +96,37 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first position of this call
-};
+// The keys [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // specs/causal.py:11
 //   def causal(b, h, q, k):
 //       return q >= k
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
-  return {0, min(p.seq_k, q - p.k_offset + 1)};
-}
+DEVICE Range row_keys(const Params& p, int q) { return {0, min(p.seq_k, q - p.k_offset + 1)}; }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
+DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo - p.k_offset + 1)};
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// The index of this thread among the consumers. The assembly is volatile, so that each call reads
-// it again, and no value derived from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index - WARPGROUP;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -143,21 +135,34 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write a lane's two rows of accumulators, times `factor`, to the staging tile: TILES groups of 8
+// columns from group `first` on, as far as a row has them.
+template <int G, int TILES>
+DEVICE void stage_rows(unsigned stage, int row, int first, int lane, const float (&x)[TILES][4],
+                       float factor) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (first + n >= G * 16 / ELEMENT_BYTES / 8) break;
+      stage_pair<G>(stage, row + 8 * r, first + n, lane, x[n][2 * r] * factor,
+                    x[n][2 * r + 1] * factor);
+    }
+  }
+}
+
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -167,8 +172,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -180,33 +184,38 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
+// The index of this thread among the consumers. The assembly is volatile, so that each call reads
+// it again, and no value derived from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index - WARPGROUP;
+}
+
 // A phase of an mbarrier completes when all arrivals have occurred and all announced bytes have
 // arrived.
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+DEVICE void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+DEVICE void barrier_announce(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 // Wait for the phase of this parity, 0 for the first. The phase before it counts as complete.
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred complete;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
-      "@!complete bra again;\n"
-      "}" :: "r"(barrier), "r"(parity) : "memory");
+DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n.reg .pred complete;\nagain:\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+               "@!complete bra again;\n}"
+               :: "r"(barrier), "r"(parity) : "memory");
 }
 
 // Consecutive mbarriers of 8 bytes: one for each buffer, or for each warpgroup.
 struct Barriers {
   unsigned first;
-  __device__ __forceinline__ unsigned operator[](int index) const { return first + 8 * index; }
+  DEVICE unsigned operator[](int index) const { return first + 8 * index; }
 };
 
 // The current buffer of a pipeline, and the parity of the mbarrier phase that fills it.
@@ -214,7 +223,7 @@ struct Stage {
   int index = 0;
   unsigned parity = 0;
 
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++index == STAGES) {
       index = 0;
       parity ^= 1;
@@ -226,7 +235,7 @@ struct Stage {
 constexpr int BARRIER_CONSUMERS = 1;
 
 // A barrier of `threads` threads of a block, which wait at it or only arrive.
-__device__ __forceinline__ void named_wait(int barrier, int threads) {
+DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
@@ -237,12 +246,12 @@ struct Tile {
   int full;  // the mask is true on every element, and is not evaluated
   int end;   // the walk has ended, and there is no tile
 };
-__device__ __forceinline__ void store_tile(unsigned address, const Tile& tile) {
+DEVICE void store_tile(unsigned address, const Tile& tile) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "r"(address), "r"(tile.start), "r"(tile.h), "r"(tile.full), "r"(tile.end)
                : "memory");
 }
-__device__ __forceinline__ Tile read_tile(unsigned address) {
+DEVICE Tile read_tile(unsigned address) {
   Tile tile;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.end) : "r"(address)
@@ -253,110 +262,100 @@ __device__ __forceinline__ Tile read_tile(unsigned address) {
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the tensor become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
-__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, unsigned barrier,
-                                         int row, int h, int b) {
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {
+DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h, int b) {
+  UNROLL for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
-        ".mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
-        : "memory");
+           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
 
-// A tile that wgmma reads from shared memory: rows of SWIZZLE bytes, in groups of 8, whose 16-byte
-// vectors are XORed with the row as TMA wrote them. The same tile serves products along its
-// rows and, transposed, along its columns, which continue in a panel `panel_bytes` further. Only
-// the low half of the descriptor is stored, because the high half is a constant.
-template <int SWIZZLE>
+typedef unsigned long long Descriptor;  // where wgmma finds an operand in shared memory
+
+// A tile of ROWS rows that wgmma reads from shared memory: panels of SWIZZLE bytes, in groups of 8
+// rows, whose 16-byte vectors are XORed with the row as TMA wrote them. The same tile serves
+// products along its rows and, transposed, along its columns. Only the low half of the descriptor
+// is stored, because the high half is a constant.
+template <int SWIZZLE, int ROWS>
 struct Operand {
+  static constexpr int PANEL_BYTES = ROWS * SWIZZLE;
   unsigned low;
-  __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
-      : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
+  DEVICE explicit Operand(unsigned address)
+      : low(PANEL_BYTES / 16 << 16 | (address & 0x3ffff) / 16) {}
   // The operand `count` times `bytes` bytes further.
-  __device__ __forceinline__ Operand moved(int count, int bytes) const {
+  DEVICE Operand moved(int count, int bytes) const {
     Operand result = *this;
     result.low += count * (bytes / 16);
     return result;
   }
+  DEVICE Operand from_row(int row) const { return moved(row, SWIZZLE); }
   // The descriptor of the operand that begins `bytes` bytes into the tile.
-  __device__ __forceinline__ unsigned long long at(int bytes) const {
+  DEVICE Descriptor at(int bytes) const {
     constexpr unsigned PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
     constexpr unsigned HIGH = PATTERN << 30 | 8 * SWIZZLE / 16;
-    return (unsigned long long)HIGH << 32 | (low + bytes / 16);
+    return Descriptor(HIGH) << 32 | (low + bytes / 16);
   }
+  // 16 columns, or 16 rows: those of step n of a product.
+  DEVICE Descriptor columns(int n) const {
+    return at(n / (SWIZZLE / 32) * PANEL_BYTES + n % (SWIZZLE / 32) * 32);
+  }
+  DEVICE Descriptor rows(int n) const { return at(16 * n * SWIZZLE); }
 };
 
 // Order the products that follow after ordinary writes to their registers. It also begins each
 // group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most the GROUPS groups committed last are pending.
 template <int GROUPS>
-__device__ __forceinline__ void wgmma_wait() {
+DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 // Keep the compiler from moving arithmetic on accumulators across a wait.
 template <int N>
-__device__ __forceinline__ void pin(float (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+DEVICE void pin(float (&x)[N][4]) {
+  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
-// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
-#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+// A lane's elements of columns 8 n to 8 n + 7 of D, as operands that are read and written.
+#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
-__device__ __forceinline__ void multiply_columns(
-    float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
+DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descriptor b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
-__device__ __forceinline__ void multiply_rows(
-    float (&d)[16][4], unsigned long long a, unsigned long long b, bool add) {
+DEVICE void multiply_rows(float (&d)[16][4], Descriptor a, Descriptor b, bool add) {
   asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %66, 0;\n"
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
       "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
       "%60, %61, %62, %63"
-      "}, %64, %65, add, 1, 1, 0, 0;\n"
-      "}"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
-        COLUMNS_OF(10), COLUMNS_OF(11), COLUMNS_OF(12), COLUMNS_OF(13), COLUMNS_OF(14),
-        COLUMNS_OF(15)
+      "}, %64, %65, add, 1, 1, 0, 0;\n}"
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10),
+        D8(11), D8(12), D8(13), D8(14), D8(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
 // Round accumulators: each 16 columns become the operand A of a product, which also consists of
 // four matrices of 8 x 8.
 template <int N>
-__device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N / 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+  UNROLL for (int n = 0; n < N / 2; ++n) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const float* pair = from[2 * n + i / 2] + i % 2 * 2;
       to[n][i] = pack(pair[0], pair[1]);
     }
@@ -365,7 +364,7 @@ __device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const flo
 
 // A word that says which of two neighbouring keys, 8 n and the next, are at or past
 // `end`, by all bits of its low and of its high half.
-__device__ __forceinline__ unsigned pair_from(int end, int n) {
+DEVICE unsigned pair_from(int end, int n) {
   unsigned mask;
   const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
   const int bits = max(16 * near - 128 * n, 0);
@@ -377,33 +376,35 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + 8 * (e / 2);
+    if (!is_far(base[e / 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+  }
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -426,10 +427,6 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const int b = p.first_batch + blockIdx.z;
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const int q_start = q_tile * BLOCK_Q;
-  const TensorMap& q_map = p.q_map;
-  const TensorMap& k_map = p.k_map;
-  const TensorMap& v_map = p.v_map;
-  const TensorMap& do_map = p.do_map;
 
   // 2. Barriers.
   if (threadIdx.x == 0) {
@@ -463,14 +460,13 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const bool copies = threadIdx.x == 0;
     if (copies && tile < tile_end) {
       barrier_announce(resident, Q_BYTES + DO_BYTES);
-      tma_load<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, q_map, resident, q_start, h,
-                                       b);
-      tma_load<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, do_map, resident, q_start, h,
-                                           b);
+      tma_load<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q, p.q_map, resident, q_start,
+                                       h, b);
+      tma_load<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO, p.do_map, resident,
+                                           q_start, h, b);
     }
     Stage stage;
-#pragma unroll 1
-    while (tile < tile_end) {
+    ROLLED while (tile < tile_end) {
       const int k_start = tile * BLOCK_K;
       const bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
       if (copies) {
@@ -478,12 +474,13 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
         store_tile(smem_base + SMEM_TILES + 16 * stage.index, {k_start, h, full_tile, false});
         const unsigned k_here = k_full[stage.index], v_here = v_full[stage.index];
         barrier_announce(k_here, K_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index * K_BYTES, k_map,
-                                         k_here, k_start, h_kv, b);
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + stage.index * K_BYTES,
+                                         p.k_map, k_here, k_start, h_kv, b);
         barrier_wait(v_empty[stage.index], stage.parity ^ 1);
         barrier_announce(v_here, V_BYTES);
-        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + stage.index * V_BYTES, v_map,
-                                             v_here, k_start, h_kv, b);
+        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + stage.index * V_BYTES,
+                                             p.v_map, v_here, k_start, h_kv,
+                                             b);
       }
       __syncwarp();
       ++tile;
@@ -506,18 +503,14 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const int first_row = warpgroup * 64;
   const int warp_row = thread / 32 * 16;
   // Row-wise and column-wise products read the same tiles.
-  constexpr int STEPS = PANEL / 16, STEPS_V = PANEL_V / 16;  // steps of a product in a panel
-  constexpr int Q_PANEL = BLOCK_Q * 2 * PANEL, DO_PANEL = BLOCK_Q * 2 * PANEL_V;  // bytes
-  constexpr int K_PANEL = BLOCK_K * 2 * PANEL, V_PANEL = BLOCK_K * 2 * PANEL_V;
-  const Operand<2 * PANEL> q_operand(smem_base + SMEM_Q, Q_PANEL);
-  const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
-  const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
-  const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
+  const auto q_rows = Operand<2 * PANEL, BLOCK_Q>(smem_base + SMEM_Q).from_row(first_row);
+  const auto do_rows = Operand<2 * PANEL_V, BLOCK_Q>(smem_base + SMEM_DO).from_row(first_row);
+  const Operand<2 * PANEL, BLOCK_K> k_operand(smem_base + SMEM_K);
+  const Operand<2 * PANEL_V, BLOCK_K> v_operand(smem_base + SMEM_V);
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
   float base[2], delta[2];
   bool far = false;  // whether a row of the warp is far
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  UNROLL for (int r = 0; r < 2; ++r) {
     const int row = q_start + warp_row + lane / 4 + 8 * r;
     float2 numbers = {__int_as_float(0x7f800000), 0.0f};  // P is 0 past the end
     if (row < p.seq_q) numbers = rows[row];
@@ -533,8 +526,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   Stage stage;
 
   // 5. Main loop.
-#pragma unroll 1
-  while (true) {
+  ROLLED while (true) {
     barrier_wait(k_full[stage.index], stage.parity);
     const Tile tile = read_tile(smem_base + SMEM_TILES + 16 * stage.index);
     if (tile.end) break;
@@ -547,19 +539,14 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     const auto k_here = k_operand.moved(stage.index, K_BYTES);
     const auto v_here = v_operand.moved(stage.index, V_BYTES);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
-      multiply_rows(s, q_operand.at(first_row * 2 * PANEL + c / STEPS * Q_PANEL + c % STEPS * 32),
-                    k_here.at(c / STEPS * K_PANEL + c % STEPS * 32), c > 0);
+    UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
+      multiply_rows(s, q_rows.columns(c), k_here.columns(c), c > 0);
     }
     wgmma_commit();
     barrier_wait(v_full[stage.index], stage.parity);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
-      multiply_rows(
-          ds, do_operand.at(first_row * 2 * PANEL_V + c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
-          v_here.at(c / STEPS_V * V_PANEL + c % STEPS_V * 32), c > 0);
+    UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
+      multiply_rows(ds, do_rows.columns(c), v_here.columns(c), c > 0);
     }
     wgmma_commit();
 
@@ -568,26 +555,18 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     pin(s);
     if (far) {
       const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + row_first;
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[n][e] = above_base(s[n][e], p.scale, base[e / 2], lse + 8 * (e / 2));
-        }
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        subtract_lse(s[n], p.scale, base, lse);
       }
     }
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
     }
     wgmma_wait<0>();
     pin(ds);
     if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
     }
 
     // 5c. Round dS, in pairs of keys, to an operand of the product below.
@@ -596,17 +575,14 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      UNROLL for (int r = 0; r < 2; ++r) {
         const int q = q_first + 8 * r;
         const Range keys = row_keys(p, q);
         const int hi = keys.hi - column;
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n) {
+        UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
           const unsigned keep = ~pair_from(hi, n);
           ds_rows[n / 2][n % 2 * 2 + r] &= keep;
         }
@@ -615,9 +591,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. dQ += dS K
     wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 16; ++n) {
-      multiply_columns(dq, ds_rows[n], k_here.at(n * 16 * 2 * PANEL));
+    UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
+      multiply_columns(dq, ds_rows[n], k_here.rows(n));
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -628,14 +603,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
   // 6. Every warpgroup is done with Q, whose space now stages dQ.
   named_wait(BARRIER_CONSUMERS, THREADS);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; ++n) {
-      stage_pair<VECTORS>(smem_base + SMEM_Q, warp_row + 8 * r + lane / 4, n, lane,
-                           dq[n][2 * r] * p.scale, dq[n][2 * r + 1] * p.scale);
-    }
-  }
+  stage_rows<VECTORS>(smem_base + SMEM_Q, warp_row + lane / 4, 0, lane, dq, p.scale);
 
   // 7. Copy it out in 16-byte vectors. Several warps copy each row: hence the barrier.
   named_wait(BARRIER_CONSUMERS, THREADS);

@@ -24,11 +24,11 @@ constexpr int BLOCK_Q = 96;  // query rows per step of the main loop
 constexpr int BLOCK_K = 128;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
+constexpr int ROW_GROUPS = 2;  // groups of 16 keys that one warp owns
+constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 2;  // groups of 16 keys that one warp owns
 constexpr int COLUMN_WARPS = 2;  // warps that share the same keys
-constexpr int ELEMENT_BYTES = 2;  // float16
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -72,6 +72,10 @@ constexpr int DQ_GROUPS = BLOCK_Q / 16 / DQ_ROW_WARPS;  // row groups of a warp
 constexpr int DQ_COLUMNS = (HEAD_DIM + 16 * DQ_COLUMN_WARPS - 1) / (16 * DQ_COLUMN_WARPS) * 2;
 constexpr int SUM_COLUMNS = HEAD_DIM;  // of the sums of dQ
 static_assert(BLOCK_Q % (16 * DQ_ROW_WARPS) == 0, "plan and code disagree: rows of dQ");
+
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -119,48 +123,33 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // queries [lo, hi), counted from the first position of this call
-};
+// The queries [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // specs/causal.py:11
 //   def causal(b, h, q, k):
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
-  return {max(0, k - p.q_offset), p.seq_q};
-}
+DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
-  return {max(0, k_lo - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
 
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
-  return {max(0, k_hi - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
-// from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -169,21 +158,34 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write a lane's two rows of accumulators, times `factor`, to the staging tile: TILES groups of 8
+// columns from group `first` on, as far as a row has them.
+template <int G, int TILES>
+DEVICE void stage_rows(unsigned stage, int row, int first, int lane, const float (&x)[TILES][4],
+                       float factor) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (first + n >= G * 16 / ELEMENT_BYTES / 8) break;
+      stage_pair<G>(stage, row + 8 * r, first + n, lane, x[n][2 * r] * factor,
+                    x[n][2 * r + 1] * factor);
+    }
+  }
+}
+
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -193,8 +195,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -206,8 +207,16 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
+// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
+// from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Start an asynchronous copy of one vector; zeros are written where !valid.
-__device__ __forceinline__ void load_vector(unsigned to, const char* from, bool valid) {
+DEVICE void load_vector(unsigned to, const char* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -215,7 +224,7 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
 template <typename T>
-__device__ __forceinline__ void keep(T& x) {
+DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -232,14 +241,14 @@ struct CopyPlace {
   int row;          // row of the first pass
   unsigned offset;  // byte offset of that row's vector in the tile
 
-  __device__ __forceinline__ CopyPlace()
+  DEVICE CopyPlace()
       : row(threadIdx.x / G), offset(vector_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
     keep(row);
     keep(offset);
   }
 
   // The first address that this thread reads, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
+  DEVICE const char* source(const char* rows, int step) const {
     const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
     keep(start);
     return start;
@@ -248,12 +257,11 @@ struct CopyPlace {
 
 // All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
 template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
+DEVICE void load_tile(unsigned tile, const CopyPlace<G>& place, const char* source, int step,
+                      int valid_rows) {
   constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
   if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
+  UNROLL for (int r = 0; r < ROWS; r += PASS_ROWS) {
     if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
     // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
     const unsigned offset = PASS_ROWS % 8 == 0
@@ -264,16 +272,12 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& pla
 }
 
 // Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Start copying ROWS pairs of numbers; zeros from `valid` on.
 template <int ROWS>
-__device__ __forceinline__ void load_rows(unsigned to, const float* from, int valid) {
+DEVICE void load_rows(unsigned to, const float* from, int valid) {
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
                  :: "r"(to + 8 * i), "l"(from + 2 * i), "r"(i < valid ? 8 : 0) : "memory");
@@ -281,22 +285,17 @@ __device__ __forceinline__ void load_rows(unsigned to, const float* from, int va
 }
 
 // Base and delta of two neighbouring queries.
-__device__ __forceinline__ void read_rows(float (&base)[2], float (&delta)[2], unsigned address) {
+DEVICE void read_rows(float (&base)[2], float (&delta)[2], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(base[0]), "=f"(delta[0]), "=f"(base[1]), "=f"(delta[1]) : "r"(address)
                : "memory");
 }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+struct FragmentA { unsigned x[4]; };
+struct FragmentB { unsigned x[2]; };
 
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -304,27 +303,24 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
 }
 
 // D += A B, 16 x 8 x 8
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
-                                         const unsigned (&b)[1]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  multiply(d, a.x, b.x);
-}
+DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
+DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
 template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
+DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
@@ -332,33 +328,30 @@ __device__ __forceinline__ unsigned at_column(unsigned lane_address, int column)
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
 template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
+DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
 template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
+DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A lane's byte offset in ldmatrix for two transposed B tiles of V: keys 0-7, 8-15; then the same
 // keys of the next vector.
 template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return vector_offset<G>(lane % 16, lane / 16);
-}
+DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
+DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -367,7 +360,7 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
 template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -380,66 +373,48 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
-}
-
-// Whether one of ROWS queries is far. Each lane looks at one of every 32.
-template <int ROWS>
-__device__ __forceinline__ bool any_far(unsigned rows, int lane) {
-  const unsigned own = rows + 8 * (lane % ROWS);
-  bool far = false;
-#pragma unroll
-  for (int first = 0; first < ROWS; first += 32) {
-    float base, delta;  // both at once: reading every second word would be a bank conflict
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(base), "=f"(delta)
-                 : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
-    far |= is_far(base);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + e % 2;
+    if (!is_far(base[e % 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
   }
-  return __any_sync(0xffffffffu, far);
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
 // 8 * TILES.
 template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
+DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigned b_lane) {
+  UNROLL for (int c = 0; c < G / 2; ++c) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
+    UNROLL for (int n = 0; n < TILES / 2; ++n) {
       FragmentB b[2];
       load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      UNROLL for (int g = 0; g < GROUPS; ++g) {
         mma(s[g][2 * n], a[g], b[0]);
         mma(s[g][2 * n + 1], a[g], b[1]);
       }
@@ -451,24 +426,19 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
 // group g and depth step n. TILES groups of 8 columns are summed, from pair `first` of groups on:
 // one of SHARES shares, the last of which may have fewer groups or none.
 template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
+DEVICE void multiply_columns(float (&sum)[GROUPS][TILES][4], const Operand& operand,
+                             unsigned b_lane, int first = 0) {
   constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
   constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // all shares are equal
-#pragma unroll
-  for (int n = 0; n < DEPTH / 16; ++n) {
+  UNROLL for (int n = 0; n < DEPTH / 16; ++n) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
+    UNROLL for (int d = 0; d < (TILES + 1) / 2; ++d) {
       const int pair = first + d;
       if (WHOLE || 2 * pair + 1 < COLUMNS) {
         FragmentB b[2];
         load_v<G>(b, b_lane, 16 * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        UNROLL for (int g = 0; g < GROUPS; ++g) {
           mma(sum[g][2 * d], a[g], b[0]);
           mma(sum[g][2 * d + 1], a[g], b[1]);
         }
@@ -481,14 +451,14 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
 template <int G>
 struct StoredRows {
   unsigned lane_address;
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
+  DEVICE void operator()(FragmentA& a, int g, int n) const {
     load_a<G>(a, lane_address, 16 * g, 2 * n);
   }
 };
 
 // A lane's byte offset for StoredRows, rows first_row and on.
 template <int G>
-__device__ __forceinline__ unsigned stored_rows_offset(int first_row, int lane) {
+DEVICE unsigned stored_rows_offset(int first_row, int lane) {
   return a_lane_offset<G>(first_row, lane);
 }
 
@@ -498,7 +468,7 @@ template <int G, int STEP>
 struct StoredColumns {
   unsigned lane_address;
   int first;
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
+  DEVICE void operator()(FragmentA& a, int g, int n) const {
     const int group = first + g * STEP;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a.x[0]), "=r"(a.x[1]), "=r"(a.x[2]), "=r"(a.x[3])
@@ -508,25 +478,36 @@ struct StoredColumns {
 
 // A lane's byte offset for StoredColumns.
 template <int G>
-__device__ __forceinline__ unsigned stored_columns_offset(int lane) {
+DEVICE unsigned stored_columns_offset(int lane) {
   return b_lane_offset<G>(lane);
 }
 
 // Round a warp's scores to the operand type and write them, one row per key.
 template <int GROUPS, int TILES>
-__device__ __forceinline__ void store_scores(unsigned tile, const float (&s)[GROUPS][TILES][4],
-                                             int first_row, int first_column, int lane) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
+DEVICE void store_scores(unsigned tile, const float (&s)[GROUPS][TILES][4], int first_row,
+                         int first_column, int lane) {
+  UNROLL for (int g = 0; g < GROUPS; ++g) {
+    UNROLL for (int r = 0; r < 2; ++r) {
+      UNROLL for (int n = 0; n < TILES; ++n) {
         stage_pair<VECTORS_S>(tile, first_row + 16 * g + 8 * r + lane / 4, first_column / 8 + n,
                                lane, s[g][n][2 * r], s[g][n][2 * r + 1]);
       }
     }
   }
+}
+
+// Whether one of ROWS queries is far. Each lane looks at one of every 32.
+template <int ROWS>
+DEVICE bool any_far(unsigned rows, int lane) {
+  const unsigned own = rows + 8 * (lane % ROWS);
+  bool far = false;
+  UNROLL for (int first = 0; first < ROWS; first += 32) {
+    float base, delta;  // both at once: reading every second word would be a bank conflict
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(base), "=f"(delta)
+                 : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
+    far |= is_far(base);
+  }
+  return __any_sync(0xffffffffu, far);
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -632,8 +613,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   unsigned buffer = 0;
 
   // 5. Main loop.
-#pragma unroll 1
-  while (next_h < h_end) {
+  ROLLED while (next_h < h_end) {
     const int h = next_h;
     const int q_start = next_tile * BLOCK_Q;
     const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
@@ -659,28 +639,19 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const bool far = any_far<QUERIES>(rows + 8 * first_query, lane);
     if (far) {
       const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
-#pragma unroll
-      for (int n = 0; n < QUERIES / 8; ++n) {
+      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2], delta[2];
         read_rows(base, delta, rows + 8 * (column + 8 * n));
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& x = s[g][n][e];
-            x = above_base(x, p.scale, base[e % 2], lse + 8 * n + e % 2);
-          }
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+          subtract_lse(s[g][n], p.scale, base, lse + 8 * n);
         }
       }
     }
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
       float base[2], delta[2];
       read_rows(base, delta, rows + 8 * (column + 8 * n));
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           const float prob = probability(s[g][n][e], exp_scale, base[e % 2]);
           s[g][n][e] = prob;
           ds[g][n][e] = prob * (ds[g][n][e] - delta[e % 2]);
@@ -690,23 +661,18 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread / 32 % COLUMN_WARPS * QUERIES + thread % 4 * 2;
       const int row = k_start + thread / 32 / COLUMN_WARPS * (16 * ROW_GROUPS) + thread % 32 / 4;
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int r = 0; r < 2; ++r) {
           const int key = row + 16 * g + 8 * r;
           const int k = p.k_offset + key;
           const Range queries = key_queries(p, k);
           const int lo = queries.lo - column;
           const int hi = key < p.seq_k ? queries.hi - column : 0;
-#pragma unroll
-          for (int n = 0; n < QUERIES / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+          UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+            UNROLL for (int e = 0; e < 2; ++e) {
               if (8 * n + e < lo || 8 * n + e >= hi) {
                 s[g][n][2 * r + e] = ds[g][n][2 * r + e] = 0.0f;
               }
@@ -752,12 +718,9 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const long long head_tile = ((long long)b * p.heads_q + h) * ceil_div(p.seq_q, BLOCK_Q);
     float* dq_sum = p.dq_sum + head_tile * (BLOCK_Q * SUM_COLUMNS)
                     + (long long)(q_start + 16 * dq_row) * SUM_COLUMNS + 256 * dq_first + lane;
-#pragma unroll
-    for (int g = 0; g < DQ_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < DQ_COLUMNS; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+    UNROLL for (int g = 0; g < DQ_GROUPS; ++g) {
+      UNROLL for (int n = 0; n < DQ_COLUMNS; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           // In the order of registers, so that the lanes of a warp add to neighbouring floats.
           atomicAdd(dq_sum + 16 * DQ_ROW_WARPS * g * SUM_COLUMNS + (4 * n + e) * 32,
                     dq[g][n][e]);
@@ -769,27 +732,11 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   // 6. Every warp is done with K and V, whose space now stages dK and dV; no copy is in flight.
   copy_wait_all();
   __syncthreads();
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp_row + 16 * g + 8 * r + lane / 4;
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const int column = column_warp * COLUMNS + n;
-        if (column >= HEAD_DIM / 8) break;
-        stage_pair<VECTORS>(smem_base + SMEM_K, row, column, lane,
-                             dk[g][n][2 * r] * p.scale, dk[g][n][2 * r + 1] * p.scale);
-      }
-#pragma unroll
-      for (int n = 0; n < COLUMNS_V; ++n) {
-        const int column = column_warp * COLUMNS_V + n;
-        if (column >= HEAD_DIM_V / 8) break;
-        stage_pair<VECTORS_V>(smem_base + SMEM_V, row, column, lane,
-                               dv[g][n][2 * r],
-                               dv[g][n][2 * r + 1]);
-      }
-    }
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    const int row = warp_row + 16 * g + lane / 4;
+    const int first = column_warp * COLUMNS, first_v = column_warp * COLUMNS_V;
+    stage_rows<VECTORS>(smem_base + SMEM_K, row, first, lane, dk[g], p.scale);
+    stage_rows<VECTORS_V>(smem_base + SMEM_V, row, first_v, lane, dv[g], 1.0f);
   }
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.

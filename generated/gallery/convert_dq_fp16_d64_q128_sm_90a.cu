@@ -28,6 +28,9 @@ constexpr int SMEM_BYTES = 16384;
 static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q, "plan and code disagree: dQ tile");
 static_assert(BLOCK_Q % DQ_QUERIES == 0, "plan and code disagree: queries of a strip");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 typedef unsigned short Element;  // the bits of a float16
@@ -48,12 +51,12 @@ struct Params {
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -62,13 +65,13 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -78,8 +81,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -93,7 +95,7 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
 
 // The transpose of a matrix of 8 rows and 8 columns. A lane has a pair of neighbours
 // of a row: row lane/4, columns 2*(lane%4) and the next.
-__device__ __forceinline__ unsigned transposed(unsigned pair) {
+DEVICE unsigned transposed(unsigned pair) {
   unsigned result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
@@ -123,8 +125,7 @@ convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
     const int column = 2 * (i / (DQ_QUERIES / 8) % DQ_STRIPS);  // in vectors
     const unsigned pairs[2] = {transposed(pack(x.x * p.scale, x.y * p.scale)),
                                transposed(pack(x.z * p.scale, x.w * p.scale))};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    UNROLL for (int j = 0; j < 2; ++j) {
       *(unsigned*)(smem + vector_offset<VECTORS>(row, column + j) + lane % 4 * 4) = pairs[j];
     }
   }

@@ -29,6 +29,9 @@ constexpr int SMEM_BYTES = 16384;
 static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q, "plan and code disagree: dQ tile");
 static_assert(BLOCK_Q % DQ_QUERIES == 0, "plan and code disagree: queries of a strip");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 typedef unsigned short Element;  // the bits of a float16
@@ -55,18 +58,16 @@ struct Params {
 // ---- the spec ----------------------------------------------------------------------------------
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's cu_seqlens_q: an index outside it means its nearest element.
-__device__ __forceinline__ int read_cu_seqlens_q(const Params& p, int i) {
+DEVICE int read_cu_seqlens_q(const Params& p, int i) {
   const long long offset = inside(i, p.c_cu_seqlens_q_size_0) * p.c_cu_seqlens_q_stride_0;
   return __ldg(p.c_cu_seqlens_q + offset);
 }
 
 // The spec's cu_seqlens_k: an index outside it means its nearest element.
-__device__ __forceinline__ int read_cu_seqlens_k(const Params& p, int i) {
+DEVICE int read_cu_seqlens_k(const Params& p, int i) {
   const long long offset = inside(i, p.c_cu_seqlens_k_size_0) * p.c_cu_seqlens_k_stride_0;
   return __ldg(p.c_cu_seqlens_k + offset);
 }
@@ -74,27 +75,26 @@ __device__ __forceinline__ int read_cu_seqlens_k(const Params& p, int i) {
 // ---- packed sequences --------------------------------------------------------------------------
 
 // The first row of sequence i along q or k; for i past the last sequence, the end of the last one.
-__device__ __forceinline__ int start_q(const Params& packed, int i) {
+DEVICE int start_q(const Params& packed, int i) {
   return inside(read_cu_seqlens_q(packed, i), packed.seq_q + 1);
 }
-__device__ __forceinline__ int start_k(const Params& packed, int i) {
+DEVICE int start_k(const Params& packed, int i) {
   return inside(read_cu_seqlens_k(packed, i), packed.seq_k + 1);
 }
 
-struct Place {
-  int b, tile;  // the sequence, and which of its tiles
-};
+// A sequence, and which of its tiles.
+struct Place { int b, tile; };
 
 // The number of sequence i's first tile: its first row, relative to that of sequence 0, divided by
 // BLOCK_Q, plus i. This leaves room for the tiles of all earlier sequences, whatever
 // their lengths, without a sum over them.
-__device__ __forceinline__ int first_tile_of(const Params& packed, int i) {
+DEVICE int first_tile_of(const Params& packed, int i) {
   const int rows = start_q(packed, i) - start_q(packed, 0);
   return rows / BLOCK_Q + i;
 }
 
 // The tile of block number `block`; it may lie past the end of its sequence and is then empty.
-__device__ __forceinline__ Place place_of(const Params& packed, int block) {
+DEVICE Place place_of(const Params& packed, int block) {
   int i = 0, last = packed.batch - 1;
   while (i < last) {
     const int middle = (i + last + 1) / 2;
@@ -108,7 +108,7 @@ __device__ __forceinline__ Place place_of(const Params& packed, int block) {
 }
 
 // The parameters of a call that has only sequence b: pointers to its rows, and its lengths.
-__device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
+DEVICE Params sequence_of(const Params& packed, int b) {
   Params p = packed;
   const int first_q = start_q(packed, b);
   const int first_k = start_k(packed, b);
@@ -124,12 +124,12 @@ __device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -138,13 +138,13 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -154,8 +154,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -169,7 +168,7 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
 
 // The transpose of a matrix of 8 rows and 8 columns. A lane has a pair of neighbours
 // of a row: row lane/4, columns 2*(lane%4) and the next.
-__device__ __forceinline__ unsigned transposed(unsigned pair) {
+DEVICE unsigned transposed(unsigned pair) {
   unsigned result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
@@ -202,8 +201,7 @@ convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
     const int column = 2 * (i / (DQ_QUERIES / 8) % DQ_STRIPS);  // in vectors
     const unsigned pairs[2] = {transposed(pack(x.x * p.scale, x.y * p.scale)),
                                transposed(pack(x.z * p.scale, x.w * p.scale))};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    UNROLL for (int j = 0; j < 2; ++j) {
       *(unsigned*)(smem + vector_offset<VECTORS>(row, column + j) + lane % 4 * 4) = pairs[j];
     }
   }

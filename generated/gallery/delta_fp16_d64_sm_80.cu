@@ -26,6 +26,9 @@ constexpr int READS = (VECTORS_V + LANES - 1) / LANES;  // vectors per lane and 
 static_assert(32 % LANES == 0, "plan and code disagree: a row belongs to one warp");
 static_assert(BLOCK_Q % ROWS == 0, "plan and code disagree: rows per block");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 typedef unsigned short Element;  // the bits of a float16
@@ -61,7 +64,7 @@ constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceed
 // computed so. In these units the LSE of a far row would be rounded a second time, and so would its
 // scores, which makes P wrong by a factor that grows with LSE. The base of a far row is -0, which
 // no other row has. A row without keys or with an infinite score is not far.
-__device__ __forceinline__ float base_of(float lse) {
+DEVICE float base_of(float lse) {
   const bool far = fabsf(lse * LOG2E) > NEAR && fabsf(lse) < __int_as_float(0x7f800000);
   return far ? -0.0f : fmaf(lse, EXP_UNIT, 0.0f);
 }
@@ -70,7 +73,7 @@ typedef uint4 Vector;  // 4 pairs of elements
 typedef float Sum;
 
 // Two neighbouring elements.
-__device__ __forceinline__ float2 unpack(unsigned pair) {
+DEVICE float2 unpack(unsigned pair) {
   float2 x;
   asm("{\n"
       "  .reg .b16 low, high;\n"
@@ -83,13 +86,13 @@ __device__ __forceinline__ float2 unpack(unsigned pair) {
 
 // Add the product of two pairs, or of two vectors, to `sum`. Vectors are passed by value: through a
 // reference the compiler may read a vector pair by pair, and so each sector four times.
-__device__ __forceinline__ void add_product(Sum& sum, unsigned a, unsigned b) {
+DEVICE void add_product(Sum& sum, unsigned a, unsigned b) {
   const float2 x = unpack(a);
   const float2 y = unpack(b);
   sum = fmaf(x.x, y.x, sum);
   sum = fmaf(x.y, y.y, sum);
 }
-__device__ __forceinline__ void add_product(Sum& sum, Vector a, Vector b) {
+DEVICE void add_product(Sum& sum, Vector a, Vector b) {
   add_product(sum, a.x, b.x);
   add_product(sum, a.y, b.y);
   add_product(sum, a.z, b.z);
@@ -126,16 +129,14 @@ delta_fp16_d64(const __grid_constant__ Params p) {
     if (row < p.seq_q) {
       const Vector* o = (const Vector*)(o_rows + row * o_step);
       const Vector* grad = (const Vector*)(do_rows + row * do_step);
-#pragma unroll
-      for (int n = 0; n < READS; ++n) {
+      UNROLL for (int n = 0; n < READS; ++n) {
         const int vector = n * LANES + lane;
         add_product(sum, o[vector], grad[vector]);
       }
     }
 
     // 3. The sum over the row's lanes.
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) {
+    UNROLL for (int step = LANES / 2; step > 0; step /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, step);
     }
 

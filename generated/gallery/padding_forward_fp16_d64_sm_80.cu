@@ -22,10 +22,10 @@ constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -43,6 +43,10 @@ static_assert(SMEM_V == SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree
 static_assert(SMEM_BYTES == SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q,
               "plan and code disagree: O tile");
+
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -81,29 +85,26 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first position of this call
-};
+// The keys [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
 typedef long long int64;
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
-__device__ __forceinline__ float rcp(float x) {
+DEVICE float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's length: an index outside it means its nearest element.
-__device__ __forceinline__ int read_length(const Params& p, int i) {
+DEVICE int read_length(const Params& p, int i) {
   const long long offset = inside(i, p.c_length_size_0) * p.c_length_stride_0;
   return __ldg(p.c_length + offset);
 }
@@ -112,19 +113,19 @@ __device__ __forceinline__ int read_length(const Params& p, int i) {
 //   def padding(b, h, q, k):
 //       return k < length[b]
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int b) {
+DEVICE Range row_keys(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int b) {
+DEVICE Range tile_reach(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
 
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int b) {
+DEVICE Range tile_full(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
@@ -132,20 +133,12 @@ __device__ __forceinline__ Range tile_full(const Params& p, int b) {
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
-// from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -154,21 +147,20 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -176,8 +168,16 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
                :: "l"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
+// from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Start an asynchronous copy of one vector; zeros are written where !valid.
-__device__ __forceinline__ void load_vector(unsigned to, const char* from, bool valid) {
+DEVICE void load_vector(unsigned to, const char* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -185,7 +185,7 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
 template <typename T>
-__device__ __forceinline__ void keep(T& x) {
+DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -202,14 +202,14 @@ struct CopyPlace {
   int row;          // row of the first pass
   unsigned offset;  // byte offset of that row's vector in the tile
 
-  __device__ __forceinline__ CopyPlace()
+  DEVICE CopyPlace()
       : row(threadIdx.x / G), offset(vector_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
     keep(row);
     keep(offset);
   }
 
   // The first address that this thread reads, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
+  DEVICE const char* source(const char* rows, int step) const {
     const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
     keep(start);
     return start;
@@ -218,12 +218,11 @@ struct CopyPlace {
 
 // All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
 template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
+DEVICE void load_tile(unsigned tile, const CopyPlace<G>& place, const char* source, int step,
+                      int valid_rows) {
   constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
   if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
+  UNROLL for (int r = 0; r < ROWS; r += PASS_ROWS) {
     if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
     // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
     const unsigned offset = PASS_ROWS % 8 == 0
@@ -234,28 +233,17 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& pla
 }
 
 // Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+struct FragmentA { unsigned x[4]; };
+struct FragmentB { unsigned x[2]; };
 
 // Register i of a fragment: elements x and y of a row of A or of a column of B.
-__device__ __forceinline__ void set_pair(FragmentA& to, int i, float x, float y) {
-  to.x[i] = pack(x, y);
-}
+DEVICE void set_pair(FragmentA& to, int i, float x, float y) { to.x[i] = pack(x, y); }
 
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -263,33 +251,29 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
 }
 
 // D += A B, 16 x 8 x 8
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
-                                         const unsigned (&b)[1]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  multiply(d, a.x, b.x);
-}
+DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
 
 // P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+DEVICE void p_fragment(FragmentA& a, const float (*s)[4]) {
+  UNROLL for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
+DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
 template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
+DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
@@ -297,33 +281,30 @@ __device__ __forceinline__ unsigned at_column(unsigned lane_address, int column)
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
 template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
+DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
 template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
+DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A lane's byte offset in ldmatrix for two transposed B tiles of V: keys 0-7, 8-15; then the same
 // keys of the next vector.
 template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return vector_offset<G>(lane % 16, lane / 16);
-}
+DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
+DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -332,36 +313,13 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
 template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(at_column<G>(lane_address, 2 * d) + 16 * G * key) : "memory");
   b[0] = {x[0], x[1]};
   b[1] = {x[2], x[3]};
-}
-
-// s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
-// 8 * TILES.
-template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
-    FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
-      FragmentB b[2];
-      load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        mma(s[g][2 * n], a[g], b[0]);
-        mma(s[g][2 * n + 1], a[g], b[1]);
-      }
-    }
-  }
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -372,33 +330,31 @@ constexpr float LOWEST = -3.402823466e38f;  // the lowest finite score; -inf - L
 constexpr float MAX_LAG = 8.0f;  // row_max may lag by this power of two: P <= 2^8
 
 // A row of the accumulator lies in the four lanes of a quad.
-__device__ __forceinline__ float quad_max(float x) {
+DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
-
-__device__ __forceinline__ float quad_sum(float x) {
+DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-__device__ __forceinline__ float log2_approx(float x) {
+DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
@@ -407,51 +363,46 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
 // not if e reaches the rounding error of that type, and from 2^24 on P may overflow. In a far row
 // the maximum is therefore subtracted from the scores first, which is exact near the maximum, and
 // the base is 0. There are no more instructions per score: few warps ever have a far row.
-__device__ __forceinline__ bool is_far(float row_max, float scale) {
-  return fabsf(row_max * scale) > NEAR;
-}
-
-__device__ __forceinline__ float base_of(float row_max, float scale) {
-  return is_far(row_max, scale) ? 0.0f : row_max * scale;
-}
+DEVICE bool is_far(float row_max, float scale) { return fabsf(row_max * scale) > NEAR; }
+DEVICE float base_of(float top, float scale) { return is_far(top, scale) ? 0.0f : top * scale; }
 
 // What is subtracted from the scores of a row first. Before the first key the maximum is -inf.
-__device__ __forceinline__ float shift_of(float row_max, float scale) {
+DEVICE float shift_of(float row_max, float scale) {
   return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
 }
 
 // Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
-__device__ __forceinline__ bool exceeds(float lag, float row_max, float tile_max, float scale) {
+DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
   return (tile_max - row_max) * scale > lag;
 }
 
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
-__device__ __forceinline__ float rescale_factor(float row_max, float new_max, float scale) {
+DEVICE float rescale_factor(float row_max, float new_max, float scale) {
   const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
   return exp2_approx(fmaf(shift, scale, base_of(row_max, scale) - base_of(new_max, scale)));
 }
 
 // LSE, the natural logarithm of a row's sum of exponentials. `unit` is the factor from scores to
 // their exponents, so that LSE of a far row is rounded once.
-__device__ __forceinline__ float log_sum(float row_max, float scale, float unit, float sum) {
+DEVICE float log_sum(float row_max, float scale, float unit, float sum) {
   const float above = log2_approx(sum) * LN2;
   return is_far(row_max, scale) ? fmaf(row_max, unit, above) : fmaf(row_max * scale, LN2, above);
 }
 
+// What a lane has of the accumulators: two rows in each group of 16, pairs of columns in each 8.
+using Rows = float[ROW_GROUPS][2];  // a number for each row
+using Scores = float[ROW_GROUPS][BLOCK_K / 8][4];
+using Output = float[ROW_GROUPS][HEAD_DIM_V / 8][4];
+
 // Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled: whether
 // a row of the warp exceeds its running maximum by more than `lag` powers of two.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
-                                            const float (&s)[GROUPS][TILES][4],
-                                            const float (&row_max)[GROUPS][2], float scale,
-                                            float lag) {
+DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, float scale,
+                        float lag) {
   bool any = false;
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-    for (int n = 1; n < TILES; ++n) {
+    UNROLL for (int n = 1; n < BLOCK_K / 8; ++n) {
       m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
     tile_max[g][r] = m;
@@ -465,14 +416,10 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // by no more than MAX_LAG stays, and the factor is exactly 1.
 // Returns the lag for the next tile: none where a row of the warp is far, because each
 // tile of such a row takes the branch that subtracts its maximum.
-template <int GROUPS>
-__device__ __forceinline__ float update_maxima(
-    float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
-    float (&row_sum)[GROUPS][2], float (&factor)[GROUPS][2],
-    const float (&tile_max)[GROUPS][2], float scale) {
+DEVICE float update_maxima(Rows& row_max, Rows& row_base, Rows& row_sum, Rows& factor,
+                           const Rows& tile_max, float scale) {
   bool far = false;
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     const float top = quad_max(tile_max[g][r]);
     const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
@@ -486,15 +433,11 @@ __device__ __forceinline__ float update_maxima(
 }
 
 // Subtracts the maxima of far rows from their scores. The others keep theirs, bit by bit.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
-                                             const float (&row_max)[GROUPS][2], float scale) {
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+DEVICE void subtract_far(Scores& s, const Rows& row_max, float scale) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     const float shift = shift_of(row_max[g][r], scale);
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       s[g][n][2 * r] -= shift;
       s[g][n][2 * r + 1] -= shift;
     }
@@ -502,13 +445,27 @@ __device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
 }
 
 // Multiply the rows of O by their rescale factors.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
-                                             const float (&factor)[GROUPS][2]) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int i = 0; i < 4 * TILES; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
+DEVICE void rescale_rows(Output& o, const Rows& factor) {
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
+  }
+}
+
+// s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
+// 8 * TILES.
+template <int G, int GROUPS, int TILES>
+DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigned b_lane) {
+  UNROLL for (int c = 0; c < G / 2; ++c) {
+    FragmentA a[GROUPS];
+    UNROLL for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
+    UNROLL for (int n = 0; n < TILES / 2; ++n) {
+      FragmentB b[2];
+      load_b<G>(b, b_lane, 16 * n, 2 * c);
+      UNROLL for (int g = 0; g < GROUPS; ++g) {
+        mma(s[g][2 * n], a[g], b[0]);
+        mma(s[g][2 * n + 1], a[g], b[1]);
+      }
+    }
   }
 }
 
@@ -568,17 +525,16 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
   keep(k_lane);
   keep(v_lane);
 
-  float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
-  float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
-  float row_base[ROW_GROUPS][2] = {};  // what exp2 subtracts, in units of log2
-  float row_max[ROW_GROUPS][2];                 // in the unit of scores
+  Output o = {};       // O, not yet divided by the row sums
+  Rows row_sum = {};   // this lane's part; reduced once, at the end
+  Rows row_base = {};  // what exp2 subtracts, in units of log2
+  Rows row_max;        // in the unit of scores
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
   float lag = MAX_LAG;  // of the maxima; -inf where a row is far
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   // 5. Main loop.
-#pragma unroll 1
-  while (tile < tile_end) {
+  ROLLED while (tile < tile_end) {
     const int k_start = tile * BLOCK_K;
     const bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
     ++tile;
@@ -591,7 +547,7 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
     copy_commit();
 
     // 5b. S = Q K^T
-    float s[ROW_GROUPS][BLOCK_K / 8][4] = {};
+    Scores s = {};
     multiply_rows<VECTORS>(s, q_lane, k_lane);
 
     // 5c. V has arrived. Every warp is done with K, into whose space the next is loaded.
@@ -607,19 +563,14 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
     if (!full_tile) {
       // A row's keys are one range: columns are compared with its ends.
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int r = 0; r < 2; ++r) {
           const Range keys = row_keys(p, b);
           const int hi = keys.hi - column;
-#pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 2; ++e) {
               if (8 * n + e >= hi) s[g][n][2 * r + e] = minus_infinity();
             }
           }
@@ -629,37 +580,31 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
     //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
-    float tile_max[ROW_GROUPS][2];
+    Rows tile_max;
     if (find_maxima(tile_max, s, row_max, exp_scale, lag)) {
-      float factor[ROW_GROUPS][2];
+      Rows factor;
       lag = update_maxima(row_max, row_base, row_sum, factor, tile_max, exp_scale);
       rescale_rows(o, factor);
       if (lag < 0.0f) subtract_far(s, row_max, exp_scale);
     }
 
     // 5f. P = exp2(S - max), rounded to the operand type, and O += P V
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 16; ++n) {
+    UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
       FragmentA p_frag[ROW_GROUPS];
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int i = 0; i < 2; ++i) {
           float(&x)[4] = s[g][2 * n + i];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
+          UNROLL for (int e = 0; e < 4; ++e) {
             x[e] = probability(x[e], exp_scale, row_base[g][e / 2]);
             row_sum[g][e / 2] += x[e];
           }
         }
         p_fragment(p_frag[g], &s[g][2 * n]);
       }
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
+      UNROLL for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
         FragmentB v_frag[2];
         load_v<VECTORS_V>(v_frag, v_lane, 16 * n, d);
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
           mma(o[g][2 * d], p_frag[g], v_frag[0]);
           mma(o[g][2 * d + 1], p_frag[g], v_frag[1]);
         }
@@ -675,10 +620,8 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 7. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
   float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(row_sum[g][r]);
       const float divisor = sum == 0.0f ? 1.0f : sum;
       const float factor = rcp(divisor);
@@ -687,8 +630,7 @@ padding_forward_fp16_d64(const __grid_constant__ Params p) {
       if (lane % 4 == 0 && q_row < p.seq_q) {
         lse[q_row] = log_sum(row_max[g][r], exp_scale, p.scale, sum);
       }
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+      UNROLL for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
         stage_pair<VECTORS_V>(o_stage, row, n, lane, o[g][n][2 * r] * factor,
                               o[g][n][2 * r + 1] * factor);
       }

@@ -23,10 +23,10 @@ constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 32;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -50,6 +50,10 @@ static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disag
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
 static_assert(SMEM_WINDOWS >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_BYTES >= SMEM_WINDOWS + WINDOW_BYTES, "plan and code disagree: sums of warps");
+
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -92,30 +96,26 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first position of this call
-};
+// The keys [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
-struct Partials {
-  float by0;  // score_mod's derivatives by the elements that it reads
-};
+// score_mod's derivatives by the elements that it reads.
+struct Partials { float by0; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's table: an index outside it means its nearest element.
-__device__ __forceinline__ float read_table(const Params& p, int i) {
+DEVICE float read_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.c_table_stride_0;
   return __ldg(p.c_table + offset);
 }
 
 // The address at which the gradient of table is summed.
-__device__ __forceinline__ float* sum_of_table(const Params& p, int i) {
+DEVICE float* sum_of_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.dc_table_stride_0;
   return p.dc_table + offset;
 }
@@ -123,66 +123,62 @@ __device__ __forceinline__ float* sum_of_table(const Params& p, int i) {
 // specs/relative_bias.py:14
 //   def relative_bias(score, b, h, q, k):
 //       return score + table[q - k + fg.seq_k - 1]
-__device__ __forceinline__ float score_mod(const Params& p, float score, int q, int k) {
+DEVICE float score_mod(const Params& p, float score, int q, int k) {
   return score + read_table(p, q + p.seq_k - k - 1);
 }
 
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // Derivatives of score_mod by table[q + seq_k - k - 1].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f}; }
 
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int q, int k) {
+DEVICE float* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
 }
 
 // The first q + seq_k - k - 1 in these ranges of queries and keys, clamped.
-__device__ __forceinline__ int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
+DEVICE int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
   return inside(q_lo + p.seq_k - k_hi - 1, p.c_table_size_0);
 }
 
 // The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
-__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 63 ? i : -1;
 }
 
 // The address of the gradient of a place in by0's window.
-__device__ __forceinline__ float* element_of_by0(const Params& p, int by0_first_0, int place) {
+DEVICE float* element_of_by0(const Params& p, int by0_first_0, int place) {
   return sum_of_table(p, by0_first_0 + place);
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
-// from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
 }
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
+// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
+// from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Start an asynchronous copy of one vector; zeros are written where !valid.
-__device__ __forceinline__ void load_vector(unsigned to, const char* from, bool valid) {
+DEVICE void load_vector(unsigned to, const char* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -190,7 +186,7 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
 template <typename T>
-__device__ __forceinline__ void keep(T& x) {
+DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -207,14 +203,14 @@ struct CopyPlace {
   int row;          // row of the first pass
   unsigned offset;  // byte offset of that row's vector in the tile
 
-  __device__ __forceinline__ CopyPlace()
+  DEVICE CopyPlace()
       : row(threadIdx.x / G), offset(vector_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
     keep(row);
     keep(offset);
   }
 
   // The first address that this thread reads, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
+  DEVICE const char* source(const char* rows, int step) const {
     const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
     keep(start);
     return start;
@@ -223,12 +219,11 @@ struct CopyPlace {
 
 // All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
 template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
+DEVICE void load_tile(unsigned tile, const CopyPlace<G>& place, const char* source, int step,
+                      int valid_rows) {
   constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
   if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
+  UNROLL for (int r = 0; r < ROWS; r += PASS_ROWS) {
     if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
     // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
     const unsigned offset = PASS_ROWS % 8 == 0
@@ -239,23 +234,14 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& pla
 }
 
 // Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+struct FragmentA { unsigned x[4]; };
+struct FragmentB { unsigned x[2]; };
 
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -263,27 +249,24 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
 }
 
 // D += A B, 16 x 8 x 8
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
-                                         const unsigned (&b)[1]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  multiply(d, a.x, b.x);
-}
+DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
+DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
 template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
+DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
@@ -291,26 +274,25 @@ __device__ __forceinline__ unsigned at_column(unsigned lane_address, int column)
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
 template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
+DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
 template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
+DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A: rows row..row+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
+DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -321,51 +303,48 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + 8 * (e / 2);
+    if (!is_far(base[e / 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+  }
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
 // 8 * TILES.
 template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
+DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigned b_lane) {
+  UNROLL for (int c = 0; c < G / 2; ++c) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
+    UNROLL for (int n = 0; n < TILES / 2; ++n) {
       FragmentB b[2];
       load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      UNROLL for (int g = 0; g < GROUPS; ++g) {
         mma(s[g][2 * n], a[g], b[0]);
         mma(s[g][2 * n + 1], a[g], b[1]);
       }
@@ -441,10 +420,8 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   float base[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
   bool far = false;  // whether a row of the warp is far
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int r = 0; r < 2; ++r) {
       const int row = q_start + warp_row + 16 * g + 8 * r + lane / 4;
       const float2 known = row < p.seq_q ? rows[row] : float2{__int_as_float(0x7f800000), 0.0f};
       base[g][r] = known.x;
@@ -456,14 +433,12 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 
   // This warp's sums of the elements that its part of a tile reads.
   auto* const sums = (float*)(smem + SMEM_WINDOWS) + warp * WINDOW_ENTRIES;
-#pragma unroll 1
-  for (int place = lane; place < WINDOW_ENTRIES; place += 32) sums[place] = 0;
+  ROLLED for (int i = lane; i < WINDOW_ENTRIES; i += 32) sums[i] = 0;
   __syncwarp();
   unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
 
   // 5. Main loop.
-#pragma unroll 1
-  while (tile < tile_end) {
+  ROLLED while (tile < tile_end) {
     const int k_start = tile * BLOCK_K;
     const bool full_tile = k_start + BLOCK_K <= p.seq_k;
     ++tile;
@@ -481,12 +456,9 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
     // 5b. S = Q K^T, and dP - delta = dO V^T - delta: the sum starts at -delta.
     float s[ROW_GROUPS][BLOCK_K / 8][4] = {};
     float ds[ROW_GROUPS][BLOCK_K / 8][4];
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) ds[g][n][e] = minus_delta[g][e / 2];
+    UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) ds[g][n][e] = minus_delta[g][e / 2];
       }
     }
     multiply_rows<VECTORS>(s, q_lane, k_lane + k_buffer);
@@ -494,13 +466,10 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
 
     // 5c. P = exp(S' - LSE), and dS' = P (dP - delta). S' is the result of the score function.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
         float value[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);
           const int k = k_first + 8 * n + e % 2;
           value[e] = score_mod(p, s[g][n][e] * p.scale, q, k);
@@ -508,13 +477,9 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
         if (far) {
           const float* lse =
               p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            value[e] = above_base(value[e], 1.0f, base[g][e / 2], lse + 16 * g + 8 * (e / 2));
-          }
+          subtract_lse(value, 1.0f, base[g], lse + 16 * g);
         }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           ds[g][n][e] *= probability(value[e], EXP_UNIT, base[g][e / 2]);
         }
       }
@@ -523,19 +488,14 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The mask, on mixed tiles only.
     if (!full_tile) {
       // A row's keys are one range: columns are compared with its ends.
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int r = 0; r < 2; ++r) {
           const Range keys = row_keys(p);
           const int hi = keys.hi - column;
-#pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 2; ++e) {
               if (8 * n + e >= hi) ds[g][n][2 * r + e] = 0.0f;
             }
           }
@@ -560,14 +520,10 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
     int held_by0 = -1;  // the place of this sum; -1: none yet
     float by0 = 0.0f;
     // Along diagonals of the tile: there q - k is the same.
-#pragma unroll
-    for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
+    UNROLL for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {
+      UNROLL for (int c = 0; c < 2; ++c) {
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+          UNROLL for (int r = 0; r < 2; ++r) {
             const int n = m + 2 * g + r;
             if (n < 0 || n >= BLOCK_K / 8) continue;
             const int k = k_first + 8 * n + c;
@@ -601,8 +557,7 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
       atomicAdd(sums + held_by0, by0);
     }
     __syncwarp();
-#pragma unroll 1
-    for (int place = lane; place < 63; place += 32) {
+    ROLLED for (int place = lane; place < 63; place += 32) {
       const float sum = sums[place];
       if (sum != 0) {
         atomicAdd(element_of_by0(p, by0_first_0, place), sum);

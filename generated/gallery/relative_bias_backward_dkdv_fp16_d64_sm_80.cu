@@ -25,10 +25,10 @@ constexpr int BLOCK_Q = 96;  // query rows per step of the main loop
 constexpr int BLOCK_K = 64;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 1;  // groups of 16 keys that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -57,6 +57,10 @@ static_assert(SMEM_BYTES >= SMEM_ROWS + 2 * ROWS_BYTES,
 constexpr int COLUMNS = HEAD_DIM / 8;
 constexpr int COLUMNS_V = HEAD_DIM_V / 8;
 constexpr int QUERIES = BLOCK_Q;  // queries whose scores one warp computes
+
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -105,24 +109,20 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // queries [lo, hi), counted from the first position of this call
-};
+// The queries [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
-struct Scored {
-  float value, slope;  // score_mod's result and its derivative by the score
-};
+// score_mod's result and its derivative by the score.
+struct Scored { float value, slope; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's table: an index outside it means its nearest element.
-__device__ __forceinline__ float read_table(const Params& p, int i) {
+DEVICE float read_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.c_table_stride_0;
   return __ldg(p.c_table + offset);
 }
@@ -131,32 +131,22 @@ __device__ __forceinline__ float read_table(const Params& p, int i) {
 //   def relative_bias(score, b, h, q, k):
 //       return score + table[q - k + fg.seq_k - 1]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int q, int k) {
+DEVICE Scored score_mod(const Params& p, float score, int q, int k) {
   return {score + read_table(p, q + p.seq_k - k - 1), 1.0f};
 }
 
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
-// from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -165,21 +155,34 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write a lane's two rows of accumulators, times `factor`, to the staging tile: TILES groups of 8
+// columns from group `first` on, as far as a row has them.
+template <int G, int TILES>
+DEVICE void stage_rows(unsigned stage, int row, int first, int lane, const float (&x)[TILES][4],
+                       float factor) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (first + n >= G * 16 / ELEMENT_BYTES / 8) break;
+      stage_pair<G>(stage, row + 8 * r, first + n, lane, x[n][2 * r] * factor,
+                    x[n][2 * r + 1] * factor);
+    }
+  }
+}
+
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -189,8 +192,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -202,8 +204,16 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
+// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
+// from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Start an asynchronous copy of one vector; zeros are written where !valid.
-__device__ __forceinline__ void load_vector(unsigned to, const char* from, bool valid) {
+DEVICE void load_vector(unsigned to, const char* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -211,7 +221,7 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
 template <typename T>
-__device__ __forceinline__ void keep(T& x) {
+DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -228,14 +238,14 @@ struct CopyPlace {
   int row;          // row of the first pass
   unsigned offset;  // byte offset of that row's vector in the tile
 
-  __device__ __forceinline__ CopyPlace()
+  DEVICE CopyPlace()
       : row(threadIdx.x / G), offset(vector_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
     keep(row);
     keep(offset);
   }
 
   // The first address that this thread reads, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
+  DEVICE const char* source(const char* rows, int step) const {
     const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
     keep(start);
     return start;
@@ -244,12 +254,11 @@ struct CopyPlace {
 
 // All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
 template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
+DEVICE void load_tile(unsigned tile, const CopyPlace<G>& place, const char* source, int step,
+                      int valid_rows) {
   constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
   if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
+  UNROLL for (int r = 0; r < ROWS; r += PASS_ROWS) {
     if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
     // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
     const unsigned offset = PASS_ROWS % 8 == 0
@@ -260,16 +269,12 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& pla
 }
 
 // Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Start copying ROWS pairs of numbers; zeros from `valid` on.
 template <int ROWS>
-__device__ __forceinline__ void load_rows(unsigned to, const float* from, int valid) {
+DEVICE void load_rows(unsigned to, const float* from, int valid) {
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
                  :: "r"(to + 8 * i), "l"(from + 2 * i), "r"(i < valid ? 8 : 0) : "memory");
@@ -277,27 +282,20 @@ __device__ __forceinline__ void load_rows(unsigned to, const float* from, int va
 }
 
 // Base and delta of two neighbouring queries.
-__device__ __forceinline__ void read_rows(float (&base)[2], float (&delta)[2], unsigned address) {
+DEVICE void read_rows(float (&base)[2], float (&delta)[2], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(base[0]), "=f"(delta[0]), "=f"(base[1]), "=f"(delta[1]) : "r"(address)
                : "memory");
 }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+struct FragmentA { unsigned x[4]; };
+struct FragmentB { unsigned x[2]; };
 
 // Register i of a fragment: elements x and y of a row of A or of a column of B.
-__device__ __forceinline__ void set_pair(FragmentA& to, int i, float x, float y) {
-  to.x[i] = pack(x, y);
-}
+DEVICE void set_pair(FragmentA& to, int i, float x, float y) { to.x[i] = pack(x, y); }
 
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -305,33 +303,29 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
 }
 
 // D += A B, 16 x 8 x 8
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
-                                         const unsigned (&b)[1]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  multiply(d, a.x, b.x);
-}
+DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
 
 // P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+DEVICE void p_fragment(FragmentA& a, const float (*s)[4]) {
+  UNROLL for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
+DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
 template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
+DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
@@ -339,33 +333,30 @@ __device__ __forceinline__ unsigned at_column(unsigned lane_address, int column)
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
 template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
+DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
 template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
+DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A lane's byte offset in ldmatrix for two transposed B tiles of V: keys 0-7, 8-15; then the same
 // keys of the next vector.
 template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return vector_offset<G>(lane % 16, lane / 16);
-}
+DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
+DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -374,7 +365,7 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
 template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -387,66 +378,48 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
-}
-
-// Whether one of ROWS queries is far. Each lane looks at one of every 32.
-template <int ROWS>
-__device__ __forceinline__ bool any_far(unsigned rows, int lane) {
-  const unsigned own = rows + 8 * (lane % ROWS);
-  bool far = false;
-#pragma unroll
-  for (int first = 0; first < ROWS; first += 32) {
-    float base, delta;  // both at once: reading every second word would be a bank conflict
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(base), "=f"(delta)
-                 : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
-    far |= is_far(base);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + e % 2;
+    if (!is_far(base[e % 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
   }
-  return __any_sync(0xffffffffu, far);
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
 // 8 * TILES.
 template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
+DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigned b_lane) {
+  UNROLL for (int c = 0; c < G / 2; ++c) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
+    UNROLL for (int n = 0; n < TILES / 2; ++n) {
       FragmentB b[2];
       load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      UNROLL for (int g = 0; g < GROUPS; ++g) {
         mma(s[g][2 * n], a[g], b[0]);
         mma(s[g][2 * n + 1], a[g], b[1]);
       }
@@ -458,24 +431,19 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
 // group g and depth step n. TILES groups of 8 columns are summed, from pair `first` of groups on:
 // one of SHARES shares, the last of which may have fewer groups or none.
 template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
+DEVICE void multiply_columns(float (&sum)[GROUPS][TILES][4], const Operand& operand,
+                             unsigned b_lane, int first = 0) {
   constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
   constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // all shares are equal
-#pragma unroll
-  for (int n = 0; n < DEPTH / 16; ++n) {
+  UNROLL for (int n = 0; n < DEPTH / 16; ++n) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
+    UNROLL for (int d = 0; d < (TILES + 1) / 2; ++d) {
       const int pair = first + d;
       if (WHOLE || 2 * pair + 1 < COLUMNS) {
         FragmentB b[2];
         load_v<G>(b, b_lane, 16 * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        UNROLL for (int g = 0; g < GROUPS; ++g) {
           mma(sum[g][2 * d], a[g], b[0]);
           mma(sum[g][2 * d + 1], a[g], b[1]);
         }
@@ -488,10 +456,22 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
 template <int GROUPS, int TILES>
 struct Accumulated {
   const float (&s)[GROUPS][TILES][4];
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][2 * n]);
-  }
+  DEVICE void operator()(FragmentA& a, int g, int n) const { p_fragment(a, &s[g][2 * n]); }
 };
+
+// Whether one of ROWS queries is far. Each lane looks at one of every 32.
+template <int ROWS>
+DEVICE bool any_far(unsigned rows, int lane) {
+  const unsigned own = rows + 8 * (lane % ROWS);
+  bool far = false;
+  UNROLL for (int first = 0; first < ROWS; first += 32) {
+    float base, delta;  // both at once: reading every second word would be a bank conflict
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(base), "=f"(delta)
+                 : "r"(own + 8 * max(min(first, ROWS - 32), 0)) : "memory");
+    far |= is_far(base);
+  }
+  return __any_sync(0xffffffffu, far);
+}
 
 // ---- kernel ------------------------------------------------------------------------------------
 
@@ -587,8 +567,7 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   unsigned buffer = 0;
 
   // 5. Main loop.
-#pragma unroll 1
-  while (next_h < h_end) {
+  ROLLED while (next_h < h_end) {
     const int h = next_h;
     const int q_start = next_tile * BLOCK_Q;
     const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
@@ -614,12 +593,10 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     const int q_first = p.q_offset + q_start + column;
     const int k_first = p.k_offset + key_first;
     const bool far = any_far<QUERIES>(rows + 8 * first_query, lane);
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
       float base[2], delta[2];
       read_rows(base, delta, rows + 8 * (column + 8 * n));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      UNROLL for (int e = 0; e < 4; ++e) {
         const int q = q_first + 8 * n + e % 2;
         const int k = k_first + 8 * (e / 2);
         const Scored scored = score_mod(p, s[0][n][e] * p.scale, q, k);
@@ -629,23 +606,16 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     }
     if (far) {
       const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + column;
-#pragma unroll
-      for (int n = 0; n < QUERIES / 8; ++n) {
+      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2], delta[2];
         read_rows(base, delta, rows + 8 * (column + 8 * n));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[0][n][e];
-          x = above_base(x, 1.0f, base[e % 2], lse + 8 * n + e % 2);
-        }
+        subtract_lse(s[0][n], 1.0f, base, lse + 8 * n);
       }
     }
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
       float base[2], delta[2];
       read_rows(base, delta, rows + 8 * (column + 8 * n));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      UNROLL for (int e = 0; e < 4; ++e) {
         const float prob = probability(s[0][n][e], exp_scale, base[e % 2]);
         s[0][n][e] = prob;
         // Where P is 0 the slope may be infinite or NaN, as at a score of -inf.
@@ -655,19 +625,15 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      UNROLL for (int r = 0; r < 2; ++r) {
         const int key = row + 8 * r;
         const Range queries = key_queries(p);
         const int hi = key < p.seq_k ? queries.hi - column : 0;
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
+        UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+          UNROLL for (int e = 0; e < 2; ++e) {
             if (8 * n + e >= hi) {
               s[0][n][2 * r + e] = ds[0][n][2 * r + e] = 0.0f;
             }
@@ -695,21 +661,10 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   // 6. Every warp is done with K and V, whose space now stages dK and dV; no copy is in flight.
   copy_wait_all();
   __syncthreads();
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + 8 * r + lane / 4;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) {
-      stage_pair<VECTORS>(smem_base + SMEM_K, row, n, lane,
-                           dk[0][n][2 * r] * p.scale, dk[0][n][2 * r + 1] * p.scale);
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS_V; ++n) {
-      stage_pair<VECTORS_V>(smem_base + SMEM_V, row, n, lane,
-                             dv[0][n][2 * r],
-                             dv[0][n][2 * r + 1]);
-    }
-  }
+  const int row = warp_row + lane / 4;
+  constexpr int first = 0, first_v = 0;
+  stage_rows<VECTORS>(smem_base + SMEM_K, row, first, lane, dk[0], p.scale);
+  stage_rows<VECTORS_V>(smem_base + SMEM_V, row, first_v, lane, dv[0], 1.0f);
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();

@@ -24,10 +24,10 @@ constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 48;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -50,6 +50,10 @@ static_assert(SMEM_BYTES >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code di
 
 // Groups of 8 columns of dQ that one warp sums.
 constexpr int COLUMNS = HEAD_DIM / 8;
+
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
 
@@ -94,24 +98,20 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first position of this call
-};
+// The keys [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
-struct Scored {
-  float value, slope;  // score_mod's result and its derivative by the score
-};
+// score_mod's result and its derivative by the score.
+struct Scored { float value, slope; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's table: an index outside it means its nearest element.
-__device__ __forceinline__ float read_table(const Params& p, int i) {
+DEVICE float read_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.c_table_stride_0;
   return __ldg(p.c_table + offset);
 }
@@ -120,32 +120,22 @@ __device__ __forceinline__ float read_table(const Params& p, int i) {
 //   def relative_bias(score, b, h, q, k):
 //       return score + table[q - k + fg.seq_k - 1]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int q, int k) {
+DEVICE Scored score_mod(const Params& p, float score, int q, int k) {
   return {score + read_table(p, q + p.seq_k - k - 1), 1.0f};
 }
 
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
-// from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -154,21 +144,34 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write a lane's two rows of accumulators, times `factor`, to the staging tile: TILES groups of 8
+// columns from group `first` on, as far as a row has them.
+template <int G, int TILES>
+DEVICE void stage_rows(unsigned stage, int row, int first, int lane, const float (&x)[TILES][4],
+                       float factor) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (first + n >= G * 16 / ELEMENT_BYTES / 8) break;
+      stage_pair<G>(stage, row + 8 * r, first + n, lane, x[n][2 * r] * factor,
+                    x[n][2 * r + 1] * factor);
+    }
+  }
+}
+
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -178,8 +181,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -191,8 +193,16 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
+// threadIdx.x. The assembly is volatile, so that each call reads it again, and no value derived
+// from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Start an asynchronous copy of one vector; zeros are written where !valid.
-__device__ __forceinline__ void load_vector(unsigned to, const char* from, bool valid) {
+DEVICE void load_vector(unsigned to, const char* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -200,7 +210,7 @@ __device__ __forceinline__ void load_vector(unsigned to, const char* from, bool 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
 template <typename T>
-__device__ __forceinline__ void keep(T& x) {
+DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -217,14 +227,14 @@ struct CopyPlace {
   int row;          // row of the first pass
   unsigned offset;  // byte offset of that row's vector in the tile
 
-  __device__ __forceinline__ CopyPlace()
+  DEVICE CopyPlace()
       : row(threadIdx.x / G), offset(vector_offset<G>(threadIdx.x / G, threadIdx.x % G)) {
     keep(row);
     keep(offset);
   }
 
   // The first address that this thread reads, given the address of the first row.
-  __device__ __forceinline__ const char* source(const char* rows, int step) const {
+  DEVICE const char* source(const char* rows, int step) const {
     const char* start = rows + (long long)step * row + 16 * (threadIdx.x % G);
     keep(start);
     return start;
@@ -233,12 +243,11 @@ struct CopyPlace {
 
 // All threads copy ROWS rows that lie `step` bytes apart; rows from `valid_rows` on become zeros.
 template <int ROWS, int G>
-__device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& place,
-                                          const char* source, int step, int valid_rows) {
+DEVICE void load_tile(unsigned tile, const CopyPlace<G>& place, const char* source, int step,
+                      int valid_rows) {
   constexpr int PASS_ROWS = CopyPlace<G>::PASS_ROWS;
   if (THREADS % G != 0 && place.row >= PASS_ROWS) return;  // a few threads stay idle
-#pragma unroll
-  for (int r = 0; r < ROWS; r += PASS_ROWS) {
+  UNROLL for (int r = 0; r < ROWS; r += PASS_ROWS) {
     if (ROWS % PASS_ROWS != 0 && place.row + r >= ROWS) continue;
     // The swizzle repeats every 8 rows: passes in step with it advance by a constant.
     const unsigned offset = PASS_ROWS % 8 == 0
@@ -249,28 +258,17 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CopyPlace<G>& pla
 }
 
 // Close the group of copies started so far, and wait until all of this thread's copies are written.
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void copy_wait_all() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-struct FragmentA {
-  unsigned x[4];
-};
-struct FragmentB {
-  unsigned x[2];
-};
+struct FragmentA { unsigned x[4]; };
+struct FragmentB { unsigned x[2]; };
 
 // Register i of a fragment: elements x and y of a row of A or of a column of B.
-__device__ __forceinline__ void set_pair(FragmentA& to, int i, float x, float y) {
-  to.x[i] = pack(x, y);
-}
+DEVICE void set_pair(FragmentA& to, int i, float x, float y) { to.x[i] = pack(x, y); }
 
 // D += A B, 16 x 8 x 16
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -278,33 +276,29 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
 }
 
 // D += A B, 16 x 8 x 8
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2],
-                                         const unsigned (&b)[1]) {
+DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  multiply(d, a.x, b.x);
-}
+DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
 
 // P as an A operand: 16 keys of the accumulator are 16 columns of A, lane by lane.
-__device__ __forceinline__ void p_fragment(FragmentA& a, const float (*s)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+DEVICE void p_fragment(FragmentA& a, const float (*s)[4]) {
+  UNROLL for (int i = 0; i < 4; ++i) set_pair(a, i, s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
 }
 
 // Four 8 x 8 matrices, 8 rows of one vector each; lane l points to row l%8 of matrix l/8.
-__device__ __forceinline__ void ldmatrix(unsigned (&x)[4], unsigned address) {
+DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
 template <int G>
-__device__ __forceinline__ unsigned at_column(unsigned lane_address, int column) {
+DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
@@ -312,33 +306,30 @@ __device__ __forceinline__ unsigned at_column(unsigned lane_address, int column)
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
 template <int G>
-__device__ __forceinline__ unsigned a_lane_offset(int first_row, int lane) {
+DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
 template <int G>
-__device__ __forceinline__ unsigned b_lane_offset(int lane) {
+DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A lane's byte offset in ldmatrix for two transposed B tiles of V: keys 0-7, 8-15; then the same
 // keys of the next vector.
 template <int G>
-__device__ __forceinline__ unsigned v_lane_offset(int lane) {
-  return vector_offset<G>(lane % 16, lane / 16);
-}
+DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
 template <int G>
-__device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address, int key,
-                                       int column) {
+DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -347,7 +338,7 @@ __device__ __forceinline__ void load_b(FragmentB (&b)[2], unsigned lane_address,
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
 template <int G>
-__device__ __forceinline__ void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -360,51 +351,48 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + 8 * (e / 2);
+    if (!is_far(base[e / 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+  }
 }
 
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
 // 8 * TILES.
 template <int G, int GROUPS, int TILES>
-__device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane,
-                                              unsigned b_lane) {
-#pragma unroll
-  for (int c = 0; c < G / 2; ++c) {
+DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigned b_lane) {
+  UNROLL for (int c = 0; c < G / 2; ++c) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
-#pragma unroll
-    for (int n = 0; n < TILES / 2; ++n) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) load_a<G>(a[g], a_lane, 16 * g, 2 * c);
+    UNROLL for (int n = 0; n < TILES / 2; ++n) {
       FragmentB b[2];
       load_b<G>(b, b_lane, 16 * n, 2 * c);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
+      UNROLL for (int g = 0; g < GROUPS; ++g) {
         mma(s[g][2 * n], a[g], b[0]);
         mma(s[g][2 * n + 1], a[g], b[1]);
       }
@@ -416,24 +404,19 @@ __device__ __forceinline__ void multiply_rows(float (&s)[GROUPS][TILES][4], unsi
 // group g and depth step n. TILES groups of 8 columns are summed, from pair `first` of groups on:
 // one of SHARES shares, the last of which may have fewer groups or none.
 template <int G, int DEPTH, int SHARES = 1, int GROUPS, int TILES, typename Operand>
-__device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
-                                                 const Operand& operand, unsigned b_lane,
-                                                 int first = 0) {
+DEVICE void multiply_columns(float (&sum)[GROUPS][TILES][4], const Operand& operand,
+                             unsigned b_lane, int first = 0) {
   constexpr int COLUMNS = G * 16 / ELEMENT_BYTES / 8;  // groups of 8 columns that B has
   constexpr bool WHOLE = TILES % 2 == 0 && COLUMNS == SHARES * TILES;  // all shares are equal
-#pragma unroll
-  for (int n = 0; n < DEPTH / 16; ++n) {
+  UNROLL for (int n = 0; n < DEPTH / 16; ++n) {
     FragmentA a[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
-#pragma unroll
-    for (int d = 0; d < (TILES + 1) / 2; ++d) {
+    UNROLL for (int g = 0; g < GROUPS; ++g) operand(a[g], g, n);
+    UNROLL for (int d = 0; d < (TILES + 1) / 2; ++d) {
       const int pair = first + d;
       if (WHOLE || 2 * pair + 1 < COLUMNS) {
         FragmentB b[2];
         load_v<G>(b, b_lane, 16 * n, pair);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        UNROLL for (int g = 0; g < GROUPS; ++g) {
           mma(sum[g][2 * d], a[g], b[0]);
           mma(sum[g][2 * d + 1], a[g], b[1]);
         }
@@ -446,9 +429,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[GROUPS][TILES][4],
 template <int GROUPS, int TILES>
 struct Accumulated {
   const float (&s)[GROUPS][TILES][4];
-  __device__ __forceinline__ void operator()(FragmentA& a, int g, int n) const {
-    p_fragment(a, &s[g][2 * n]);
-  }
+  DEVICE void operator()(FragmentA& a, int g, int n) const { p_fragment(a, &s[g][2 * n]); }
 };
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -520,10 +501,8 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   float base[ROW_GROUPS][2], minus_delta[ROW_GROUPS][2];
   bool far = false;  // whether a row of the warp is far
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int r = 0; r < 2; ++r) {
       const int row = q_start + warp_row + 16 * g + 8 * r + lane / 4;
       const float2 known = row < p.seq_q ? rows[row] : float2{__int_as_float(0x7f800000), 0.0f};
       base[g][r] = known.x;
@@ -538,8 +517,7 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   constexpr float exp_scale = EXP_UNIT;
 
   // 5. Main loop.
-#pragma unroll 1
-  while (tile < tile_end) {
+  ROLLED while (tile < tile_end) {
     const int k_start = tile * BLOCK_K;
     const bool full_tile = k_start + BLOCK_K <= p.seq_k;
     ++tile;
@@ -557,12 +535,9 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     // 5b. S = Q K^T, and dP - delta = dO V^T - delta: the sum starts at -delta.
     float s[ROW_GROUPS][BLOCK_K / 8][4] = {};
     float ds[ROW_GROUPS][BLOCK_K / 8][4];
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) ds[g][n][e] = minus_delta[g][e / 2];
+    UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) ds[g][n][e] = minus_delta[g][e / 2];
       }
     }
     multiply_rows<VECTORS>(s, q_lane, k_lane + k_buffer);
@@ -570,12 +545,9 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5c. P = exp(S - LSE), and dS = P (dP - delta), times the score function's slope.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);
           const int k = k_first + 8 * n + e % 2;
           const Scored scored = score_mod(p, s[g][n][e] * p.scale, q, k);
@@ -587,24 +559,15 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     if (far) {
       const float* lse =
           p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float* own = lse + 16 * g + 8 * (e / 2);
-            s[g][n][e] = above_base(s[g][n][e], 1.0f, base[g][e / 2], own);
-          }
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+          subtract_lse(s[g][n], 1.0f, base[g], lse + 16 * g);
         }
       }
     }
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+    UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           const float prob = probability(s[g][n][e], exp_scale, base[g][e / 2]);
           // Where P is 0 the slope may be infinite or NaN, as at a score of -inf.
           ds[g][n][e] = prob == 0.0f ? 0.0f : prob * ds[g][n][e];
@@ -615,19 +578,14 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
       // A row's keys are one range: columns are compared with its ends.
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-#pragma unroll
-      for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int r = 0; r < 2; ++r) {
           const Range keys = row_keys(p);
           const int hi = keys.hi - column;
-#pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 2; ++e) {
               if (8 * n + e >= hi) ds[g][n][2 * r + e] = 0.0f;
             }
           }
@@ -654,18 +612,10 @@ relative_bias_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   copy_wait_all();
   __syncthreads();
   const float factor = p.scale;
-#pragma unroll
-  for (int g = 0; g < ROW_GROUPS; ++g) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp_row + 16 * g + 8 * r + lane / 4;
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        stage_pair<VECTORS>(smem_base + SMEM_Q, row, n, lane,
-                             dq[g][n][2 * r] * factor,
-                             dq[g][n][2 * r + 1] * factor);
-      }
-    }
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    const int row = warp_row + 16 * g + lane / 4;
+    constexpr int first = 0;
+    stage_rows<VECTORS>(smem_base + SMEM_Q, row, first, lane, dq[g], factor);
   }
 
   // 7. Copy it out in 16-byte vectors. Several warps copy each row: hence the barrier.

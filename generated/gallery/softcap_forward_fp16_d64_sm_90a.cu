@@ -23,12 +23,12 @@ constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
+constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
+constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPGROUP = 128;  // threads
 constexpr int CONSUMERS = 3;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
-constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
 constexpr int STAGES = 2;  // buffers for K, and for V
-constexpr int ELEMENT_BYTES = 2;  // float16
 
 // A tile is stored in panels of PANEL columns, the width of a swizzle. Columns past the head dim
 // are 0.
@@ -59,12 +59,14 @@ static_assert(SMEM_K == SMEM_Q + CONSUMERS * Q_BYTES, "plan and code disagree: Q
 static_assert(SMEM_V == SMEM_K + STAGES * K_BYTES, "plan and code disagree: K tiles");
 static_assert(SMEM_BYTES == SMEM_NEXT_TILE + 8, "plan and code disagree: V tiles, barriers");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(128) TensorMap {
-  unsigned long long opaque[16];
-};
+struct alignas(128) TensorMap { unsigned long long opaque[16]; };
 
 typedef unsigned short Element;  // the bits of a float16
 
@@ -90,22 +92,21 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // keys [lo, hi), counted from the first position of this call
-};
+// The keys [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // 1 / x within 1 unit in the last place; subnormal x counts as 0.
-__device__ __forceinline__ float rcp(float x) {
+DEVICE float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // tanh in one instruction with a relative error of 2^-11, below the rounding of the operands.
-__device__ __forceinline__ float fast_tanh(float x) {
+DEVICE float fast_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -114,64 +115,57 @@ __device__ __forceinline__ float fast_tanh(float x) {
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
-__device__ __forceinline__ float score_mod(float score) {
-  return 50.0f * fast_tanh(0.02f * score);
-}
+DEVICE float score_mod(float score) { return 50.0f * fast_tanh(0.02f * score); }
 
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// The index of this thread among the consumers. The assembly is volatile, so that each call reads
-// it again, and no value derived from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index - WARPGROUP;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
 }
 
+// The index of this thread among the consumers. The assembly is volatile, so that each call reads
+// it again, and no value derived from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index - WARPGROUP;
+}
+
 // A phase of an mbarrier completes when all arrivals have occurred and all announced bytes have
 // arrived.
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+DEVICE void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+DEVICE void barrier_announce(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 // Wait for the phase of this parity, 0 for the first. The phase before it counts as complete.
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred complete;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
-      "@!complete bra again;\n"
-      "}" :: "r"(barrier), "r"(parity) : "memory");
+DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n.reg .pred complete;\nagain:\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+               "@!complete bra again;\n}"
+               :: "r"(barrier), "r"(parity) : "memory");
 }
 
 // Consecutive mbarriers of 8 bytes: one for each buffer, or for each warpgroup.
 struct Barriers {
   unsigned first;
-  __device__ __forceinline__ unsigned operator[](int index) const { return first + 8 * index; }
+  DEVICE unsigned operator[](int index) const { return first + 8 * index; }
 };
 
 // The current buffer of a pipeline, and the parity of the mbarrier phase that fills it.
@@ -179,7 +173,7 @@ struct Stage {
   int index = 0;
   unsigned parity = 0;
 
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++index == STAGES) {
       index = 0;
       parity ^= 1;
@@ -187,31 +181,27 @@ struct Stage {
   }
 };
 // The stage of tile `number`, counted over all work tiles.
-__device__ __forceinline__ Stage stage_of(unsigned number) {
-  return {int(number % STAGES), number / STAGES % 2};
-}
+DEVICE Stage stage_of(unsigned number) { return {int(number % STAGES), number / STAGES % 2}; }
 
 // Named barriers, one for each consumer warpgroup; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;
 
 // A barrier of `threads` threads of a block, which wait at it or only arrive.
-__device__ __forceinline__ void named_wait(int barrier, int threads) {
+DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+DEVICE void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // A number that is equal in all lanes of a warp, read from lane 0, so that the compiler treats it
 // as uniform: loops that depend on it do not diverge, and it is held in a uniform register.
-__device__ __forceinline__ int uniform(int number) {
-  return __shfl_sync(0xffffffffu, number, 0);
-}
+DEVICE int uniform(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
 // The producer's next work tile, or a number past the last. Lane 0 draws it from the tile counter
 // and sends it to the consumers through `next_tile` in shared memory, guarded by two barriers.
-__device__ __forceinline__ int next_work_tile(const Params& p, int* next_tile, unsigned full,
-                                              unsigned empty, unsigned& parity) {
+DEVICE int next_work_tile(const Params& p, int* next_tile, unsigned full, unsigned empty,
+                          unsigned& parity) {
   if (p.tile_counter == nullptr) return p.work_tiles;  // one work tile per block
   int work_tile = 0;  // replaced by the number of lane 0
   if (threadIdx.x == 0) {
@@ -225,9 +215,8 @@ __device__ __forceinline__ int next_work_tile(const Params& p, int* next_tile, u
 }
 
 // The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
-__device__ __forceinline__ int received_work_tile(const Params& p, const int* next_tile,
-                                                  unsigned full, unsigned empty,
-                                                  unsigned& parities) {
+DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, unsigned empty,
+                              unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
   barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
@@ -243,7 +232,7 @@ struct WorkTile {
 };
 
 // The work tile of a number: tiles of queries count first, then heads, then batch entries.
-__device__ __forceinline__ WorkTile work_tile_of(const Params& p, int work_tile) {
+DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
   const int number = uniform(work_tile % p.tiles_per_group);
   const int batch_head = uniform(work_tile / p.tiles_per_group);
   const int entry = uniform(batch_head / p.head_groups);
@@ -254,56 +243,47 @@ __device__ __forceinline__ WorkTile work_tile_of(const Params& p, int work_tile)
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the tensor become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
-__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, unsigned barrier,
-                                         int row, int h, int b) {
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {
+DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h, int b) {
+  UNROLL for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
-        ".mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b)
-        : "memory");
+           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
+
+typedef unsigned long long Descriptor;  // where wgmma finds an operand in shared memory
 
 // An operand in shared memory: rows of SWIZZLE bytes in groups of 8, as TMA wrote them. Where a row
 // is a key and the columns are the product's, further columns begin `panel_bytes` later.
 template <int SWIZZLE>
-__device__ __forceinline__ unsigned long long operand(unsigned address, unsigned panel_bytes) {
-  constexpr unsigned long long PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
-  return PATTERN << 62 | (unsigned long long)(8 * SWIZZLE / 16) << 32
-         | (unsigned long long)(panel_bytes / 16) << 16 | (address & 0x3ffff) / 16;
+DEVICE Descriptor operand(unsigned address, unsigned panel_bytes) {
+  constexpr Descriptor PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
+  return PATTERN << 62 | Descriptor(8 * SWIZZLE / 16) << 32 | Descriptor(panel_bytes / 16) << 16
+         | (address & 0x3ffff) / 16;
 }
 
 // Order the products that follow after ordinary writes to their registers. It also begins each
 // group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most the GROUPS groups committed last are pending.
 template <int GROUPS>
-__device__ __forceinline__ void wgmma_wait() {
+DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 // Keep the compiler from moving arithmetic on accumulators across a wait.
 template <int N>
-__device__ __forceinline__ void pin(float (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+DEVICE void pin(float (&x)[N][4]) {
+  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // The lanes of a quad exchange 4 x 4 words: word i of lane j becomes word j of lane i.
-__device__ __forceinline__ void transpose_in_quad(unsigned (&x)[4], int lane) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
+DEVICE void transpose_in_quad(unsigned (&x)[4], int lane) {
+  UNROLL for (int bit = 1; bit < 4; bit *= 2) {
     const bool upper = lane & bit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       if (i & bit) continue;
       const unsigned sent = upper ? x[i] : x[i + bit];
       const unsigned received = __shfl_xor_sync(0xffffffffu, sent, bit);
@@ -314,46 +294,51 @@ __device__ __forceinline__ void transpose_in_quad(unsigned (&x)[4], int lane) {
 }
 
 // Write 16 bytes to global memory.
-__device__ __forceinline__ void store_words(Element* to, const unsigned (&x)[4]) {
+DEVICE void store_words(Element* to, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
-#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+// A lane's elements of columns 8 n to 8 n + 7 of D, as operands that are read and written.
+#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
-__device__ __forceinline__ void multiply_columns(
-    float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
+DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descriptor b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
-__device__ __forceinline__ void multiply_rows(
-    float (&d)[12][4], unsigned long long a, unsigned long long b, bool add) {
+DEVICE void multiply_rows(float (&d)[12][4], Descriptor a, Descriptor b, bool add) {
   asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %50, 0;\n"
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
       "%45, %46, %47"
-      "}, %48, %49, add, 1, 1, 0, 0;\n"
-      "}"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
-        COLUMNS_OF(10), COLUMNS_OF(11)
+      "}, %48, %49, add, 1, 1, 0, 0;\n}"
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10),
+        D8(11)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
+}
+
+// Round accumulators: each 16 columns become the operand A of a product, which also consists of
+// four matrices of 8 x 8.
+template <int N>
+DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+  UNROLL for (int n = 0; n < N / 2; ++n) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const float* pair = from[2 * n + i / 2] + i % 2 * 2;
+      to[n][i] = pack(pair[0], pair[1]);
+    }
+  }
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -364,33 +349,31 @@ constexpr float LOWEST = -3.402823466e38f;  // the lowest finite score; -inf - L
 constexpr float MAX_LAG = 8.0f;  // row_max may lag by this power of two: P <= 2^8
 
 // A row of the accumulator lies in the four lanes of a quad.
-__device__ __forceinline__ float quad_max(float x) {
+DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
-
-__device__ __forceinline__ float quad_sum(float x) {
+DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-__device__ __forceinline__ float log2_approx(float x) {
+DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
@@ -399,51 +382,46 @@ __device__ __forceinline__ float probability(float score, float scale, float bas
 // not if e reaches the rounding error of that type, and from 2^24 on P may overflow. In a far row
 // the maximum is therefore subtracted from the scores first, which is exact near the maximum, and
 // the base is 0. There are no more instructions per score: few warps ever have a far row.
-__device__ __forceinline__ bool is_far(float row_max, float scale) {
-  return fabsf(row_max * scale) > NEAR;
-}
-
-__device__ __forceinline__ float base_of(float row_max, float scale) {
-  return is_far(row_max, scale) ? 0.0f : row_max * scale;
-}
+DEVICE bool is_far(float row_max, float scale) { return fabsf(row_max * scale) > NEAR; }
+DEVICE float base_of(float top, float scale) { return is_far(top, scale) ? 0.0f : top * scale; }
 
 // What is subtracted from the scores of a row first. Before the first key the maximum is -inf.
-__device__ __forceinline__ float shift_of(float row_max, float scale) {
+DEVICE float shift_of(float row_max, float scale) {
   return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
 }
 
 // Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
-__device__ __forceinline__ bool exceeds(float lag, float row_max, float tile_max, float scale) {
+DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
   return (tile_max - row_max) * scale > lag;
 }
 
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
-__device__ __forceinline__ float rescale_factor(float row_max, float new_max, float scale) {
+DEVICE float rescale_factor(float row_max, float new_max, float scale) {
   const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
   return exp2_approx(fmaf(shift, scale, base_of(row_max, scale) - base_of(new_max, scale)));
 }
 
 // LSE, the natural logarithm of a row's sum of exponentials. `unit` is the factor from scores to
 // their exponents, so that LSE of a far row is rounded once.
-__device__ __forceinline__ float log_sum(float row_max, float scale, float unit, float sum) {
+DEVICE float log_sum(float row_max, float scale, float unit, float sum) {
   const float above = log2_approx(sum) * LN2;
   return is_far(row_max, scale) ? fmaf(row_max, unit, above) : fmaf(row_max * scale, LN2, above);
 }
 
+// What a lane has of the accumulators: two rows in each group of 16, pairs of columns in each 8.
+using Rows = float[ROW_GROUPS][2];  // a number for each row
+using Scores = float[ROW_GROUPS][BLOCK_K / 8][4];
+using Output = float[ROW_GROUPS][HEAD_DIM_V / 8][4];
+
 // Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled: whether
 // a row of the warp exceeds its running maximum by more than `lag` powers of two.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
-                                            const float (&s)[GROUPS][TILES][4],
-                                            const float (&row_max)[GROUPS][2], float scale,
-                                            float lag) {
+DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, float scale,
+                        float lag) {
   bool any = false;
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     float m = fmaxf(s[g][0][2 * r], s[g][0][2 * r + 1]);
-#pragma unroll
-    for (int n = 1; n < TILES; ++n) {
+    UNROLL for (int n = 1; n < BLOCK_K / 8; ++n) {
       m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
     tile_max[g][r] = m;
@@ -457,14 +435,10 @@ __device__ __forceinline__ bool find_maxima(float (&tile_max)[GROUPS][2],
 // by no more than MAX_LAG stays, and the factor is exactly 1.
 // Returns the lag for the next tile: none where a row of the warp is far, because each
 // tile of such a row takes the branch that subtracts its maximum.
-template <int GROUPS>
-__device__ __forceinline__ float update_maxima(
-    float (&row_max)[GROUPS][2], float (&row_base)[GROUPS][2],
-    float (&row_sum)[GROUPS][2], float (&factor)[GROUPS][2],
-    const float (&tile_max)[GROUPS][2], float scale) {
+DEVICE float update_maxima(Rows& row_max, Rows& row_base, Rows& row_sum, Rows& factor,
+                           const Rows& tile_max, float scale) {
   bool far = false;
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     const float top = quad_max(tile_max[g][r]);
     const bool grows = exceeds(MAX_LAG, row_max[g][r], top, scale);
@@ -478,15 +452,11 @@ __device__ __forceinline__ float update_maxima(
 }
 
 // Subtracts the maxima of far rows from their scores. The others keep theirs, bit by bit.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
-                                             const float (&row_max)[GROUPS][2], float scale) {
-#pragma unroll
-  for (int i = 0; i < 2 * GROUPS; ++i) {
+DEVICE void subtract_far(Scores& s, const Rows& row_max, float scale) {
+  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
     const float shift = shift_of(row_max[g][r], scale);
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       s[g][n][2 * r] -= shift;
       s[g][n][2 * r + 1] -= shift;
     }
@@ -494,13 +464,9 @@ __device__ __forceinline__ void subtract_far(float (&s)[GROUPS][TILES][4],
 }
 
 // Multiply the rows of O by their rescale factors.
-template <int GROUPS, int TILES>
-__device__ __forceinline__ void rescale_rows(float (&o)[GROUPS][TILES][4],
-                                             const float (&factor)[GROUPS][2]) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-    for (int i = 0; i < 4 * TILES; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
+DEVICE void rescale_rows(Output& o, const Rows& factor) {
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
   }
 }
 
@@ -514,7 +480,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
   const Barriers q_full{smem_base + SMEM_BARRIERS};
   const Barriers k_full{q_full[CONSUMERS]}, k_empty{k_full[STAGES]};
   const Barriers v_full{k_empty[STAGES]}, v_empty{v_full[STAGES]};
-  const unsigned next_tile_full = v_empty[STAGES], next_tile_empty = v_empty[STAGES + 1];
+  const unsigned next_full = v_empty[STAGES], next_empty = v_empty[STAGES + 1];
   int* const next_tile = (int*)(smem + SMEM_NEXT_TILE);
 
   // Who waits for whom. A buffer is full when its bytes have arrived, and empty when every consumer
@@ -522,7 +488,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
   //
   //   producer    copy Q     copy K            copy V            number of the next work tile
   //                 |         | ^               | ^                       | ^
-  //              q_full  k_full k_empty    v_full v_empty    next_tile_full next_tile_empty
+  //              q_full  k_full k_empty    v_full v_empty         next_full next_empty
   //                 v         v |               v |                       v |
   //   consumers    S = Q K^T, softmax       O += P V                  every warp
   //
@@ -537,8 +503,8 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       barrier_init(k_empty[i], CONSUMERS);
       barrier_init(v_empty[i], CONSUMERS);
     }
-    barrier_init(next_tile_full, 1);
-    barrier_init(next_tile_empty, 4 * CONSUMERS);  // every warp read it
+    barrier_init(next_full, 1);
+    barrier_init(next_empty, 4 * CONSUMERS);  // every warp read it
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -551,20 +517,14 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
     unsigned copied = 0;  // tiles of K, in all work tiles
-    unsigned tile_parity = 0;
-#pragma unroll 1
-    for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
-         work_tile = next_work_tile(p, next_tile, next_tile_full,
-                                    next_tile_empty, tile_parity)) {
+    unsigned parity = 0;  // of next_full
+    ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
+                work_tile = next_work_tile(p, next_tile, next_full, next_empty, parity)) {
       // 2a. The query tile, head and batch entry of this work tile.
       const WorkTile own = work_tile_of(p, work_tile);
-      const int h = own.h;
+      const int h = own.h, q_start = own.tile * BLOCK_Q;
       const int b = own.entry;
-      const int q_start = own.tile * BLOCK_Q;
       const int h_kv = h / (p.heads_q / p.heads_kv);
-      const TensorMap& q_map = p.q_map;
-      const TensorMap& k_map = p.k_map;
-      const TensorMap& v_map = p.v_map;
 
       // 2b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
       int tile = 0;
@@ -579,24 +539,22 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
         const unsigned full = k_full[k.index];
         barrier_wait(k_empty[k.index], k.parity ^ 1);
         barrier_announce(full, K_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, k_map, full,
-                                         tile * BLOCK_K, h_kv, b);
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, p.k_map,
+                                         full, tile * BLOCK_K, h_kv, b);
       };
       if (copies && tile < tile_end) {
         copy_k();
         const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of the last K before
         barrier_wait(k_empty[next.index], next.parity ^ 1);
-#pragma unroll
-        for (int i = 0; i < CONSUMERS; ++i) {
+        UNROLL for (int i = 0; i < CONSUMERS; ++i) {
           barrier_announce(q_full[i], Q_BYTES);
-          tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, q_map, q_full[i],
-                                      q_start + 64 * i, h, b);
+          tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, p.q_map,
+                                      q_full[i], q_start + 64 * i, h, b);
         }
       }
 
       // 2d. The other tiles; K is one ahead of V, as the products are.
-#pragma unroll 1
-      while (tile < tile_end) {
+      ROLLED while (tile < tile_end) {
         const int k_start = tile * BLOCK_K;
         ++copied;
         ++tile;
@@ -606,8 +564,8 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
           const unsigned full = v_full[v.index];
           barrier_wait(v_empty[v.index], v.parity ^ 1);
           barrier_announce(full, V_BYTES);
-          tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES, v_map,
-                                               full, k_start, h_kv, b);
+          tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES,
+                                               p.v_map, full, k_start, h_kv, b);
         }
       }
     }
@@ -618,21 +576,17 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
-  unsigned parities = 0;  // bit 0 of next_tile_full, bit 1 of q_full: O leaves few registers
+  unsigned parities = 0;  // bit 0 of next_full, bit 1 of q_full: O leaves few registers
   // Ping-pong: while one warpgroup multiplies, the others compute their softmax.
-  // Each waits at a named barrier of its own for the one before it. The first may begin.
-  const bool is_last_consumer = threadIdx.x >= THREADS;
-  if (is_last_consumer) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
+  // Each waits at a named barrier of its own for the one before it. The last lets the first begin.
+  if (threadIdx.x >= THREADS) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
 
-#pragma unroll 1
-  for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
-       work_tile = received_work_tile(p, next_tile, next_tile_full,
-                                      next_tile_empty, parities)) {
+  ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
+              work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {
     // 4a. The query tile, head and batch entry of this work tile.
     const WorkTile own = work_tile_of(p, work_tile);
-    const int h = own.h;
+    const int h = own.h, q_start = own.tile * BLOCK_Q;
     const int b = own.entry;
-    const int q_start = own.tile * BLOCK_Q;
 
     // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     int tile = 0;
@@ -643,45 +597,36 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     //    are computed again for each work tile, because keeping them would cost registers.
     const int thread = thread_index();
     const unsigned group = uniform(thread / WARPGROUP);  // unsigned: % takes one instruction
-    const unsigned long long q_operand =
-        operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
-    const unsigned long long k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
-    const unsigned long long v_operand =
+    const Descriptor q_operand = operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
+    const Descriptor k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
+    const Descriptor v_operand =
         operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
     Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
-    const auto wait_for_tensor_cores = [&]() {
-      named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
-    };
-    const auto release_tensor_cores = [&]() {
-      named_arrive(BARRIER_PING_PONG + (group + 1) % CONSUMERS, 2 * WARPGROUP);
-    };
+    const unsigned next_group = (group + 1) % CONSUMERS;
 
-    float s[ROW_GROUPS][BLOCK_K / 8][4];          // S, then P, of one tile
-    unsigned rounded[BLOCK_K / 16][4];            // P as an operand
-    float o[ROW_GROUPS][HEAD_DIM_V / 8][4] = {};  // O, not yet divided by the row sums
-    float row_sum[ROW_GROUPS][2] = {};            // this lane's part; reduced once, at the end
-    float row_max[ROW_GROUPS][2] = {{minus_infinity(), minus_infinity()}};  // in the unit of scores
-    float row_base[ROW_GROUPS][2] = {};           // what exp2 subtracts, in units of log2
-    float lag = MAX_LAG;                          // of the maxima; -inf where a row is far
-    float rescale_by[ROW_GROUPS][2];              // factor of O, where a row's maximum changed
+    Scores s;                           // S, then P, of one tile
+    unsigned rounded[BLOCK_K / 16][4];  // P as an operand
+    Output o = {};                      // O, not yet divided by the row sums
+    Rows row_sum = {};                  // this lane's part; reduced once, at the end
+    Rows row_max = {{minus_infinity(), minus_infinity()}};  // in the unit of scores
+    Rows row_base = {};                 // what exp2 subtracts, in units of log2
+    float lag = MAX_LAG;                // of the maxima; -inf where a row is far
+    Rows rescale_by;                    // factor of O, where a row's maximum changed
     constexpr float exp_scale = EXP_UNIT;
 
     // 5a. S = Q K^T
     const auto start_scores = [&](int stage) {
       constexpr int STEPS = PANEL / 16;  // steps of the product in a panel
-#pragma unroll
-      for (int c = 0; c < PANELS * STEPS; ++c) {
-        const int q_panel = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
-        const int k_panel = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
-        multiply_rows(s[0], q_operand + q_panel,
-                        k_operand + stage * (K_BYTES / 16) + k_panel, c > 0);
+      UNROLL for (int c = 0; c < PANELS * STEPS; ++c) {
+        const int q_at = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
+        const int k_at = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
+        multiply_rows(s[0], q_operand + q_at, k_operand + stage * (K_BYTES / 16) + k_at, c > 0);
       }
       wgmma_commit();
     };
     // 5b. O += P V
     const auto start_output = [&](int stage) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) {
+      UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
         multiply_columns(o[0], rounded[n],
                         v_operand + stage * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
       }
@@ -690,10 +635,8 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
     const auto finish_scores = [&](int k_start, bool full_tile) {
       // 5c. The score function, on every element.
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           s[0][n][e] = score_mod(s[0][n][e] * p.scale);
         }
       }
@@ -701,17 +644,13 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
         // A row's keys are one range: columns are compared with its ends.
-        // thread_index() is read again: values kept would cost registers.
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
           const Range keys = row_keys(p);
           const int hi = keys.hi - column;
-#pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 2; ++e) {
               if (8 * n + e >= hi) s[0][n][2 * r + e] = minus_infinity();
             }
           }
@@ -722,33 +661,20 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     // 5e. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
     //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
     const auto softmax = [&](int k_start) {
-      float tile_max[ROW_GROUPS][2];
+      Rows tile_max;
       const bool rescale = find_maxima(tile_max, s, row_max, exp_scale, lag);
       if (rescale) {
         lag = update_maxima(row_max, row_base, row_sum, rescale_by, tile_max, exp_scale);
         if (lag < 0.0f) subtract_far(s, row_max, exp_scale);
       }
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         float(&x)[4] = s[0][n];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        UNROLL for (int e = 0; e < 4; ++e) {
           x[e] = probability(x[e], exp_scale, row_base[0][e / 2]);
           row_sum[0][e / 2] += x[e];
         }
       }
       return rescale;
-    };
-    // 5f. P rounded to the operand type: 16 keys of the accumulator are 16 columns, lane by lane.
-    const auto round_p = [&]() {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float(&x)[4] = s[0][2 * n + i / 2];
-          rounded[n][i] = pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
-        }
-      }
     };
     if (tile < tile_end) {
       // 6. The first tile, whose products overlap with no softmax.
@@ -758,32 +684,31 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       barrier_wait(q_full[group], parities >> 1);
       parities ^= 2;
       barrier_wait(k_full[k.index], k.parity);
-      wait_for_tensor_cores();
+      named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
       wgmma_fence();
       start_scores(k.index);
-      release_tensor_cores();
+      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
       wgmma_wait<0>();
       pin(s[0]);
       if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
       k.next();
       finish_scores(k_start, full_tile);
       softmax(k_start);  // O is 0: nothing to rescale
-      round_p();
+      round_scores(rounded, s[0]);
 
       // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
-#pragma unroll 1
-      while (tile < tile_end) {
+      ROLLED while (tile < tile_end) {
         k_start = tile * BLOCK_K;
         full_tile = k_start + BLOCK_K <= p.seq_k;
         ++tile;
         barrier_wait(k_full[k.index], k.parity);
-        wait_for_tensor_cores();
+        named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
         wgmma_fence();
         start_scores(k.index);
         barrier_wait(v_full[v.index], v.parity);
         wgmma_fence();
         start_output(v.index);
-        release_tensor_cores();
+        named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
         wgmma_wait<1>();
         pin(s[0]);
         if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
@@ -798,7 +723,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
           rescale_rows(o, rescale_by);
           pin(o[0]);
         }
-        round_p();
+        round_scores(rounded, s[0]);
       }
 
       // 8. The product P V of the last tile.
@@ -817,28 +742,21 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
     float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
     float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      constexpr int g = 0;
-      const float sum = quad_sum(row_sum[g][r]);
-      const float divisor = sum == 0.0f ? 1.0f : sum;
-      factor[r] = rcp(divisor);
+    UNROLL for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(row_sum[0][r]);
+      factor[r] = rcp(sum == 0.0f ? 1.0f : sum);
       if (writer % 4 == 0 && q_row + 8 * r < p.seq_q) {
-        lse[q_row + 8 * r] = log_sum(row_max[g][r], exp_scale, 1.0f, sum);
+        lse[q_row + 8 * r] = log_sum(row_max[0][r], exp_scale, 1.0f, sum);
       }
     }
     // 10. Write O. A lane has 2 of each 8 columns of a row. The four lanes that have the same row
     //     exchange them: each gets 8 neighbouring columns, which it writes at once.
     Element* const o_row =
-        p.o + b * p.o_stride_b + h * p.o_stride_h + q_row * p.o_stride_n
-        + writer % 4 * 8;
-#pragma unroll
-    for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
+        p.o + b * p.o_stride_b + h * p.o_stride_h + q_row * p.o_stride_n + writer % 4 * 8;
+    UNROLL for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {
+      UNROLL for (int r = 0; r < 2; ++r) {
         unsigned x[4] = {};
-#pragma unroll
-        for (int i = 0; i < 4 && n + i < HEAD_DIM_V / 8; ++i) {
+        UNROLL for (int i = 0; i < 4 && n + i < HEAD_DIM_V / 8; ++i) {
           const float* pair = o[0][n + i] + 2 * r;
           x[i] = pack(pair[0] * factor[r], pair[1] * factor[r]);
         }
@@ -850,6 +768,5 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     }
   }
   // 11. No arrival is pending when the block ends.
-  const bool is_first_consumer = threadIdx.x < 2 * WARPGROUP;
-  if (is_first_consumer) named_wait(BARRIER_PING_PONG, 2 * WARPGROUP);
+  if (threadIdx.x < 2 * WARPGROUP) named_wait(BARRIER_PING_PONG, 2 * WARPGROUP);
 }

@@ -25,13 +25,14 @@ constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
 constexpr int BLOCK_K = 128;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
+constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPGROUP = 128;  // threads
 constexpr int CONSUMERS = 2;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int STAGES = 2;  // buffers for Q, and for dO
-constexpr int ELEMENT_BYTES = 2;  // float16
 
-// A tile is stored in panels of PANEL columns, the width of a swizzle.
+// A tile is stored in panels of PANEL columns, the width of a swizzle. Columns past the head dim
+// are 0.
 constexpr int PANEL = 64;  // for Q and K
 constexpr int PANELS = 1;
 constexpr int PANEL_V = 64;  // for V and dO
@@ -81,12 +82,14 @@ static_assert(SMEM_ROWS == SMEM_DQ + 4 * CONSUMERS * DQ_BLOCKS * DQ_BYTES,
 static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
               "plan and code disagree: rows, barriers");
 
+#define DEVICE __device__ __forceinline__  // a function that is a part of its callers
+#define UNROLL _Pragma("unroll")    // a loop of which each round is written out
+#define ROLLED _Pragma("unroll 1")  // a loop that stays one
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 // A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(128) TensorMap {
-  unsigned long long opaque[16];
-};
+struct alignas(128) TensorMap { unsigned long long opaque[16]; };
 
 typedef unsigned short Element;  // the bits of a float16
 
@@ -126,26 +129,23 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 
-struct Range {
-  int lo, hi;  // queries [lo, hi), counted from the first position of this call
-};
+// The queries [lo, hi), counted from the first position of the call.
+struct Range { int lo, hi; };
 
 // n / by rounded up, for n >= 0.
-__device__ __forceinline__ int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
 // The index that is nearest to i inside a dimension.
-__device__ __forceinline__ int inside(int i, int size) {
-  return min(max(i, 0), size - 1);
-}
+DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
 // The spec's cu_seqlens_q: an index outside it means its nearest element.
-__device__ __forceinline__ int read_cu_seqlens_q(const Params& p, int i) {
+DEVICE int read_cu_seqlens_q(const Params& p, int i) {
   const long long offset = inside(i, p.c_cu_seqlens_q_size_0) * p.c_cu_seqlens_q_stride_0;
   return __ldg(p.c_cu_seqlens_q + offset);
 }
 
 // The spec's cu_seqlens_k: an index outside it means its nearest element.
-__device__ __forceinline__ int read_cu_seqlens_k(const Params& p, int i) {
+DEVICE int read_cu_seqlens_k(const Params& p, int i) {
   const long long offset = inside(i, p.c_cu_seqlens_k_size_0) * p.c_cu_seqlens_k_stride_0;
   return __ldg(p.c_cu_seqlens_k + offset);
 }
@@ -154,44 +154,43 @@ __device__ __forceinline__ int read_cu_seqlens_k(const Params& p, int i) {
 //   def causal(b, h, q, k):
 //       return q + (fg.seq_k - fg.seq_q) >= k
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
+DEVICE Range key_queries(const Params& p, int k) {
   return {max(0, k + p.seq_q - p.q_offset - p.seq_k), p.seq_q};
 }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
+DEVICE Range tile_reach(const Params& p, int k_lo) {
   return {max(0, k_lo + p.seq_q - p.q_offset - p.seq_k), p.seq_q};
 }
 
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
+DEVICE Range tile_full(const Params& p, int k_hi) {
   return {max(0, k_hi + p.seq_q - p.q_offset - p.seq_k), p.seq_q};
 }
 
 // ---- packed sequences --------------------------------------------------------------------------
 
 // The first row of sequence i along q or k; for i past the last sequence, the end of the last one.
-__device__ __forceinline__ int start_q(const Params& packed, int i) {
+DEVICE int start_q(const Params& packed, int i) {
   return inside(read_cu_seqlens_q(packed, i), packed.seq_q + 1);
 }
-__device__ __forceinline__ int start_k(const Params& packed, int i) {
+DEVICE int start_k(const Params& packed, int i) {
   return inside(read_cu_seqlens_k(packed, i), packed.seq_k + 1);
 }
 
-struct Place {
-  int b, tile;  // the sequence, and which of its tiles
-};
+// A sequence, and which of its tiles.
+struct Place { int b, tile; };
 
 // The number of sequence i's first tile: its first row, relative to that of sequence 0, divided by
 // BLOCK_K, plus i. This leaves room for the tiles of all earlier sequences, whatever
 // their lengths, without a sum over them.
-__device__ __forceinline__ int first_tile_of(const Params& packed, int i) {
+DEVICE int first_tile_of(const Params& packed, int i) {
   const int rows = start_k(packed, i) - start_k(packed, 0);
   return rows / BLOCK_K + i;
 }
 
 // The tile of block number `block`; it may lie past the end of its sequence and is then empty.
-__device__ __forceinline__ Place place_of(const Params& packed, int block) {
+DEVICE Place place_of(const Params& packed, int block) {
   int i = 0, last = packed.batch - 1;
   while (i < last) {
     const int middle = (i + last + 1) / 2;
@@ -205,7 +204,7 @@ __device__ __forceinline__ Place place_of(const Params& packed, int block) {
 }
 
 // The parameters of a call that has only sequence b: pointers to its rows, and its lengths.
-__device__ __forceinline__ Params sequence_of(const Params& packed, int b) {
+DEVICE Params sequence_of(const Params& packed, int b) {
   Params p = packed;
   const int first_q = start_q(packed, b);
   const int first_k = start_k(packed, b);
@@ -231,37 +230,22 @@ struct RaggedRows {
   int first;  // of the sequence's first row
   int end;    // the first row of the tensor after the sequence
 };
-__device__ __forceinline__ RaggedRows ragged_q(const Params& packed, int b, int length) {
+DEVICE RaggedRows ragged_q(const Params& packed, int b, int length) {
   return {RAGGED_ROWS - length, start_q(packed, b + 1)};
 }
-__device__ __forceinline__ RaggedRows ragged_k(const Params& packed, int b, int length) {
+DEVICE RaggedRows ragged_k(const Params& packed, int b, int length) {
   return {RAGGED_ROWS - length, start_k(packed, b + 1)};
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
 
 // The 32-bit address that shared-memory instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+DEVICE unsigned shared_address(const void* pointer) {
   return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// blockIdx.y. The assembly is volatile, so that each call reads it again.
-__device__ __forceinline__ int block_index_y() {
-  int y;
-  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
-  return y;
-}
-
-// The index of this thread among the consumers. The assembly is volatile, so that each call reads
-// it again, and no value derived from it is kept in registers.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index - WARPGROUP;
-}
-
 // Round two numbers to the operand type; `first` goes to the low half.
-__device__ __forceinline__ unsigned pack(float first, float second) {
+DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
@@ -270,21 +254,34 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
 template <int G>
-__device__ __forceinline__ unsigned vector_offset(int row, int column) {
+DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
 
 // Write two neighbouring elements of O, columns 8n + 2*(lane%4) and the next, to the staging tile.
 template <int G>
-__device__ __forceinline__ void stage_pair(unsigned stage, int row, int n, int lane, float first,
-                                           float second) {
+DEVICE void stage_pair(unsigned stage, int row, int n, int lane, float first, float second) {
   const unsigned address = stage + vector_offset<G>(row, n) + lane % 4 * 4;
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(pack(first, second)) : "memory");
 }
 
+// Write a lane's two rows of accumulators, times `factor`, to the staging tile: TILES groups of 8
+// columns from group `first` on, as far as a row has them.
+template <int G, int TILES>
+DEVICE void stage_rows(unsigned stage, int row, int first, int lane, const float (&x)[TILES][4],
+                       float factor) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (first + n >= G * 16 / ELEMENT_BYTES / 8) break;
+      stage_pair<G>(stage, row + 8 * r, first + n, lane, x[n][2 * r] * factor,
+                    x[n][2 * r + 1] * factor);
+    }
+  }
+}
+
 // Write one vector of O.
-__device__ __forceinline__ void store_vector(Element* to, unsigned from) {
+DEVICE void store_vector(Element* to, unsigned from) {
   unsigned x, y, z, w;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from) : "memory");
@@ -294,8 +291,7 @@ __device__ __forceinline__ void store_vector(Element* to, unsigned from) {
 
 // `THREADS` threads copy those of ROWS rows of G vectors below `valid_rows` to global memory.
 template <int ROWS, int G>
-__device__ __forceinline__ void store_rows(Element* to, long long stride, unsigned tile,
-                                           int valid_rows, int thread) {
+DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_rows, int thread) {
 #pragma unroll 4
   for (int i = thread; i < ROWS * G; i += THREADS) {
     const int row = i / G;
@@ -307,33 +303,45 @@ __device__ __forceinline__ void store_rows(Element* to, long long stride, unsign
   }
 }
 
+// blockIdx.y. The assembly is volatile, so that each call reads it again.
+DEVICE int block_index_y() {
+  int y;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+  return y;
+}
+
+// The index of this thread among the consumers. The assembly is volatile, so that each call reads
+// it again, and no value derived from it is kept in registers.
+DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index - WARPGROUP;
+}
+
 // A phase of an mbarrier completes when all arrivals have occurred and all announced bytes have
 // arrived.
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+DEVICE void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_announce(unsigned barrier, int bytes) {
+DEVICE void barrier_announce(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 // Wait for the phase of this parity, 0 for the first. The phase before it counts as complete.
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred complete;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
-      "@!complete bra again;\n"
-      "}" :: "r"(barrier), "r"(parity) : "memory");
+DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n.reg .pred complete;\nagain:\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+               "@!complete bra again;\n}"
+               :: "r"(barrier), "r"(parity) : "memory");
 }
 
 // Consecutive mbarriers of 8 bytes: one for each buffer, or for each warpgroup.
 struct Barriers {
   unsigned first;
-  __device__ __forceinline__ unsigned operator[](int index) const { return first + 8 * index; }
+  DEVICE unsigned operator[](int index) const { return first + 8 * index; }
 };
 
 // The current buffer of a pipeline, and the parity of the mbarrier phase that fills it.
@@ -341,7 +349,7 @@ struct Stage {
   int index = 0;
   unsigned parity = 0;
 
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++index == STAGES) {
       index = 0;
       parity ^= 1;
@@ -353,7 +361,7 @@ struct Stage {
 constexpr int BARRIER_CONSUMERS = 1;
 
 // A barrier of `threads` threads of a block, which wait at it or only arrive.
-__device__ __forceinline__ void named_wait(int barrier, int threads) {
+DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
@@ -364,17 +372,17 @@ struct Tile {
   int full;  // the mask is true on every element, and is not evaluated
   int far;   // a query is far: low half, of the first 64 queries; high half, of the others
 };
-__device__ __forceinline__ void store_tile(unsigned address, int start, int h, int full) {
+DEVICE void store_tile(unsigned address, int start, int h, int full) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n"
                "st.shared.b32 [%0 + 8], %3;"
                :: "r"(address), "r"(start), "r"(h), "r"(full) : "memory");
 }
 // Each of two warps writes its half.
-__device__ __forceinline__ void store_far(unsigned address, int half, bool far) {
+DEVICE void store_far(unsigned address, int half, bool far) {
   asm volatile("st.shared.b16 [%0], %1;"
                :: "r"(address + 12 + 2 * half), "h"(short(far)) : "memory");
 }
-__device__ __forceinline__ Tile read_tile(unsigned address) {
+DEVICE Tile read_tile(unsigned address) {
   Tile tile;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.start), "=r"(tile.h), "=r"(tile.full), "=r"(tile.far) : "r"(address)
@@ -385,150 +393,133 @@ __device__ __forceinline__ Tile read_tile(unsigned address) {
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the sequence become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
-__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& from, unsigned barrier,
-                                         int row, int h, const RaggedRows& of) {
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {
+DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h,
+                     const RaggedRows& of) {
+  UNROLL for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
-        ".mbarrier::complete_tx::bytes "
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
-        : "memory");
+           "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS) : "memory");
   }
 }
 
 // Start adding `bytes` bytes of floats in shared memory to global memory.
-__device__ __forceinline__ void add_bulk(float* to, unsigned from, int bytes) {
+DEVICE void add_bulk(float* to, unsigned from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :: "l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 // Close the group of bulk copies that this thread started, and wait until all its groups have
 // read shared memory.
-__device__ __forceinline__ void bulk_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Make ordinary stores to shared memory visible to TMA and wgmma.
-__device__ __forceinline__ void proxy_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A tile that wgmma reads from shared memory: rows of SWIZZLE bytes, in groups of 8, whose 16-byte
-// vectors are XORed with the row as TMA wrote them. The same tile serves products along its
-// rows and, transposed, along its columns, which continue in a panel `panel_bytes` further. Only
-// the low half of the descriptor is stored, because the high half is a constant.
-template <int SWIZZLE>
+typedef unsigned long long Descriptor;  // where wgmma finds an operand in shared memory
+
+// A tile of ROWS rows that wgmma reads from shared memory: panels of SWIZZLE bytes, in groups of 8
+// rows, whose 16-byte vectors are XORed with the row as TMA wrote them. The same tile serves
+// products along its rows and, transposed, along its columns. Only the low half of the descriptor
+// is stored, because the high half is a constant.
+template <int SWIZZLE, int ROWS>
 struct Operand {
+  static constexpr int PANEL_BYTES = ROWS * SWIZZLE;
   unsigned low;
-  __device__ __forceinline__ Operand(unsigned address, unsigned panel_bytes)
-      : low(panel_bytes / 16 << 16 | (address & 0x3ffff) / 16) {}
+  DEVICE explicit Operand(unsigned address)
+      : low(PANEL_BYTES / 16 << 16 | (address & 0x3ffff) / 16) {}
   // The operand `count` times `bytes` bytes further.
-  __device__ __forceinline__ Operand moved(int count, int bytes) const {
+  DEVICE Operand moved(int count, int bytes) const {
     Operand result = *this;
     result.low += count * (bytes / 16);
     return result;
   }
+  DEVICE Operand from_row(int row) const { return moved(row, SWIZZLE); }
+  DEVICE Operand from_panel(int n) const { return moved(n, PANEL_BYTES); }
   // The descriptor of the operand that begins `bytes` bytes into the tile.
-  __device__ __forceinline__ unsigned long long at(int bytes) const {
+  DEVICE Descriptor at(int bytes) const {
     constexpr unsigned PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
     constexpr unsigned HIGH = PATTERN << 30 | 8 * SWIZZLE / 16;
-    return (unsigned long long)HIGH << 32 | (low + bytes / 16);
+    return Descriptor(HIGH) << 32 | (low + bytes / 16);
   }
+  // 16 columns, or 16 rows: those of step n of a product.
+  DEVICE Descriptor columns(int n) const {
+    return at(n / (SWIZZLE / 32) * PANEL_BYTES + n % (SWIZZLE / 32) * 32);
+  }
+  DEVICE Descriptor rows(int n) const { return at(16 * n * SWIZZLE); }
 };
 
 // Order the products that follow after ordinary writes to their registers. It also begins each
 // group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most the GROUPS groups committed last are pending.
 template <int GROUPS>
-__device__ __forceinline__ void wgmma_wait() {
+DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 // Keep the compiler from moving arithmetic on accumulators across a wait.
 template <int N>
-__device__ __forceinline__ void pin(float (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+DEVICE void pin(float (&x)[N][4]) {
+  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
-// A lane's elements of columns 8 n to 8 n + 7, as operands that are read and written.
-#define COLUMNS_OF(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+// A lane's elements of columns 8 n to 8 n + 7 of D, as operands that are read and written.
+#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
-__device__ __forceinline__ void multiply_columns(
-    float (&d)[8][4], const unsigned (&a)[4], unsigned long long b) {
+DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descriptor b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
 }
 
 // D (+)= A^T B^T, 16 rows of A and columns of B, from shared memory.
-__device__ __forceinline__ void multiply_queries(
-    float (&d)[8][4], unsigned long long a, unsigned long long b, bool add) {
+DEVICE void multiply_queries(float (&d)[8][4], Descriptor a, Descriptor b, bool add) {
   asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %34, 0;\n"
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31"
-      "}, %32, %33, add, 1, 1, 1, 0;\n"
-      "}"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7)
+      "}, %32, %33, add, 1, 1, 1, 0;\n}"
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
-__device__ __forceinline__ void multiply_rows(
-    float (&d)[16][4], unsigned long long a, unsigned long long b, bool add) {
+DEVICE void multiply_rows(float (&d)[16][4], Descriptor a, Descriptor b, bool add) {
   asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %66, 0;\n"
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
       "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
       "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
       "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
       "%60, %61, %62, %63"
-      "}, %64, %65, add, 1, 1, 0, 0;\n"
-      "}"
-      : COLUMNS_OF(0), COLUMNS_OF(1), COLUMNS_OF(2), COLUMNS_OF(3), COLUMNS_OF(4),
-        COLUMNS_OF(5), COLUMNS_OF(6), COLUMNS_OF(7), COLUMNS_OF(8), COLUMNS_OF(9),
-        COLUMNS_OF(10), COLUMNS_OF(11), COLUMNS_OF(12), COLUMNS_OF(13), COLUMNS_OF(14),
-        COLUMNS_OF(15)
+      "}, %64, %65, add, 1, 1, 0, 0;\n}"
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10),
+        D8(11), D8(12), D8(13), D8(14), D8(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
 // Write and read neighbouring floats in shared memory.
-__device__ __forceinline__ void store_pair(unsigned address, float x, float y) {
+DEVICE void store_pair(unsigned address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
 }
-__device__ __forceinline__ void read_pair(float (&x)[2], unsigned address) {
+DEVICE void read_pair(float (&x)[2], unsigned address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ void read_four(float (&x)[4], unsigned address) {
+DEVICE void read_four(float (&x)[4], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
 }
@@ -536,11 +527,9 @@ __device__ __forceinline__ void read_four(float (&x)[4], unsigned address) {
 // Round accumulators: each 16 columns become the operand A of a product, which also consists of
 // four matrices of 8 x 8.
 template <int N>
-__device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N / 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+  UNROLL for (int n = 0; n < N / 2; ++n) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const float* pair = from[2 * n + i / 2] + i % 2 * 2;
       to[n][i] = pack(pair[0], pair[1]);
     }
@@ -549,7 +538,7 @@ __device__ __forceinline__ void round_scores(unsigned (&to)[N / 2][4], const flo
 
 // A word that says which of two neighbouring queries, 8 n and the next, are at or past
 // `end`, by all bits of its low and of its high half.
-__device__ __forceinline__ unsigned pair_from(int end, int n) {
+DEVICE unsigned pair_from(int end, int n) {
   unsigned mask;
   const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
   const int bits = max(16 * near - 128 * n, 0);
@@ -560,9 +549,8 @@ __device__ __forceinline__ unsigned pair_from(int end, int n) {
 // Write scores transposed to shared memory, one row per query. `lane_address` is the result of
 // scores_address.
 template <int N>
-__device__ __forceinline__ void store_scores(unsigned lane_address, const unsigned (&from)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
+DEVICE void store_scores(unsigned lane_address, const unsigned (&from)[N][4]) {
+  UNROLL for (int n = 0; n < N; ++n) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(lane_address + 16 * n * 2 * PANEL_S), "r"(from[n][0]), "r"(from[n][1]),
                     "r"(from[n][2]), "r"(from[n][3]) : "memory");
@@ -571,7 +559,7 @@ __device__ __forceinline__ void store_scores(unsigned lane_address, const unsign
 
 // A lane's byte offset for store_scores: matrix lane/8 holds keys 8*(lane/8%2) and on of the 16
 // keys that begin at `key`, and queries 8*(lane/16) and on. The swizzle is the one of wgmma.
-__device__ __forceinline__ unsigned scores_address(int key, int lane) {
+DEVICE unsigned scores_address(int key, int lane) {
   const int query = lane / 16 * 8 + lane % 8;
   const int vector = key / 8 + lane / 8 % 2;
   return query * 2 * PANEL_S + 16 * (vector ^ lane % 8);
@@ -581,33 +569,35 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
 // One instruction, with an error below 2^-22 of the result.
-__device__ __forceinline__ float exp2_approx(float x) {
+DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
-__device__ __forceinline__ float probability(float score, float scale, float base) {
+DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
 // Whether a row is far, by its base.
-__device__ __forceinline__ bool is_far(float base) {
-  return __float_as_uint(base) == 0x80000000u;
-}
+DEVICE bool is_far(float base) { return __float_as_uint(base) == 0x80000000u; }
 
-// A score from which `probability` gives P with the row's base. In a far row it is relative to the
-// natural LSE: their difference as exponents, rounded once, is divided by `unit`, the factor from
-// scores to exponents (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the
-// difference is no larger than the rounding error of LSE the score is all of LSE, and P is exactly
-// 1. From 2^20 on, one unit in the last place of a score changes P as much: the forward kernel may
-// fuse other products with sums.
-__device__ __forceinline__ float above_base(float score, float unit, float base, const float* lse) {
-  if (!is_far(base)) return score;
-  const float x = fmaf(score, unit, -*lse);
-  const float error = fabsf(*lse) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
-  return fabsf(x) < fabsf(*lse) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+// Changes a lane's scores of 8 columns, whose two queries have these bases, so that `probability`
+// gives P with the bases. In a far row a score becomes relative to the natural LSE: their
+// difference as exponents, rounded once, is divided by `unit`, the factor from scores to exponents
+// (of both a quarter: the approximate quotient is 0 from 2^126 on). Where the difference is no
+// larger than the rounding error of LSE the score is all of LSE, and P is exactly 1. From 2^20 on,
+// one unit in the last place of a score changes P as much: the forward kernel may fuse other
+// products with sums.
+DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], const float* lse) {
+  UNROLL for (int e = 0; e < 4; ++e) {
+    const float* own = lse + e % 2;
+    if (!is_far(base[e % 2])) continue;
+    const float x = fmaf(s[e], unit, -*own);
+    const float error = fabsf(*own) < 0x1p20f ? 0x1.01p-24f : 0x1.8p-23f;
+    s[e] = fabsf(x) < fabsf(*own) * error ? 0.0f : __fdividef(x * 0.25f, unit * 0.25f);
+  }
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
@@ -621,24 +611,20 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const Barriers q_full{resident + 8}, q_empty{q_full[STAGES]};
   const Barriers do_full{q_empty[STAGES]}, do_empty{do_full[STAGES]};
 
-  // 1. The keys of this block, and their sequence: grid (tiles of all sequences, key heads).
+  // 1. The keys of this block, and their sequence: grid (tiles of all sequences,
+  //    key heads).
   // The first tiles reach the most queries: they start first, so that no long one runs at
   // the end. 2^head_bits heads alternate tile by tile, by the low bits of blockIdx.x.
   const Place place = place_of(packed, (blockIdx.x >> packed.head_bits));
   const int b = place.b;
+  const int k_start = place.tile * BLOCK_K;
   const int h_kv = (packed.first_head_group + blockIdx.y) << packed.head_bits
       | (blockIdx.x & ((1 << packed.head_bits) - 1));
-  const int k_start = place.tile * BLOCK_K;
   const Params p = sequence_of(packed, b);
   if (k_start >= p.seq_k) return;
-  // The sequence's queries and keys in the tensor maps of the kernel's parameter: TMA
-  // must not read maps from p, which is a copy.
+  // The sequence's queries and keys in the tensor maps.
   const RaggedRows qs = ragged_q(packed, b, p.seq_q);
   const RaggedRows ks = ragged_k(packed, b, p.seq_k);
-  const TensorMap& q_map = packed.q_map;
-  const TensorMap& k_map = packed.k_map;
-  const TensorMap& v_map = packed.v_map;
-  const TensorMap& do_map = packed.do_map;
 
   // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written base and delta.
   if (threadIdx.x == 0) {
@@ -689,24 +675,25 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
       const bool copies = threadIdx.x == 0;
       if (copies && next_h < h_end) {
         barrier_announce(resident, K_BYTES + V_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, k_map, resident, k_start, h_kv,
-                                         ks);
-        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, v_map, resident, k_start, h_kv,
-                                             ks);
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, packed.k_map, resident,
+                                         k_start, h_kv, ks);
+        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, packed.v_map, resident,
+                                             k_start, h_kv, ks);
       }
-#pragma unroll 1
-      while (next_h < h_end) {
+      ROLLED while (next_h < h_end) {
         const int q_start = next_tile * BLOCK_Q;
         if (copies) {
           const unsigned q_here = q_full[stage.index], do_here = do_full[stage.index];
           barrier_wait(q_empty[stage.index], stage.parity ^ 1);
           barrier_announce(q_here, Q_BYTES);
-          tma_load<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q + stage.index * Q_BYTES, q_map,
-                                           q_here, q_start, next_h, qs);
+          tma_load<PANELS, PANEL, BLOCK_Q>(smem_base + SMEM_Q + stage.index * Q_BYTES,
+                                           packed.q_map, q_here, q_start, next_h,
+                                           qs);
           barrier_wait(do_empty[stage.index], stage.parity ^ 1);
           barrier_announce(do_here, DO_BYTES);
           tma_load<PANELS_V, PANEL_V, BLOCK_Q>(smem_base + SMEM_DO + stage.index * DO_BYTES,
-                                               do_map, do_here, q_start, next_h, qs);
+                                               packed.do_map, do_here, q_start, next_h,
+                                               qs);
         }
         __syncwarp();
         ++next_tile;
@@ -723,8 +710,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
     //     queries per thread, and publish the tile, so that the consumers need not walk.
     const int thread = threadIdx.x - 32;
-#pragma unroll 1
-    while (true) {
+    ROLLED while (true) {
       const bool end = next_h >= h_end;
       const int q_start = next_tile * BLOCK_Q;
       const unsigned to = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES;
@@ -769,17 +755,15 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int dq_block = 0, dq_query = warpgroup * DQ_QUERIES;  // where its share of dQ begins
   const unsigned dq_stage = smem_base + SMEM_DQ + warp * DQ_BLOCKS * DQ_BYTES;
   // Row-wise and column-wise products read the same tiles.
-  constexpr int STEPS = PANEL / 16, STEPS_V = PANEL_V / 16;  // steps of a product in a panel
-  constexpr int K_PANEL = BLOCK_K * 2 * PANEL, V_PANEL = BLOCK_K * 2 * PANEL_V;  // bytes
-  constexpr int Q_PANEL = BLOCK_Q * 2 * PANEL, DO_PANEL = BLOCK_Q * 2 * PANEL_V;
-  constexpr int S_PANEL = BLOCK_Q * 2 * PANEL_S;
-  const Operand<2 * PANEL> k_operand(smem_base + SMEM_K, K_PANEL);
-  const Operand<2 * PANEL_V> v_operand(smem_base + SMEM_V, V_PANEL);
-  const Operand<2 * PANEL> q_operand(smem_base + SMEM_Q, Q_PANEL);
-  const Operand<2 * PANEL_V> do_operand(smem_base + SMEM_DO, DO_PANEL);
-  const Operand<2 * PANEL_S> ds_operand(smem_base + SMEM_DS, S_PANEL);
+  const Operand<2 * PANEL, BLOCK_K> k_operand(smem_base + SMEM_K);
+  const Operand<2 * PANEL_V, BLOCK_K> v_operand(smem_base + SMEM_V);
+  const Operand<2 * PANEL, BLOCK_Q> q_operand(smem_base + SMEM_Q);
+  const Operand<2 * PANEL_V, BLOCK_Q> do_operand(smem_base + SMEM_DO);
+  const Operand<2 * PANEL_S, BLOCK_Q> ds_operand(smem_base + SMEM_DS);
+  const auto k_rows = k_operand.from_row(first_key);
+  const auto v_rows = v_operand.from_row(first_key);
   const unsigned scores_lane = smem_base + scores_address(warp % 4 * 16, lane)
-                               + first_key / PANEL_S * S_PANEL;
+                               + first_key / PANEL_S * ds_operand.PANEL_BYTES;
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
   float dk[COLUMNS / 8][4] = {};  // not yet multiplied by the scale
@@ -788,8 +772,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   unsigned exchange = 0;  // the buffer of dS that this step writes
 
   // 5. Main loop.
-#pragma unroll 1
-  while (true) {
+  ROLLED while (true) {
     barrier_wait(q_full[stage.index], stage.parity);
     const Tile tile = read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
     if (tile.start < 0) break;
@@ -806,23 +789,18 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
     const unsigned delta_lane = base_lane + 4 * BLOCK_Q + 4 * first;
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
-      multiply_rows(s, k_operand.at(first_key * 2 * PANEL + c / STEPS * K_PANEL + c % STEPS * 32),
-                    q_here.at(c / STEPS * Q_PANEL + c % STEPS * 32), c > 0);
+    UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
+      multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
     }
     wgmma_commit();
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) read_four(ds[n], delta_lane + 64 * n);
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+      read_four(ds[n], delta_lane + 64 * n);
+    }
     barrier_wait(do_full[stage.index], stage.parity);
     pin(ds);
     wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
-      multiply_rows(
-          ds, v_operand.at(first_key * 2 * PANEL_V + c / STEPS_V * V_PANEL + c % STEPS_V * 32),
-          do_here.at(c / STEPS_V * DO_PANEL + c % STEPS_V * 32),
-          true);
+    UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
+      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), true);
     }
     wgmma_commit();
 
@@ -831,30 +809,21 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     pin(s);
     if (tile.far) {
       const float* lse = p.lse + (long long)h * packed.seq_q + q_start + first;
-#pragma unroll
-      for (int n = 0; n < QUERIES / 8; ++n) {
+      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2];
         read_pair(base, base_lane + 32 * n);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float* own = lse + 8 * n + e % 2;
-          s[n][e] = above_base(s[n][e], p.scale, base[e % 2], own);
-        }
+        subtract_lse(s[n], p.scale, base, lse + 8 * n);
       }
     }
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
       float base[2];
       read_pair(base, base_lane + 32 * n);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
+      UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
     wgmma_wait<0>();
     pin(ds);
-#pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
     }
 
     // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
@@ -864,18 +833,15 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      // thread_index() is read again: values kept would cost registers.
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      UNROLL for (int r = 0; r < 2; ++r) {
         const int key = row + 8 * r;
         const int k = p.k_offset + key;
         const Range queries = key_queries(p, k);
         const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n) {
+        UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
           const unsigned keep = pair_from(lo, n);
           p_rows[n / 2][n % 2 * 2 + r] &= keep;
           ds_rows[n / 2][n % 2 * 2 + r] &= keep;
@@ -891,31 +857,26 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
 
     // 5f. dV += P^T dO
     wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < QUERIES / 16; ++n) {
-      multiply_columns(dv, p_rows[n], do_here.at(n * 16 * 2 * PANEL_V));
+    UNROLL for (int n = 0; n < QUERIES / 16; ++n) {
+      multiply_columns(dv, p_rows[n], do_here.rows(n));
     }
     wgmma_commit();
     named_wait(BARRIER_CONSUMERS, THREADS);
 
     // 5g. dQ^T = K^T dS^T of this tile
     float dq[DQ_BLOCKS][DQ_QUERIES / 8][4];
-    const auto ds_columns = ds_here.moved(dq_query, 2 * PANEL_S);
-#pragma unroll
-    for (int i = 0; i < DQ_BLOCKS; ++i) {
-#pragma unroll
-      for (int n = 0; n < BLOCK_K / 16; ++n) {
-        multiply_queries(
-            dq[i], k_operand.at((dq_block + i) * (64 / PANEL) * K_PANEL + n * 16 * 2 * PANEL),
-            ds_columns.at(n / 4 * S_PANEL + n % 4 * 32), n > 0);
+    const auto ds_columns = ds_here.from_row(dq_query);
+    UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
+      UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
+        const auto columns = k_operand.from_panel((dq_block + i) * (64 / PANEL));
+        multiply_queries(dq[i], columns.rows(n), ds_columns.columns(n), n > 0);
       }
     }
     wgmma_commit();
 
     // 5h. dK += dS^T Q
-#pragma unroll
-    for (int n = 0; n < BLOCK_Q / 16; ++n) {
-      multiply_columns(dk, ds_rows[n], q_here.at(n * 16 * 2 * PANEL));
+    UNROLL for (int n = 0; n < BLOCK_Q / 16; ++n) {
+      multiply_columns(dk, ds_rows[n], q_here.rows(n));
     }
     wgmma_commit();
 
@@ -926,11 +887,9 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
     if (lane == 0) bulk_wait();  // for the previous step's dQ
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < DQ_BLOCKS; ++i) {
+    UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
       pin(dq[i]);
-#pragma unroll
-      for (int n = 0; n < DQ_QUERIES / 8; ++n) {
+      UNROLL for (int n = 0; n < DQ_QUERIES / 8; ++n) {
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                      :: "r"(dq_stage + i * DQ_BYTES + 512 * n + 16 * lane), "f"(dq[i][n][0]),
                         "f"(dq[i][n][1]), "f"(dq[i][n][2]), "f"(dq[i][n][3]) : "memory");
@@ -941,8 +900,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     if (lane == 0) {
       const long long first = (long long)h * (packed.seq_q / BLOCK_Q + packed.batch);
       const long long tile = first * (BLOCK_Q / DQ_QUERIES) + (q_start + dq_query) / DQ_QUERIES;
-#pragma unroll
-      for (int i = 0; i < DQ_BLOCKS; ++i) {
+      UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
         const int strip = 4 * (dq_block + i) + warp % 4;
         if (strip < DQ_STRIPS) {
           add_bulk(p.dq_sum + (tile * DQ_STRIPS + strip) * (DQ_BYTES / 4), dq_stage + i * DQ_BYTES,
@@ -961,20 +919,9 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
 
   // 6. Every warpgroup is done with K and V, whose space now stages dK and dV.
   named_wait(BARRIER_CONSUMERS, THREADS);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + 8 * r + lane / 4;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; ++n) {
-      stage_pair<VECTORS>(smem_base + SMEM_K, row, n, lane,
-                           dk[n][2 * r] * p.scale, dk[n][2 * r + 1] * p.scale);
-    }
-#pragma unroll
-    for (int n = 0; n < COLUMNS_V / 8; ++n) {
-      stage_pair<VECTORS_V>(smem_base + SMEM_V, row, n, lane,
-                             dv[n][2 * r], dv[n][2 * r + 1]);
-    }
-  }
+  const int row = warp_row + lane / 4;
+  stage_rows<VECTORS>(smem_base + SMEM_K, row, 0, lane, dk, p.scale);
+  stage_rows<VECTORS_V>(smem_base + SMEM_V, row, 0, lane, dv, 1.0f);
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.
   named_wait(BARRIER_CONSUMERS, THREADS);

@@ -7,7 +7,7 @@ struct ScoreHead {
 };
 
 // What score_mod has in common for all scores of a head.
-__device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
+DEVICE ScoreHead score_head_values(const Params& p, int h) {
   const float t0 = exp2f(float(-8 * h - 8) * rcp(float(p.heads_q)));
   return {t0};
 }
@@ -17,15 +17,13 @@ __device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
 //   def alibi(score, b, h, q, k):
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
-__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score, int q, int k) {
+DEVICE float score_mod(const ScoreHead& score_head, float score, int q, int k) {
   return score + __fmul_rn(score_head.t0, float(k - q));
 }
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/alibi.py:12
@@ -33,13 +31,10 @@ __device__ __forceinline__ Range row_keys(const Params& p) {
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(
-    const ScoreHead& score_head, float score, int q, int k) {
+DEVICE Scored score_mod(const ScoreHead& score_head, float score, int q, int k) {
   return {score + __fmul_rn(score_head.t0, float(k - q)), 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

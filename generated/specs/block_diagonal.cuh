@@ -8,7 +8,7 @@ struct TileQuery {
 };
 
 // What the tests of tiles compute from the queries alone.
-__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+DEVICE TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
   const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
   const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
   return {q_lo_div_chunk, q_hi_div_chunk};
@@ -21,7 +21,7 @@ struct TileKey {
 };
 
 // What the tests of tiles compute from the keys alone.
-__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
   const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
   const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
   return {k_hi_div_chunk, k_lo_div_chunk};
@@ -32,7 +32,7 @@ __device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, in
 //   def block_diagonal(b, h, q, k):
 //       return q // chunk == k // chunk
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
+DEVICE Range row_keys(const Params& p, int q) {
   const int q_div_chunk = fast_floor_div(q, p.d_chunk);
   const int chunk_times_q_div_chunk = p.s_chunk * q_div_chunk;
   return {max(0, chunk_times_q_div_chunk - p.k_offset),
@@ -41,7 +41,7 @@ __device__ __forceinline__ Range row_keys(const Params& p, int q) {
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_lo, int q_hi) {
   const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
   const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
   return {max(0, p.s_chunk * q_lo_div_chunk - p.k_offset),
@@ -50,7 +50,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_full(const Params& p, int q_lo, int q_hi) {
   const int q_hi_div_chunk = fast_floor_div(q_hi, p.d_chunk);
   const int q_lo_div_chunk = fast_floor_div(q_lo, p.d_chunk);
   return {max(0, p.s_chunk * q_hi_div_chunk - p.k_offset),
@@ -59,7 +59,7 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) 
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -71,8 +71,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -87,7 +86,7 @@ __device__ __forceinline__ int next_live_tile(
 //   def block_diagonal(b, h, q, k):
 //       return q // chunk == k // chunk
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
+DEVICE Range key_queries(const Params& p, int k) {
   const int k_div_chunk = fast_floor_div(k, p.d_chunk);
   const int chunk_times_k_div_chunk = p.s_chunk * k_div_chunk;
   return {max(0, chunk_times_k_div_chunk - p.q_offset),
@@ -96,7 +95,7 @@ __device__ __forceinline__ Range key_queries(const Params& p, int k) {
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
   const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
   return {max(0, p.s_chunk * k_lo_div_chunk - p.q_offset),
@@ -105,7 +104,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_full(const Params& p, int k_lo, int k_hi) {
   const int k_hi_div_chunk = fast_floor_div(k_hi, p.d_chunk);
   const int k_lo_div_chunk = fast_floor_div(k_lo, p.d_chunk);
   return {max(0, p.s_chunk * k_hi_div_chunk - p.q_offset),
@@ -114,7 +113,7 @@ __device__ __forceinline__ Range tile_full(const Params& p, int k_lo, int k_hi) 
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -126,8 +125,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);

@@ -7,7 +7,7 @@ struct MaskQuery {
 };
 
 // What mask_mod has in common for all scores of a query.
-__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int q) {
+DEVICE MaskQuery mask_query_values(const Params& p, int q) {
   const int q_mod_clean = fast_floor_mod(q, p.s_clean, p.d_clean);
   const int q_mod_clean_div_block = fast_div(q_mod_clean, p.d_block);
   return {q_mod_clean_div_block};
@@ -19,7 +19,7 @@ struct MaskKey {
 };
 
 // What mask_mod has in common for all scores of a key.
-__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
+DEVICE MaskKey mask_key_values(const Params& p, int k) {
   const int k_mod_clean = fast_floor_mod(k, p.s_clean, p.d_clean);
   const int k_mod_clean_div_block = fast_div(k_mod_clean, p.d_block);
   return {k_mod_clean_div_block};
@@ -36,7 +36,7 @@ struct TileQuery {
 };
 
 // What the tests of tiles compute from the queries alone.
-__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+DEVICE TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
   const int max_clean_q_lo = max(p.s_clean, q_lo);
   const int q_hi_div_clean = fast_floor_div(q_hi, p.d_clean);
   const bool t0 = fast_div(max_clean_q_lo, p.d_clean) == q_hi_div_clean;
@@ -69,7 +69,7 @@ struct TileKey {
 };
 
 // What the tests of tiles compute from the keys alone.
-__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
   const int clean_minus_1 = p.s_clean - 1;
   const int max_clean_k_lo = max(p.s_clean, k_lo);
   const int k_hi_div_clean = fast_floor_div(k_hi, p.d_clean);
@@ -100,7 +100,7 @@ __device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, in
 //       before = (i > j) & q_noised & ~k_noised
 //       among_clean = (i >= j) & ~q_noised & ~k_noised
 //       return itself | before | among_clean
-__device__ __forceinline__ bool mask_mod(
+DEVICE bool mask_mod(
     const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
   const bool k_at_least_clean = k >= p.s_clean;
   const bool q_at_least_clean = q >= p.s_clean;
@@ -117,7 +117,7 @@ __device__ __forceinline__ bool mask_mod(
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_lo, int q_hi) {
   const int t0 = q_hi >= p.s_clean ? 1073741824 : -1073741824;
   const bool clean_above_q_lo = p.s_clean > q_lo;
   const int t1 = clean_above_q_lo ? 1073741824 : -1073741824;
@@ -127,7 +127,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -151,8 +151,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -164,7 +163,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -183,7 +182,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const bool k_hi_at_least_clean = k_hi >= p.s_clean;
   const int t0 = k_hi_at_least_clean ? 1073741824 : -1073741824;
   const int t1 = k_hi_at_least_clean ? p.s_clean : -1073741824;
@@ -193,7 +192,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -217,8 +216,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
@@ -230,7 +228,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);

@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's layout: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout(const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_size_0) * p.c_layout_stride_0
       + inside(j, p.c_layout_size_1) * p.c_layout_stride_1
       + inside(k, p.c_layout_size_2) * p.c_layout_stride_2
@@ -13,7 +13,7 @@ __device__ __forceinline__ int read_layout(const Params& p, int i, int j, int k,
 
 // in sm_80 and sm_90a: forward, dq
 // The spec's layout_row_counts: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_row_counts(const Params& p, int i, int j, int k) {
+DEVICE int read_layout_row_counts(const Params& p, int i, int j, int k) {
   const long long offset = inside(i, p.c_layout_row_counts_size_0) * p.c_layout_row_counts_stride_0
       + inside(j, p.c_layout_row_counts_size_1) * p.c_layout_row_counts_stride_1
       + inside(k, p.c_layout_row_counts_size_2) * p.c_layout_row_counts_stride_2;
@@ -22,7 +22,7 @@ __device__ __forceinline__ int read_layout_row_counts(const Params& p, int i, in
 
 // in sm_80 and sm_90a: forward, dq
 // The spec's layout_row_blocks: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_row_blocks_size_0) * p.c_layout_row_blocks_stride_0
       + inside(j, p.c_layout_row_blocks_size_1) * p.c_layout_row_blocks_stride_1
       + inside(k, p.c_layout_row_blocks_size_2) * p.c_layout_row_blocks_stride_2
@@ -33,7 +33,7 @@ __device__ __forceinline__ int read_layout_row_blocks(const Params& p, int i, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
-__device__ __forceinline__ int next_listed_tile(
+DEVICE int next_listed_tile(
     const Params& p, int b, int h, int q_lo, int q_hi, int tile, int tile_end) {
   const int first = max((p.k_offset + tile * BLOCK_K) / LAYOUT_K, 0);
   const int first_row = max(q_lo / LAYOUT_Q, 0);
@@ -61,8 +61,7 @@ __device__ __forceinline__ int next_listed_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every block that the tile touches is live. The lanes check different blocks.
-__device__ __forceinline__ bool layout_full(
-    const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
+DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const int row = max(q_lo / LAYOUT_Q, 0);
@@ -83,8 +82,7 @@ struct LayoutQuery {
 };
 
 // The blocks of the layout in a row of the scores that a warp masks.
-__device__ __forceinline__ LayoutQuery layout_query_values(
-    const Params& p, int column, int b, int h, int q) {
+DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h, int q) {
   const int start = p.k_offset + (column & ~7);
   const int first = max(start / LAYOUT_K, 0);
   unsigned live = 0;
@@ -97,13 +95,13 @@ __device__ __forceinline__ LayoutQuery layout_query_values(
 
 // in sm_80 and sm_90a: forward, dq
 // Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const LayoutQuery& layout_query, int k) {
+DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // The spec's layout_column_counts: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_column_counts(const Params& p, int i, int j, int k) {
+DEVICE int read_layout_column_counts(const Params& p, int i, int j, int k) {
   const long long offset = inside(i, p.c_layout_column_counts_size_0)
           * p.c_layout_column_counts_stride_0
       + inside(j, p.c_layout_column_counts_size_1) * p.c_layout_column_counts_stride_1
@@ -113,8 +111,7 @@ __device__ __forceinline__ int read_layout_column_counts(const Params& p, int i,
 
 // in sm_80 and sm_90a: fused, dkdv
 // The spec's layout_column_blocks: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_column_blocks(
-    const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout_column_blocks(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_column_blocks_size_0)
           * p.c_layout_column_blocks_stride_0
       + inside(j, p.c_layout_column_blocks_size_1) * p.c_layout_column_blocks_stride_1
@@ -126,7 +123,7 @@ __device__ __forceinline__ int read_layout_column_blocks(
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one column of blocks that the block's keys touch.
-__device__ __forceinline__ int next_listed_tile(
+DEVICE int next_listed_tile(
     const Params& p, int b, int h, int k_lo, int k_hi, int tile, int tile_end) {
   const int first = max((p.q_offset + tile * BLOCK_Q) / LAYOUT_Q, 0);
   const int first_column = max(k_lo / LAYOUT_K, 0);
@@ -154,8 +151,7 @@ __device__ __forceinline__ int next_listed_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every block that the tile touches is live. The lanes check different blocks.
-__device__ __forceinline__ bool layout_full(
-    const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
+DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const int row = max(q_lo / LAYOUT_Q, 0);
@@ -176,8 +172,7 @@ struct LayoutKey {
 };
 
 // The blocks of the layout in a row of the scores that a warp masks.
-__device__ __forceinline__ LayoutKey layout_key_values(
-    const Params& p, int column, int b, int h, int k) {
+DEVICE LayoutKey layout_key_values(const Params& p, int column, int b, int h, int k) {
   const int start = p.q_offset + (column & ~7);
   const int first = max(start / LAYOUT_Q, 0);
   unsigned live = 0;
@@ -190,6 +185,6 @@ __device__ __forceinline__ LayoutKey layout_key_values(
 
 // in sm_80 and sm_90a: fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const LayoutKey& layout_key, int q) {
+DEVICE bool in_layout(const LayoutKey& layout_key, int q) {
   return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
 }

@@ -6,19 +6,19 @@
 //   def causal_offset(b, h, q, k):
 //       return q + (fg.seq_k - fg.seq_q) + shift >= k
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
+DEVICE Range row_keys(const Params& p, int q) {
   return {0, min(p.seq_k, q + p.seq_k + p.s_shift - p.k_offset - p.seq_q + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi + p.seq_k + p.s_shift - p.k_offset - p.seq_q + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
+DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo + p.seq_k + p.s_shift - p.k_offset - p.seq_q + 1)};
 }
 
@@ -27,18 +27,18 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
 //   def causal_offset(b, h, q, k):
 //       return q + (fg.seq_k - fg.seq_q) + shift >= k
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
+DEVICE Range key_queries(const Params& p, int k) {
   return {max(0, k + p.seq_q - p.q_offset - p.seq_k - p.s_shift), p.seq_q};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
+DEVICE Range tile_reach(const Params& p, int k_lo) {
   return {max(0, k_lo + p.seq_q - p.q_offset - p.seq_k - p.s_shift), p.seq_q};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
+DEVICE Range tile_full(const Params& p, int k_hi) {
   return {max(0, k_hi + p.seq_q - p.q_offset - p.seq_k - p.s_shift), p.seq_q};
 }

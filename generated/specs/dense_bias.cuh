@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's bias: an index outside it means its nearest element.
-__device__ __forceinline__ float read_bias(const Params& p, int i, int j, int k, int l) {
+DEVICE float read_bias(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_bias_size_0) * p.c_bias_stride_0
       + inside(j, p.c_bias_size_1) * p.c_bias_stride_1
       + inside(k, p.c_bias_size_2) * p.c_bias_stride_2
@@ -15,36 +15,30 @@ __device__ __forceinline__ float read_bias(const Params& p, int i, int j, int k,
 // specs/dense_bias.py:14
 //   def dense_bias(score, b, h, q, k):
 //       return score + bias[b, h, q, k]
-__device__ __forceinline__ float score_mod(
-    const Params& p, float score, int b, int h, int q, int k) {
+DEVICE float score_mod(const Params& p, float score, int b, int h, int q, int k) {
   return score + read_bias(p, b, h, q, k);
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/dense_bias.py:14
 //   def dense_bias(score, b, h, q, k):
 //       return score + bias[b, h, q, k]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(
-    const Params& p, float score, int b, int h, int q, int k) {
+DEVICE Scored score_mod(const Params& p, float score, int b, int h, int q, int k) {
   return {score + read_bias(p, b, h, q, k), 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of bias is summed.
-__device__ __forceinline__ float* sum_of_bias(const Params& p, int i, int j, int k, int l) {
+DEVICE float* sum_of_bias(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_bias_size_0) * p.dc_bias_stride_0
       + inside(j, p.c_bias_size_1) * p.dc_bias_stride_1
       + inside(k, p.c_bias_size_2) * p.dc_bias_stride_2
@@ -54,20 +48,17 @@ __device__ __forceinline__ float* sum_of_bias(const Params& p, int i, int j, int
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by bias[b, h, q, k].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of bias[b, h, q, k].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int b, int h, int q, int k) {
+DEVICE float* place_of_by0(const Params& p, int b, int h, int q, int k) {
   return sum_of_bias(p, b, h, q, k);
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of bias is summed.
-__device__ __forceinline__ unsigned long long* sum_of_bias(
-    const Params& p, int i, int j, int k, int l) {
+DEVICE unsigned long long* sum_of_bias(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_bias_size_0) * p.dc_bias_stride_0
       + inside(j, p.c_bias_size_1) * p.dc_bias_stride_1
       + inside(k, p.c_bias_size_2) * p.dc_bias_stride_2
@@ -77,7 +68,6 @@ __device__ __forceinline__ unsigned long long* sum_of_bias(
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of bias[b, h, q, k].
-__device__ __forceinline__ unsigned long long* place_of_by0(
-    const Params& p, int b, int h, int q, int k) {
+DEVICE unsigned long long* place_of_by0(const Params& p, int b, int h, int q, int k) {
   return sum_of_bias(p, b, h, q, k);
 }

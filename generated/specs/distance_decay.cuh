@@ -5,28 +5,24 @@
 // specs/distance_decay.py:11
 //   def distance_decay(score, b, h, q, k):
 //       return score / (1 + 1e-4 * (q - k) ** 2)
-__device__ __forceinline__ float score_mod(float score, int q, int k) {
+DEVICE float score_mod(float score, int q, int k) {
   return score * rcp(0.0001f * square(float(q - k)) + 1.0f);
 }
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/distance_decay.py:11
 //   def distance_decay(score, b, h, q, k):
 //       return score / (1 + 1e-4 * (q - k) ** 2)
 // Derivative by the score: 1/((q - k)**2/10000 + 1)
-__device__ __forceinline__ Scored score_mod(float score, int q, int k) {
+DEVICE Scored score_mod(float score, int q, int k) {
   const float t0 = 0.0001f * square(float(q - k)) + 1.0f;
   return {score * rcp(t0), rcp(t0)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

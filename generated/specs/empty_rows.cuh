@@ -6,28 +6,26 @@
 //   def empty_rows(b, h, q, k):
 //       return q < fg.seq_q // 2
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
+DEVICE Range row_keys(const Params& p, int q) {
   const int t0 = (p.seq_q >> 1) > q ? 1073741824 : -1073741824;
   return {0, min(p.seq_k, t0 - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo) {
+DEVICE Range tile_reach(const Params& p, int q_lo) {
   const int t0 = (p.seq_q >> 1) > q_lo ? 1073741824 : -1073741824;
   return {0, min(p.seq_k, t0 - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo) {
-  return (p.seq_q >> 1) > q_lo;
-}
+DEVICE bool tile_may(const Params& p, int q_lo) { return (p.seq_q >> 1) > q_lo; }
 
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(const Params& p, int q_lo, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo);
@@ -39,27 +37,19 @@ __device__ __forceinline__ int next_live_tile(const Params& p, int q_lo, int til
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int q_hi) {
-  return (p.seq_q >> 1) > q_hi;
-}
+DEVICE bool tile_must(const Params& p, int q_hi) { return (p.seq_q >> 1) > q_hi; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // specs/empty_rows.py:13
 //   def empty_rows(b, h, q, k):
 //       return q < fg.seq_q // 2
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)};
-}
+DEVICE Range key_queries(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p) {
-  return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)};
-}
+DEVICE Range tile_reach(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p) {
-  return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)};
-}
+DEVICE Range tile_full(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)}; }

@@ -3,12 +3,8 @@
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's gate: an index outside it means its nearest element.
-__device__ __forceinline__ float read_gate(const Params& p, int i) {
+DEVICE float read_gate(const Params& p, int i) {
   const long long offset = inside(i, p.c_gate_size_0) * p.c_gate_stride_0;
   return __ldg(p.c_gate + offset);
 }
@@ -14,7 +14,7 @@ struct ScoreHead {
 };
 
 // What score_mod has in common for all scores of a head.
-__device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
+DEVICE ScoreHead score_head_values(const Params& p, int h) {
   const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
   return {sigmoid_gate_h};
 }
@@ -23,34 +23,30 @@ __device__ __forceinline__ ScoreHead score_head_values(const Params& p, int h) {
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
-__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score) {
+DEVICE float score_mod(const ScoreHead& score_head, float score) {
   return score * score_head.sigmoid_gate_h;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
 // Derivative by the score: sigmoid(gate[h])
-__device__ __forceinline__ Scored score_mod(const ScoreHead& score_head, float score) {
+DEVICE Scored score_mod(const ScoreHead& score_head, float score) {
   return {score * score_head.sigmoid_gate_h, score_head.sigmoid_gate_h};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of gate is summed.
-__device__ __forceinline__ float* sum_of_gate(const Params& p, int i) {
+DEVICE float* sum_of_gate(const Params& p, int i) {
   const long long offset = inside(i, p.c_gate_size_0) * p.dc_gate_stride_0;
   return p.dc_gate + offset;
 }
@@ -62,7 +58,7 @@ struct PartialsHead {
 };
 
 // What score_partials has in common for all scores of a head.
-__device__ __forceinline__ PartialsHead partials_head_values(const Params& p, int h) {
+DEVICE PartialsHead partials_head_values(const Params& p, int h) {
   const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
   const float t0 = 1.0f - sigmoid_gate_h;
   return {sigmoid_gate_h, t0};
@@ -70,25 +66,21 @@ __device__ __forceinline__ PartialsHead partials_head_values(const Params& p, in
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by gate[h].
-__device__ __forceinline__ Partials score_partials(const PartialsHead& partials_head, float score) {
+DEVICE Partials score_partials(const PartialsHead& partials_head, float score) {
   return {score * partials_head.sigmoid_gate_h * partials_head.t0};
 }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of gate[h].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int h) {
-  return sum_of_gate(p, h);
-}
+DEVICE float* place_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of gate is summed.
-__device__ __forceinline__ unsigned long long* sum_of_gate(const Params& p, int i) {
+DEVICE unsigned long long* sum_of_gate(const Params& p, int i) {
   const long long offset = inside(i, p.c_gate_size_0) * p.dc_gate_stride_0;
   return p.dc_gate + offset;
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of gate[h].
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int h) {
-  return sum_of_gate(p, h);
-}
+DEVICE unsigned long long* place_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }

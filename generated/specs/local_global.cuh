@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's layout: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout(const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_size_0) * p.c_layout_stride_0
       + inside(j, p.c_layout_size_1) * p.c_layout_stride_1
       + inside(k, p.c_layout_size_2) * p.c_layout_stride_2
@@ -13,7 +13,7 @@ __device__ __forceinline__ int read_layout(const Params& p, int i, int j, int k,
 
 // in sm_80 and sm_90a: forward, dq
 // The spec's layout_row_counts: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_row_counts(const Params& p, int i, int j, int k) {
+DEVICE int read_layout_row_counts(const Params& p, int i, int j, int k) {
   const long long offset = inside(i, p.c_layout_row_counts_size_0) * p.c_layout_row_counts_stride_0
       + inside(j, p.c_layout_row_counts_size_1) * p.c_layout_row_counts_stride_1
       + inside(k, p.c_layout_row_counts_size_2) * p.c_layout_row_counts_stride_2;
@@ -22,7 +22,7 @@ __device__ __forceinline__ int read_layout_row_counts(const Params& p, int i, in
 
 // in sm_80 and sm_90a: forward, dq
 // The spec's layout_row_blocks: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_row_blocks_size_0) * p.c_layout_row_blocks_stride_0
       + inside(j, p.c_layout_row_blocks_size_1) * p.c_layout_row_blocks_stride_1
       + inside(k, p.c_layout_row_blocks_size_2) * p.c_layout_row_blocks_stride_2
@@ -34,26 +34,24 @@ __device__ __forceinline__ int read_layout_row_blocks(const Params& p, int i, in
 // specs/local_global.py:16
 //   def causal(b, h, q, k):
 //       return q >= k
-__device__ __forceinline__ bool mask_mod(int q, int k) {
-  return q >= k;
-}
+DEVICE bool mask_mod(int q, int k) { return q >= k; }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
+DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
-__device__ __forceinline__ int next_listed_tile(
+DEVICE int next_listed_tile(
     const Params& p, int b, int h, int q_lo, int q_hi, int tile, int tile_end) {
   const int first = max((p.k_offset + tile * BLOCK_K) / LAYOUT_K, 0);
   const int first_row = max(q_lo / LAYOUT_Q, 0);
@@ -81,8 +79,7 @@ __device__ __forceinline__ int next_listed_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every block that the tile touches is live. The lanes check different blocks.
-__device__ __forceinline__ bool layout_full(
-    const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
+DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const int row = max(q_lo / LAYOUT_Q, 0);
@@ -103,8 +100,7 @@ struct LayoutQuery {
 };
 
 // The blocks of the layout in a row of the scores that a warp masks.
-__device__ __forceinline__ LayoutQuery layout_query_values(
-    const Params& p, int column, int b, int h, int q) {
+DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h, int q) {
   const int start = p.k_offset + (column & ~7);
   const int first = max(start / LAYOUT_K, 0);
   unsigned live = 0;
@@ -117,19 +113,19 @@ __device__ __forceinline__ LayoutQuery layout_query_values(
 
 // in sm_80 and sm_90a: forward, dq
 // Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const LayoutQuery& layout_query, int k) {
+DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Whether the mask and the block layout both keep a score.
-__device__ __forceinline__ bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
+DEVICE bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_query, k);
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // The spec's layout_column_counts: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_column_counts(const Params& p, int i, int j, int k) {
+DEVICE int read_layout_column_counts(const Params& p, int i, int j, int k) {
   const long long offset = inside(i, p.c_layout_column_counts_size_0)
           * p.c_layout_column_counts_stride_0
       + inside(j, p.c_layout_column_counts_size_1) * p.c_layout_column_counts_stride_1
@@ -139,8 +135,7 @@ __device__ __forceinline__ int read_layout_column_counts(const Params& p, int i,
 
 // in sm_80 and sm_90a: fused, dkdv
 // The spec's layout_column_blocks: an index outside it means its nearest element.
-__device__ __forceinline__ int read_layout_column_blocks(
-    const Params& p, int i, int j, int k, int l) {
+DEVICE int read_layout_column_blocks(const Params& p, int i, int j, int k, int l) {
   const long long offset = inside(i, p.c_layout_column_blocks_size_0)
           * p.c_layout_column_blocks_stride_0
       + inside(j, p.c_layout_column_blocks_size_1) * p.c_layout_column_blocks_stride_1
@@ -151,20 +146,16 @@ __device__ __forceinline__ int read_layout_column_blocks(
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
-  return {max(0, k_lo - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
-  return {max(0, k_hi - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one column of blocks that the block's keys touch.
-__device__ __forceinline__ int next_listed_tile(
+DEVICE int next_listed_tile(
     const Params& p, int b, int h, int k_lo, int k_hi, int tile, int tile_end) {
   const int first = max((p.q_offset + tile * BLOCK_Q) / LAYOUT_Q, 0);
   const int first_column = max(k_lo / LAYOUT_K, 0);
@@ -192,8 +183,7 @@ __device__ __forceinline__ int next_listed_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every block that the tile touches is live. The lanes check different blocks.
-__device__ __forceinline__ bool layout_full(
-    const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
+DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const int row = max(q_lo / LAYOUT_Q, 0);
@@ -214,8 +204,7 @@ struct LayoutKey {
 };
 
 // The blocks of the layout in a row of the scores that a warp masks.
-__device__ __forceinline__ LayoutKey layout_key_values(
-    const Params& p, int column, int b, int h, int k) {
+DEVICE LayoutKey layout_key_values(const Params& p, int column, int b, int h, int k) {
   const int start = p.q_offset + (column & ~7);
   const int first = max(start / LAYOUT_Q, 0);
   unsigned live = 0;
@@ -228,12 +217,12 @@ __device__ __forceinline__ LayoutKey layout_key_values(
 
 // in sm_80 and sm_90a: fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
-__device__ __forceinline__ bool in_layout(const LayoutKey& layout_key, int q) {
+DEVICE bool in_layout(const LayoutKey& layout_key, int q) {
   return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Whether the mask and the block layout both keep a score.
-__device__ __forceinline__ bool mask_and_layout(const LayoutKey& layout_key, int q, int k) {
+DEVICE bool mask_and_layout(const LayoutKey& layout_key, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_key, q);
 }

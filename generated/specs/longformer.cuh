@@ -5,20 +5,20 @@
 // specs/longformer.py:14
 //   def longformer(b, h, q, k):
 //       return (fg.abs(q - k) <= window) | (k < first) | (q < first)
-__device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
+DEVICE bool mask_mod(const Params& p, int q, int k) {
   return k < p.s_global_tokens || q < p.s_global_tokens || abs(k - q) <= p.s_window;
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_lo, int q_hi) {
   const int t0 = p.s_global_tokens > q_lo ? 1073741824 : -1073741824;
   return {0, min(p.seq_k, max(max(p.s_global_tokens, t0), q_hi + p.s_window + 1) - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   return p.s_global_tokens > k_lo
@@ -29,8 +29,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -42,7 +41,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   return p.s_global_tokens > k_hi
@@ -53,14 +52,14 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const int t0 = p.s_global_tokens > k_lo ? 1073741824 : -1073741824;
   return {0, min(p.seq_q, max(max(p.s_global_tokens, t0), k_hi + p.s_window + 1) - p.q_offset)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   return p.s_global_tokens > k_lo
@@ -71,8 +70,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
@@ -84,7 +82,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   return p.s_global_tokens > k_hi

@@ -8,7 +8,7 @@ struct MaskQuery {
 };
 
 // What mask_mod has in common for all scores of a query.
-__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int q) {
+DEVICE MaskQuery mask_query_values(const Params& p, int q) {
   const int q_div_width = fast_floor_div(q, p.d_width);
   const int clamped_q_div_width = min(p.s_height - p.s_radius - 1, max(p.s_radius, q_div_width));
   const int q_mod_width = fast_floor_mod(q, p.s_width, p.d_width);
@@ -23,7 +23,7 @@ struct MaskKey {
 };
 
 // What mask_mod has in common for all scores of a key.
-__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int k) {
+DEVICE MaskKey mask_key_values(const Params& p, int k) {
   const int k_div_width = fast_floor_div(k, p.d_width);
   const int k_mod_width = fast_floor_mod(k, p.s_width, p.d_width);
   return {k_div_width, k_mod_width};
@@ -42,7 +42,7 @@ struct TileQuery {
 };
 
 // What the tests of tiles compute from the queries alone.
-__device__ __forceinline__ TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
+DEVICE TileQuery tile_query_values(const Params& p, int q_lo, int q_hi) {
   const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
   const int q_hi_div_width = fast_floor_div(q_hi, p.d_width);
   const int clamped_q_hi_div_width = min(height_minus_radius_minus_1,
@@ -82,7 +82,7 @@ struct TileKey {
 };
 
 // What the tests of tiles compute from the keys alone.
-__device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
+DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
   const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
   const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
   const int radius_plus_k_hi_div_width = p.s_radius + k_hi_div_width;
@@ -106,15 +106,14 @@ __device__ __forceinline__ TileKey tile_key_values(const Params& p, int k_lo, in
 //       row = fg.abs(k // width - middle(q // width, height)) <= radius
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
-__device__ __forceinline__ bool mask_mod(
-    const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
+DEVICE bool mask_mod(const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
   return abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius
       && abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius;
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_lo, int q_hi) {
   const int height_minus_radius_minus_1 = p.s_height - p.s_radius - 1;
   const int q_lo_div_width = fast_floor_div(q_lo, p.d_width);
   const int clamped_q_lo_div_width = min(height_minus_radius_minus_1,
@@ -129,7 +128,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi)
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -143,8 +142,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -156,7 +154,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -169,7 +167,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const int k_hi_div_width = fast_floor_div(k_hi, p.d_width);
   const int k_lo_div_width = fast_floor_div(k_lo, p.d_width);
   const int t0 = k_lo_div_width * p.s_width - p.s_radius * p.s_width;
@@ -189,7 +187,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
@@ -203,8 +201,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
@@ -216,7 +213,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);

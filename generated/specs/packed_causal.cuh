@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's ids: an index outside it means its nearest element.
-__device__ __forceinline__ int read_ids(const Params& p, int i, int j) {
+DEVICE int read_ids(const Params& p, int i, int j) {
   const long long offset = inside(i, p.c_ids_size_0) * p.c_ids_stride_0
       + inside(j, p.c_ids_size_1) * p.c_ids_stride_1;
   return __ldg(p.c_ids + offset);
@@ -11,7 +11,7 @@ __device__ __forceinline__ int read_ids(const Params& p, int i, int j) {
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The greatest element of ids from lo to hi along tokens, in whole spans.
-__device__ __forceinline__ int greatest_ids_1(const Params& p, int lo, int hi, int i) {
+DEVICE int greatest_ids_1(const Params& p, int lo, int hi, int i) {
   const int first = inside(lo, p.c_ids_size_1) / SPAN;
   const int last = max(first, inside(hi, p.c_ids_size_1) / SPAN);
   const int level = 31 - __clz(last - first + 1);  // two of its entries cover the range
@@ -23,7 +23,7 @@ __device__ __forceinline__ int greatest_ids_1(const Params& p, int lo, int hi, i
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The least element of ids from lo to hi along tokens, in whole spans.
-__device__ __forceinline__ int least_ids_1(const Params& p, int lo, int hi, int i) {
+DEVICE int least_ids_1(const Params& p, int lo, int hi, int i) {
   const int first = inside(lo, p.c_ids_size_1) / SPAN;
   const int last = max(first, inside(hi, p.c_ids_size_1) / SPAN);
   const int level = 31 - __clz(last - first + 1);  // two of its entries cover the range
@@ -39,7 +39,7 @@ struct MaskQuery {
 };
 
 // What mask_mod has in common for all scores of a query.
-__device__ __forceinline__ MaskQuery mask_query_values(const Params& p, int b, int q) {
+DEVICE MaskQuery mask_query_values(const Params& p, int b, int q) {
   const int ids_q = read_ids(p, b, q);
   return {ids_q};
 }
@@ -50,7 +50,7 @@ struct MaskKey {
 };
 
 // What mask_mod has in common for all scores of a key.
-__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k) {
+DEVICE MaskKey mask_key_values(const Params& p, int b, int k) {
   const int ids_k = read_ids(p, b, k);
   return {ids_k};
 }
@@ -59,20 +59,19 @@ __device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k
 // specs/packed_causal.py:13
 //   def packed_causal(b, h, q, k):
 //       return (q >= k) & (ids[b, q] == ids[b, k])
-__device__ __forceinline__ bool mask_mod(
-    const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
+DEVICE bool mask_mod(const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
   return mask_query.ids_q == mask_key.ids_k && q >= k;
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int b, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (q_hi < k_lo) return false;
@@ -87,8 +86,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int b, int q_lo, int q
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
@@ -100,7 +98,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (k_hi > q_lo) return false;
@@ -114,13 +112,11 @@ __device__ __forceinline__ bool tile_must(const Params& p, int b, int q_lo, int 
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
-  return {max(0, k_lo - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int b, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (q_hi < k_lo) return false;
@@ -135,8 +131,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo, int k
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, b, k_lo, k_hi, tile + lane);
@@ -148,7 +143,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int b, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (k_hi > q_lo) return false;

@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's length: an index outside it means its nearest element.
-__device__ __forceinline__ int read_length(const Params& p, int i) {
+DEVICE int read_length(const Params& p, int i) {
   const long long offset = inside(i, p.c_length_size_0) * p.c_length_stride_0;
   return __ldg(p.c_length + offset);
 }
@@ -13,21 +13,21 @@ __device__ __forceinline__ int read_length(const Params& p, int i) {
 //   def padding(b, h, q, k):
 //       return k < length[b]
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int b) {
+DEVICE Range row_keys(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int b) {
+DEVICE Range tile_reach(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int b) {
+DEVICE Range tile_full(const Params& p, int b) {
   const int length_b = read_length(p, b);
   return {0, int(min(int64(p.seq_k), int64(length_b) - p.k_offset))};
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ Range tile_full(const Params& p, int b) {
 //   def padding(b, h, q, k):
 //       return k < length[b]
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int b, int k) {
+DEVICE Range key_queries(const Params& p, int b, int k) {
   const int length_b = read_length(p, b);
   const int t0 = length_b > k ? 1073741824 : -1073741824;
   return {0, min(p.seq_q, t0 - p.q_offset)};
@@ -45,7 +45,7 @@ __device__ __forceinline__ Range key_queries(const Params& p, int b, int k) {
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int b, int k_lo) {
+DEVICE Range tile_reach(const Params& p, int b, int k_lo) {
   const int length_b = read_length(p, b);
   const int t0 = length_b > k_lo ? 1073741824 : -1073741824;
   return {0, min(p.seq_q, t0 - p.q_offset)};
@@ -53,7 +53,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int b, int k_lo) {
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo) {
+DEVICE bool tile_may(const Params& p, int b, int k_lo) {
   const int length_b = read_length(p, b);
   return length_b > k_lo;
 }
@@ -61,8 +61,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo) {
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int b, int k_lo, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int b, int k_lo, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, b, k_lo);
@@ -74,7 +73,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int b, int k_hi) {
+DEVICE bool tile_must(const Params& p, int b, int k_hi) {
   const int length_b = read_length(p, b);
   return length_b > k_hi;
 }

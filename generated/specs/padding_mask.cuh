@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's mask: an index outside it means its nearest element.
-__device__ __forceinline__ int read_mask(const Params& p, int i, int j) {
+DEVICE int read_mask(const Params& p, int i, int j) {
   const long long offset = inside(i, p.c_mask_size_0) * p.c_mask_stride_0
       + inside(j, p.c_mask_size_1) * p.c_mask_stride_1;
   return __ldg(p.c_mask + offset);
@@ -11,7 +11,7 @@ __device__ __forceinline__ int read_mask(const Params& p, int i, int j) {
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The greatest element of mask from lo to hi along seq_k, in whole spans.
-__device__ __forceinline__ int greatest_mask_1(const Params& p, int lo, int hi, int i) {
+DEVICE int greatest_mask_1(const Params& p, int lo, int hi, int i) {
   const int first = inside(lo, p.c_mask_size_1) / SPAN;
   const int last = max(first, inside(hi, p.c_mask_size_1) / SPAN);
   const int level = 31 - __clz(last - first + 1);  // two of its entries cover the range
@@ -23,7 +23,7 @@ __device__ __forceinline__ int greatest_mask_1(const Params& p, int lo, int hi, 
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The least element of mask from lo to hi along seq_k, in whole spans.
-__device__ __forceinline__ int least_mask_1(const Params& p, int lo, int hi, int i) {
+DEVICE int least_mask_1(const Params& p, int lo, int hi, int i) {
   const int first = inside(lo, p.c_mask_size_1) / SPAN;
   const int last = max(first, inside(hi, p.c_mask_size_1) / SPAN);
   const int level = 31 - __clz(last - first + 1);  // two of its entries cover the range
@@ -39,7 +39,7 @@ struct MaskKey {
 };
 
 // What mask_mod has in common for all scores of a key.
-__device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k) {
+DEVICE MaskKey mask_key_values(const Params& p, int b, int k) {
   const int mask_k = read_mask(p, b, k);
   const bool mask_k_is_not_0 = mask_k != 0;
   return {mask_k_is_not_0};
@@ -49,13 +49,11 @@ __device__ __forceinline__ MaskKey mask_key_values(const Params& p, int b, int k
 // specs/padding_mask.py:16
 //   def padding_mask(b, h, q, k):
 //       return mask[b, k]
-__device__ __forceinline__ bool mask_mod(const MaskKey& mask_key) {
-  return mask_key.mask_k_is_not_0;
-}
+DEVICE bool mask_mod(const MaskKey& mask_key) { return mask_key.mask_k_is_not_0; }
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int b, int tile) {
+DEVICE bool tile_may(const Params& p, int b, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const int greatest_mask_k = greatest_mask_1(p, k_lo, k_hi, b);
@@ -65,7 +63,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int b, int tile) {
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(const Params& p, int b, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int b, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, b, tile + lane);
@@ -77,7 +75,7 @@ __device__ __forceinline__ int next_live_tile(const Params& p, int b, int tile, 
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int b, int tile) {
+DEVICE bool tile_must(const Params& p, int b, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
@@ -89,7 +87,7 @@ __device__ __forceinline__ bool tile_must(const Params& p, int b, int tile) {
 //   def padding_mask(b, h, q, k):
 //       return mask[b, k]
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int b, int k) {
+DEVICE Range key_queries(const Params& p, int b, int k) {
   const int mask_k = read_mask(p, b, k);
   const int t0 = mask_k > 0 ? 1073741824 : -1073741824;
   return {0, min(p.seq_q, t0 - p.q_offset)};
@@ -97,7 +95,7 @@ __device__ __forceinline__ Range key_queries(const Params& p, int b, int k) {
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int b, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int b, int k_lo, int k_hi) {
   const int greatest_mask_k = greatest_mask_1(p, k_lo, k_hi, b);
   const int t0 = greatest_mask_k > 0 ? 1073741824 : -1073741824;
   return {0, min(p.seq_q, t0 - p.q_offset)};
@@ -105,7 +103,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int b, int k_lo, in
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo, int k_hi) {
+DEVICE bool tile_may(const Params& p, int b, int k_lo, int k_hi) {
   const int greatest_mask_k = greatest_mask_1(p, k_lo, k_hi, b);
   return greatest_mask_k > 0;
 }
@@ -113,8 +111,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int b, int k_lo, int k
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, b, k_lo, k_hi);
@@ -126,7 +123,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int b, int k_lo, int k_hi) {
+DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi) {
   const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
   return least_mask_k > 0;
 }

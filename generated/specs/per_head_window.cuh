@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 // The spec's width: an index outside it means its nearest element.
-__device__ __forceinline__ int read_width(const Params& p, int i) {
+DEVICE int read_width(const Params& p, int i) {
   const long long offset = inside(i, p.c_width_size_0) * p.c_width_stride_0;
   return __ldg(p.c_width + offset);
 }
@@ -13,7 +13,7 @@ __device__ __forceinline__ int read_width(const Params& p, int i) {
 //   def per_head_window(b, h, q, k):
 //       return fg.abs(q - k) <= width[h]
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int h, int q) {
+DEVICE Range row_keys(const Params& p, int h, int q) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(q) - p.k_offset - width_h)),
       int(min(int64(p.seq_k), int64(q) + width_h - p.k_offset + 1))};
@@ -21,7 +21,7 @@ __device__ __forceinline__ Range row_keys(const Params& p, int h, int q) {
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int h, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int h, int q_lo, int q_hi) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(q_lo) - p.k_offset - width_h)),
       int(min(int64(p.seq_k), int64(q_hi) + width_h - p.k_offset + 1))};
@@ -29,7 +29,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int h, int q_lo, in
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int h, int q_lo, int q_hi) {
+DEVICE Range tile_full(const Params& p, int h, int q_lo, int q_hi) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(q_hi) - p.k_offset - width_h)),
       int(min(int64(p.seq_k), int64(q_lo) + width_h - p.k_offset + 1))};
@@ -37,7 +37,7 @@ __device__ __forceinline__ Range tile_full(const Params& p, int h, int q_lo, int
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int h, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   const int width_h = read_width(p, h);
@@ -47,8 +47,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int h, int q_lo, int q
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int h, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int h, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, h, q_lo, q_hi, tile + lane);
@@ -63,7 +62,7 @@ __device__ __forceinline__ int next_live_tile(
 //   def per_head_window(b, h, q, k):
 //       return fg.abs(q - k) <= width[h]
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int h, int k) {
+DEVICE Range key_queries(const Params& p, int h, int k) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(k) - p.q_offset - width_h)),
       int(min(int64(p.seq_q), int64(k) + width_h - p.q_offset + 1))};
@@ -71,7 +70,7 @@ __device__ __forceinline__ Range key_queries(const Params& p, int h, int k) {
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int h, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int h, int k_lo, int k_hi) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(k_lo) - p.q_offset - width_h)),
       int(min(int64(p.seq_q), int64(k_hi) + width_h - p.q_offset + 1))};
@@ -79,7 +78,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int h, int k_lo, in
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int h, int k_lo, int k_hi) {
+DEVICE Range tile_full(const Params& p, int h, int k_lo, int k_hi) {
   const int width_h = read_width(p, h);
   return {int(max(0LL, int64(k_hi) - p.q_offset - width_h)),
       int(min(int64(p.seq_q), int64(k_lo) + width_h - p.q_offset + 1))};
@@ -87,7 +86,7 @@ __device__ __forceinline__ Range tile_full(const Params& p, int h, int k_lo, int
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int h, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int h, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   const int width_h = read_width(p, h);
@@ -97,8 +96,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int h, int k_lo, int k
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int h, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int h, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, h, k_lo, k_hi, tile + lane);

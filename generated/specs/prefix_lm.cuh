@@ -6,19 +6,19 @@
 //   def prefix_lm(b, h, q, k):
 //       return (k < prefix) | (q >= k)
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
+DEVICE Range row_keys(const Params& p, int q) {
   return {0, min(p.seq_k, max(p.s_prefix, q + 1) - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, max(p.s_prefix, q_hi + 1) - p.k_offset)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
+DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, max(p.s_prefix, q_lo + 1) - p.k_offset)};
 }
 
@@ -27,14 +27,14 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
 //   def prefix_lm(b, h, q, k):
 //       return (k < prefix) | (q >= k)
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
+DEVICE Range key_queries(const Params& p, int k) {
   const int t0 = p.s_prefix > k ? -1073741824 : k;
   return {max(0, t0 - p.q_offset), p.seq_q};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   const int t0 = p.s_prefix > k_lo ? min(-1073741824, k_lo) : k_lo;
   const int t1 = p.s_prefix > k_hi ? -1073741824 : t0;
   return {max(0, t1 - p.q_offset), p.seq_q};
@@ -42,7 +42,7 @@ __device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi)
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int tile) {
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   return q_hi >= k_lo || p.s_prefix > k_lo;
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int tile) {
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(const Params& p, int k_lo, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, tile + lane);
@@ -62,7 +62,7 @@ __device__ __forceinline__ int next_live_tile(const Params& p, int k_lo, int til
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   return k_hi <= q_lo || p.s_prefix > k_hi;
 }

@@ -3,14 +3,14 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's a: an index outside it means its nearest element.
-__device__ __forceinline__ float read_a(const Params& p, int i) {
+DEVICE float read_a(const Params& p, int i) {
   const long long offset = inside(i, p.c_a_size_0) * p.c_a_stride_0;
   return __ldg(p.c_a + offset);
 }
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's c: an index outside it means its nearest element.
-__device__ __forceinline__ float read_c(const Params& p, int i) {
+DEVICE float read_c(const Params& p, int i) {
   const long long offset = inside(i, p.c_c_size_0) * p.c_c_stride_0;
   return __ldg(p.c_c + offset);
 }
@@ -21,7 +21,7 @@ struct ScoreQuery {
 };
 
 // What score_mod has in common for all scores of a query.
-__device__ __forceinline__ ScoreQuery score_query_values(const Params& p, int q) {
+DEVICE ScoreQuery score_query_values(const Params& p, int q) {
   const float a_q = read_a(p, q);
   return {a_q};
 }
@@ -32,7 +32,7 @@ struct ScoreKey {
 };
 
 // What score_mod has in common for all scores of a key.
-__device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
+DEVICE ScoreKey score_key_values(const Params& p, int k) {
   const float c_k = read_c(p, k);
   return {c_k};
 }
@@ -41,87 +41,71 @@ __device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
 // specs/qk_offset.py:15
 //   def qk_offset(score, b, h, q, k):
 //       return score + a[q] - c[k]
-__device__ __forceinline__ float score_mod(
-    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+DEVICE float score_mod(const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
   return score + score_query.a_q - score_key.c_k;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/qk_offset.py:15
 //   def qk_offset(score, b, h, q, k):
 //       return score + a[q] - c[k]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(
-    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+DEVICE Scored score_mod(const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
   return {score + score_query.a_q - score_key.c_k, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of a is summed.
-__device__ __forceinline__ float* sum_of_a(const Params& p, int i) {
+DEVICE float* sum_of_a(const Params& p, int i) {
   const long long offset = inside(i, p.c_a_size_0) * p.dc_a_stride_0;
   return p.dc_a + offset;
 }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of c is summed.
-__device__ __forceinline__ float* sum_of_c(const Params& p, int i) {
+DEVICE float* sum_of_c(const Params& p, int i) {
   const long long offset = inside(i, p.c_c_size_0) * p.dc_c_stride_0;
   return p.dc_c + offset;
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by a[q], c[k].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f, -1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f, -1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of a[q].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int q) {
-  return sum_of_a(p, q);
-}
+DEVICE float* place_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
 
 // in sm_80 and sm_90a: captured
 // The address of by1's sum, the gradient of c[k].
-__device__ __forceinline__ float* place_of_by1(const Params& p, int k) {
-  return sum_of_c(p, k);
-}
+DEVICE float* place_of_by1(const Params& p, int k) { return sum_of_c(p, k); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of a is summed.
-__device__ __forceinline__ unsigned long long* sum_of_a(const Params& p, int i) {
+DEVICE unsigned long long* sum_of_a(const Params& p, int i) {
   const long long offset = inside(i, p.c_a_size_0) * p.dc_a_stride_0;
   return p.dc_a + offset;
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of c is summed.
-__device__ __forceinline__ unsigned long long* sum_of_c(const Params& p, int i) {
+DEVICE unsigned long long* sum_of_c(const Params& p, int i) {
   const long long offset = inside(i, p.c_c_size_0) * p.dc_c_stride_0;
   return p.dc_c + offset;
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of a[q].
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int q) {
-  return sum_of_a(p, q);
-}
+DEVICE unsigned long long* place_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by1's sum, the gradient of c[k].
-__device__ __forceinline__ unsigned long long* place_of_by1(const Params& p, int k) {
-  return sum_of_c(p, k);
-}
+DEVICE unsigned long long* place_of_by1(const Params& p, int k) { return sum_of_c(p, k); }

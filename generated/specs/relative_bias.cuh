@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's table: an index outside it means its nearest element.
-__device__ __forceinline__ float read_table(const Params& p, int i) {
+DEVICE float read_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.c_table_stride_0;
   return __ldg(p.c_table + offset);
 }
@@ -12,92 +12,85 @@ __device__ __forceinline__ float read_table(const Params& p, int i) {
 // specs/relative_bias.py:14
 //   def relative_bias(score, b, h, q, k):
 //       return score + table[q - k + fg.seq_k - 1]
-__device__ __forceinline__ float score_mod(const Params& p, float score, int q, int k) {
+DEVICE float score_mod(const Params& p, float score, int q, int k) {
   return score + read_table(p, q + p.seq_k - k - 1);
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/relative_bias.py:14
 //   def relative_bias(score, b, h, q, k):
 //       return score + table[q - k + fg.seq_k - 1]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int q, int k) {
+DEVICE Scored score_mod(const Params& p, float score, int q, int k) {
   return {score + read_table(p, q + p.seq_k - k - 1), 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of table is summed.
-__device__ __forceinline__ float* sum_of_table(const Params& p, int i) {
+DEVICE float* sum_of_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.dc_table_stride_0;
   return p.dc_table + offset;
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by table[q + seq_k - k - 1].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int q, int k) {
+DEVICE float* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // The first q + seq_k - k - 1 in these ranges of queries and keys, clamped.
-__device__ __forceinline__ int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
+DEVICE int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
   return inside(q_lo + p.seq_k - k_hi - 1, p.c_table_size_0);
 }
 
 // in sm_80: captured, captured_exact
 // The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
-__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 63 ? i : -1;
 }
 
 // in sm_80 and sm_90a: captured
 // The address of the gradient of a place in by0's window.
-__device__ __forceinline__ float* element_of_by0(const Params& p, int by0_first_0, int place) {
+DEVICE float* element_of_by0(const Params& p, int by0_first_0, int place) {
   return sum_of_table(p, by0_first_0 + place);
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of table is summed.
-__device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int i) {
+DEVICE unsigned long long* sum_of_table(const Params& p, int i) {
   const long long offset = inside(i, p.c_table_size_0) * p.dc_table_stride_0;
   return p.dc_table + offset;
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int q, int k) {
+DEVICE unsigned long long* place_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of the gradient of a place in by0's window.
-__device__ __forceinline__ unsigned long long* element_of_by0(
-    const Params& p, int by0_first_0, int place) {
+DEVICE unsigned long long* element_of_by0(const Params& p, int by0_first_0, int place) {
   return sum_of_table(p, by0_first_0 + place);
 }
 
 // in sm_90a: captured, captured_exact
 // The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
-__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 111 ? i : -1;
 }

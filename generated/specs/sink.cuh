@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, delta
 // The spec's sink: an index outside it means its nearest element.
-__device__ __forceinline__ float read_sink(const Params& p, int i) {
+DEVICE float read_sink(const Params& p, int i) {
   const long long offset = inside(i, p.c_sink_size_0) * p.c_sink_stride_0;
   return __ldg(p.c_sink + offset);
 }
@@ -13,19 +13,17 @@ __device__ __forceinline__ float read_sink(const Params& p, int i) {
 //   def causal(b, h, q, k):
 //       return q >= k
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
-  return {0, min(p.seq_k, q - p.k_offset + 1)};
-}
+DEVICE Range row_keys(const Params& p, int q) { return {0, min(p.seq_k, q - p.k_offset + 1)}; }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
+DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo - p.k_offset + 1)};
 }
 
@@ -34,18 +32,12 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo) {
 //   def causal(b, h, q, k):
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
-  return {max(0, k - p.q_offset), p.seq_q};
-}
+DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
-  return {max(0, k_lo - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_hi) {
-  return {max(0, k_hi - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }

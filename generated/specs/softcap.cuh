@@ -5,28 +5,22 @@
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
-__device__ __forceinline__ float score_mod(float score) {
-  return 50.0f * fast_tanh(0.02f * score);
-}
+DEVICE float score_mod(float score) { return 50.0f * fast_tanh(0.02f * score); }
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
 // Derivative by the score: 1 - tanh(score/50)**2
-__device__ __forceinline__ Scored score_mod(float score) {
+DEVICE Scored score_mod(float score) {
   const float tanh_score_over_50 = fast_tanh(0.02f * score);
   return {50.0f * tanh_score_over_50, 1.0f - tanh_score_over_50 * tanh_score_over_50};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

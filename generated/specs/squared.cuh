@@ -5,27 +5,19 @@
 // specs/squared.py:11
 //   def squared(score, b, h, q, k):
 //       return score * score
-__device__ __forceinline__ float score_mod(float score) {
-  return score * score;
-}
+DEVICE float score_mod(float score) { return score * score; }
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/squared.py:11
 //   def squared(score, b, h, q, k):
 //       return score * score
 // Derivative by the score: 2*score
-__device__ __forceinline__ Scored score_mod(float score) {
-  return {score * score, 2.0f * score};
-}
+DEVICE Scored score_mod(float score) { return {score * score, 2.0f * score}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

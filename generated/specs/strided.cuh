@@ -6,7 +6,7 @@
 //   def strided(b, h, q, k):
 //       distance = q - k
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
-__device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
+DEVICE bool mask_mod(const Params& p, int q, int k) {
   const int q_minus_k = q - k;
   const int q_minus_k_mod_stride = fast_floor_mod(q_minus_k, p.s_stride, p.d_stride);
   return q >= k && (q_minus_k_mod_stride == 0 || q_minus_k < p.s_stride);
@@ -14,13 +14,13 @@ __device__ __forceinline__ bool mask_mod(const Params& p, int q, int k) {
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (q_hi < k_lo) return false;
@@ -32,8 +32,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int q_lo, int q_hi, in
 // in sm_80 and sm_90a: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -45,7 +44,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
   const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
   if (k_hi > q_lo) return false;
@@ -57,13 +56,11 @@ __device__ __forceinline__ bool tile_must(const Params& p, int q_lo, int q_hi, i
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo) {
-  return {max(0, k_lo - p.q_offset), p.seq_q};
-}
+DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // False: no element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (q_hi < k_lo) return false;
@@ -75,8 +72,7 @@ __device__ __forceinline__ bool tile_may(const Params& p, int k_lo, int k_hi, in
 // in sm_80 and sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
-__device__ __forceinline__ int next_live_tile(
-    const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
+DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
   for (; tile < tile_end; tile += 32) {
     const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
@@ -88,7 +84,7 @@ __device__ __forceinline__ int next_live_tile(
 
 // in sm_80 and sm_90a: fused, dkdv
 // True: every element of the tile is kept (interval arithmetic over its corners).
-__device__ __forceinline__ bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
   const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
   if (k_hi > q_lo) return false;

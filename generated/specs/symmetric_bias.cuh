@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's t: an index outside it means its nearest element.
-__device__ __forceinline__ float read_t(const Params& p, int i) {
+DEVICE float read_t(const Params& p, int i) {
   const long long offset = inside(i, p.c_t_size_0) * p.c_t_stride_0;
   return __ldg(p.c_t + offset);
 }
@@ -14,7 +14,7 @@ struct ScoreQuery {
 };
 
 // What score_mod has in common for all scores of a query.
-__device__ __forceinline__ ScoreQuery score_query_values(const Params& p, int q) {
+DEVICE ScoreQuery score_query_values(const Params& p, int q) {
   const float t_q = read_t(p, q);
   return {t_q};
 }
@@ -25,7 +25,7 @@ struct ScoreKey {
 };
 
 // What score_mod has in common for all scores of a key.
-__device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
+DEVICE ScoreKey score_key_values(const Params& p, int k) {
   const float t_k = read_t(p, k);
   return {t_k};
 }
@@ -34,73 +34,57 @@ __device__ __forceinline__ ScoreKey score_key_values(const Params& p, int k) {
 // specs/symmetric_bias.py:14
 //   def symmetric_bias(score, b, h, q, k):
 //       return score + t[q] + t[k]
-__device__ __forceinline__ float score_mod(
-    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+DEVICE float score_mod(const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
   return score + score_query.t_q + score_key.t_k;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/symmetric_bias.py:14
 //   def symmetric_bias(score, b, h, q, k):
 //       return score + t[q] + t[k]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(
-    const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
+DEVICE Scored score_mod(const ScoreQuery& score_query, const ScoreKey& score_key, float score) {
   return {score + score_query.t_q + score_key.t_k, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of t is summed.
-__device__ __forceinline__ float* sum_of_t(const Params& p, int i) {
+DEVICE float* sum_of_t(const Params& p, int i) {
   const long long offset = inside(i, p.c_t_size_0) * p.dc_t_stride_0;
   return p.dc_t + offset;
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by t[k], t[q].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f, 1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f, 1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of t[k].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int k) {
-  return sum_of_t(p, k);
-}
+DEVICE float* place_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
 
 // in sm_80 and sm_90a: captured
 // The address of by1's sum, the gradient of t[q].
-__device__ __forceinline__ float* place_of_by1(const Params& p, int q) {
-  return sum_of_t(p, q);
-}
+DEVICE float* place_of_by1(const Params& p, int q) { return sum_of_t(p, q); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of t is summed.
-__device__ __forceinline__ unsigned long long* sum_of_t(const Params& p, int i) {
+DEVICE unsigned long long* sum_of_t(const Params& p, int i) {
   const long long offset = inside(i, p.c_t_size_0) * p.dc_t_stride_0;
   return p.dc_t + offset;
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of t[k].
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int k) {
-  return sum_of_t(p, k);
-}
+DEVICE unsigned long long* place_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by1's sum, the gradient of t[q].
-__device__ __forceinline__ unsigned long long* place_of_by1(const Params& p, int q) {
-  return sum_of_t(p, q);
-}
+DEVICE unsigned long long* place_of_by1(const Params& p, int q) { return sum_of_t(p, q); }

@@ -6,19 +6,19 @@
 //   def symmetric_window(b, h, q, k):
 //       return fg.abs(q - k) <= window
 // The keys that row q keeps are one range: the mask, solved for k.
-__device__ __forceinline__ Range row_keys(const Params& p, int q) {
+DEVICE Range row_keys(const Params& p, int q) {
   return {max(0, q - p.k_offset - p.s_window), min(p.seq_k, q + p.s_window - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_reach(const Params& p, int q_lo, int q_hi) {
   return {max(0, q_lo - p.k_offset - p.s_window), min(p.seq_k, q_hi + p.s_window - p.k_offset + 1)};
 }
 
 // in sm_80 and sm_90a: forward, dq
 // Every query in [q_lo, q_hi] keeps every key in this range.
-__device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) {
+DEVICE Range tile_full(const Params& p, int q_lo, int q_hi) {
   return {max(0, q_hi - p.k_offset - p.s_window), min(p.seq_k, q_lo + p.s_window - p.k_offset + 1)};
 }
 
@@ -27,18 +27,18 @@ __device__ __forceinline__ Range tile_full(const Params& p, int q_lo, int q_hi) 
 //   def symmetric_window(b, h, q, k):
 //       return fg.abs(q - k) <= window
 // The queries that keep key k are one range: the mask, solved for q.
-__device__ __forceinline__ Range key_queries(const Params& p, int k) {
+DEVICE Range key_queries(const Params& p, int k) {
   return {max(0, k - p.q_offset - p.s_window), min(p.seq_q, k + p.s_window - p.q_offset + 1)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
-__device__ __forceinline__ Range tile_reach(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_reach(const Params& p, int k_lo, int k_hi) {
   return {max(0, k_lo - p.q_offset - p.s_window), min(p.seq_q, k_hi + p.s_window - p.q_offset + 1)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
-__device__ __forceinline__ Range tile_full(const Params& p, int k_lo, int k_hi) {
+DEVICE Range tile_full(const Params& p, int k_lo, int k_hi) {
   return {max(0, k_hi - p.q_offset - p.s_window), min(p.seq_q, k_lo + p.s_window - p.q_offset + 1)};
 }

@@ -3,7 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's table: an index outside it means its nearest element.
-__device__ __forceinline__ float read_table(const Params& p, int i, int j) {
+DEVICE float read_table(const Params& p, int i, int j) {
   const long long offset = inside(i, p.c_table_size_0) * p.c_table_stride_0
       + inside(j, p.c_table_size_1) * p.c_table_stride_1;
   return __ldg(p.c_table + offset);
@@ -13,7 +13,7 @@ __device__ __forceinline__ float read_table(const Params& p, int i, int j) {
 // specs/t5_bias.py:25
 //   def t5_bias(score, b, h, q, k):
 //       return score + table[h, bucket(k - q)]
-__device__ __forceinline__ float score_mod(const Params& p, float score, int h, int q, int k) {
+DEVICE float score_mod(const Params& p, float score, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)
@@ -28,16 +28,14 @@ __device__ __forceinline__ float score_mod(const Params& p, float score, int h, 
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/t5_bias.py:25
 //   def t5_bias(score, b, h, q, k):
 //       return score + table[h, bucket(k - q)]
 // Derivative by the score: 1
-__device__ __forceinline__ Scored score_mod(const Params& p, float score, int h, int q, int k) {
+DEVICE Scored score_mod(const Params& p, float score, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)
@@ -52,13 +50,11 @@ __device__ __forceinline__ Scored score_mod(const Params& p, float score, int h,
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of table is summed.
-__device__ __forceinline__ float* sum_of_table(const Params& p, int i, int j) {
+DEVICE float* sum_of_table(const Params& p, int i, int j) {
   const long long offset = inside(i, p.c_table_size_0) * p.dc_table_stride_0
       + inside(j, p.c_table_size_1) * p.dc_table_stride_1;
   return p.dc_table + offset;
@@ -69,16 +65,14 @@ __device__ __forceinline__ float* sum_of_table(const Params& p, int i, int j) {
 // where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q) >= 23, 1, 0) +
 // where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q) >= 64, 1, 0) +
 // where(abs(k - q) >= 91, 1, 0) + 8)].
-__device__ __forceinline__ Partials score_partials() {
-  return {1.0f};
-}
+DEVICE Partials score_partials() { return {1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of table[h, where(k - q > 0, 16, 0) + where(abs(k - q) <
 // 8, abs(k - q), where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q)
 // >= 23, 1, 0) + where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q)
 // >= 64, 1, 0) + where(abs(k - q) >= 91, 1, 0) + 8)].
-__device__ __forceinline__ float* place_of_by0(const Params& p, int h, int q, int k) {
+DEVICE float* place_of_by0(const Params& p, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)
@@ -96,7 +90,7 @@ __device__ __forceinline__ float* place_of_by0(const Params& p, int h, int q, in
 // q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q) >= 23, 1, 0) + where(abs(k -
 // q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q) >= 64, 1, 0) + where(abs(k -
 // q) >= 91, 1, 0) + 8)] in by0's window; -1: outside.
-__device__ __forceinline__ int place_in_by0(const Params& p, int q, int k) {
+DEVICE int place_in_by0(const Params& p, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int i = inside(
@@ -112,13 +106,13 @@ __device__ __forceinline__ int place_in_by0(const Params& p, int q, int k) {
 
 // in sm_80 and sm_90a: captured
 // The address of the gradient of a place in by0's window.
-__device__ __forceinline__ float* element_of_by0(const Params& p, int h, int place) {
+DEVICE float* element_of_by0(const Params& p, int h, int place) {
   return sum_of_table(p, h, place);
 }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of table is summed.
-__device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int i, int j) {
+DEVICE unsigned long long* sum_of_table(const Params& p, int i, int j) {
   const long long offset = inside(i, p.c_table_size_0) * p.dc_table_stride_0
       + inside(j, p.c_table_size_1) * p.dc_table_stride_1;
   return p.dc_table + offset;
@@ -129,7 +123,7 @@ __device__ __forceinline__ unsigned long long* sum_of_table(const Params& p, int
 // 8, abs(k - q), where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q)
 // >= 23, 1, 0) + where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q)
 // >= 64, 1, 0) + where(abs(k - q) >= 91, 1, 0) + 8)].
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int h, int q, int k) {
+DEVICE unsigned long long* place_of_by0(const Params& p, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)
@@ -144,6 +138,6 @@ __device__ __forceinline__ unsigned long long* place_of_by0(const Params& p, int
 
 // in sm_80 and sm_90a: captured_exact
 // The address of the gradient of a place in by0's window.
-__device__ __forceinline__ unsigned long long* element_of_by0(const Params& p, int h, int place) {
+DEVICE unsigned long long* element_of_by0(const Params& p, int h, int place) {
   return sum_of_table(p, h, place);
 }

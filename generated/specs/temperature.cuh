@@ -3,9 +3,7 @@
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 // The spec's t.
-__device__ __forceinline__ float read_t(const Params& p) {
-  return __ldg(p.c_t);
-}
+DEVICE float read_t(const Params& p) { return __ldg(p.c_t); }
 
 // in sm_80 and sm_90a: forward, fused, captured, dkdv, dq, captured_exact
 struct ScoreHead {
@@ -13,7 +11,7 @@ struct ScoreHead {
 };
 
 // What score_mod has in common for all scores of a head.
-__device__ __forceinline__ ScoreHead score_head_values(const Params& p) {
+DEVICE ScoreHead score_head_values(const Params& p) {
   const float t = read_t(p);
   return {t};
 }
@@ -22,57 +20,41 @@ __device__ __forceinline__ ScoreHead score_head_values(const Params& p) {
 // specs/temperature.py:14
 //   def temperature(score, b, h, q, k):
 //       return score * t
-__device__ __forceinline__ float score_mod(const ScoreHead& score_head, float score) {
-  return score * score_head.t;
-}
+DEVICE float score_mod(const ScoreHead& score_head, float score) { return score * score_head.t; }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
-__device__ __forceinline__ Range row_keys(const Params& p) {
-  return {0, p.seq_k};
-}
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
 // specs/temperature.py:14
 //   def temperature(score, b, h, q, k):
 //       return score * t
 // Derivative by the score: t
-__device__ __forceinline__ Scored score_mod(const ScoreHead& score_head, float score) {
+DEVICE Scored score_mod(const ScoreHead& score_head, float score) {
   return {score * score_head.t, score_head.t};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
-__device__ __forceinline__ Range key_queries(const Params& p) {
-  return {0, p.seq_q};
-}
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of t is summed.
-__device__ __forceinline__ float* sum_of_t(const Params& p) {
-  return p.dc_t;
-}
+DEVICE float* sum_of_t(const Params& p) { return p.dc_t; }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by t.
-__device__ __forceinline__ Partials score_partials(float score) {
-  return {score};
-}
+DEVICE Partials score_partials(float score) { return {score}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of t.
-__device__ __forceinline__ float* place_of_by0(const Params& p) {
-  return sum_of_t(p);
-}
+DEVICE float* place_of_by0(const Params& p) { return sum_of_t(p); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of t is summed.
-__device__ __forceinline__ unsigned long long* sum_of_t(const Params& p) {
-  return p.dc_t;
-}
+DEVICE unsigned long long* sum_of_t(const Params& p) { return p.dc_t; }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of t.
-__device__ __forceinline__ unsigned long long* place_of_by0(const Params& p) {
-  return sum_of_t(p);
-}
+DEVICE unsigned long long* place_of_by0(const Params& p) { return sum_of_t(p); }

@@ -66,7 +66,7 @@ def kernel(exprs: list[Any], printer: CPrinter) -> str:
         body.append(f"  {out}[{i * LANES} + threadIdx.x] = {printer.expr(expr)};")
     helpers = environment().get_template("common/math.cuh.j2").render(calls_sines=False)
     head = 'extern "C" __global__ void run(const int* in, long long* whole, float* real) {'
-    return "\n".join([helpers, head, *body, "}", ""])
+    return "\n".join(["#define DEVICE __device__ __forceinline__", helpers, head, *body, "}", ""])
 
 
 def executed(exprs: list[Any], lanes: dict[str, np.ndarray], dtype: str = "float32") -> Any:

@@ -42,6 +42,7 @@ def pairs() -> tuple[np.ndarray, np.ndarray]:
 def run(expression: str, n: np.ndarray, d: np.ndarray) -> np.ndarray:
     """A device function of each n and d, with the multiplier of d in ``by``."""
     code = [
+        "#define DEVICE __device__ __forceinline__",
         environment().get_template("common/math.cuh.j2").render(calls_sines=False),
         'extern "C" __global__ void run(const int* n_in, const int* d_in, const long long* by_in,',
         "                               int* out) {",

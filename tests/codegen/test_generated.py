@@ -24,7 +24,7 @@ from tests.support.tiers import one_in
 GENERATED = ROOT / "generated"
 MOST_LINES = 26_500
 DECLARED = re.compile(
-    r"^(?:constexpr \w+ |struct (?:alignas\(\d+\) )?|__device__ __forceinline__ [\w ]+?[ *&])(\w+)",
+    r"^(?:constexpr \w+ |struct (?:alignas\(\d+\) )?|DEVICE [\w ]+?[ *&])(\w+)",
     re.M,
 )
 

@@ -96,8 +96,7 @@ def test_a_loop_of_one_round_becomes_its_body_at_index_0() -> None:
     loop = (
         "constexpr int ROUNDS = 1;\n"
         'extern "C" __global__ void kernel() {\n'
-        "#pragma unroll\n"
-        "  for (int i = 0; i < ROUNDS; ++i) {\n"
+        "  UNROLL for (int i = 0; i < ROUNDS; ++i) {\n"
         "    load(full[i], start + 64 * i % QUERIES, head + 64 * i / QUERIES);\n"
         "    sum += row[start + 16 * i];  // of row i\n"
         "  }\n"
@@ -113,7 +112,7 @@ def test_a_loop_of_one_round_becomes_its_body_at_index_0() -> None:
 
 def unused(text: str) -> list[str]:
     """Functions and constants that nothing else in the file mentions."""
-    found = re.findall(r"(?:__forceinline__ [\w ]+?[ *&]|\nconstexpr int )(\w+)\b", text)
+    found = re.findall(r"(?:\n *DEVICE [\w ]+?[ *&]|\nconstexpr int )(\w+)\b", text)
     assert found
     found = [name for name in found if name != "operator"]  # whose uses are brackets
     return [name for name in found if len(re.findall(rf"\b{name}\b", text)) < 2]

@@ -50,6 +50,7 @@ def test_tile_functions_return_what_the_analysis_says(name: str) -> None:
     q_hi, tile = q_lo + draw.integers(0, 9, LANES), draw.integers(0, SEQ_K // BLOCK_K, LANES)
     lanes = {"q_lo": q_lo, "q_hi": q_hi, "tile": tile}
     code = [
+        "#define DEVICE __device__ __forceinline__",
         environment().get_template("common/math.cuh.j2").render(calls_sines=False),
         f"constexpr int BLOCK_K = {BLOCK_K};",
         "struct Params {",

@@ -11,8 +11,8 @@ constexpr int UNUSED =
     2;  // USED
 
 // The two halves.
-__device__ __forceinline__ int low(int x) { return x; }
-__device__ __forceinline__ int high(int x) {
+DEVICE int low(int x) { return x; }
+DEVICE int high(int x) {
   return low(x) + USED;
 }
 
@@ -47,10 +47,10 @@ def test_what_the_kernel_cannot_reach_is_removed_with_its_comment() -> None:
 def test_what_is_used_by_something_used_stays_and_the_comment_of_a_group_too() -> None:
     text, params = used(TEXT.replace("= {};  //", "="), PARAMS)
     assert params == PARAMS
-    assert "// The two halves.\n__device__ __forceinline__ int low" in text
+    assert "// The two halves.\nDEVICE int low" in text
     assert "UNUSED" not in text
     without_low = TEXT.replace("= {};  //", "=").replace("low(x) + ", "")
-    assert "// The two halves.\n__device__ __forceinline__ int high" in used(without_low, PARAMS)[0]
+    assert "// The two halves.\nDEVICE int high" in used(without_low, PARAMS)[0]
 
 
 def test_a_local_stays_where_a_later_line_of_its_block_mentions_it() -> None:

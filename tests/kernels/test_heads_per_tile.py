@@ -159,18 +159,19 @@ def test_heads_share_the_tiles_of_each_packed_sequence(
     ("old", "new", "after"),
     [
         ("+ head * head_step", "", ""),
-        slow("score_head_values(p, head + g)", "score_head_values(p, head)", ""),
+        slow("score_head_values(p, row_head)", "score_head_values(p, head)", ""),
         slow("of_head.pair += g;", "", ""),
         slow("n * p.o_stride_h", "0", ""),
-        slow("row_head = head + g", "row_head = head", ""),
+        slow("row_head = head + g", "row_head = head", "Divide by the row sums"),
         slow("head = h + warp_row / TILE_QUERIES", "head = h", "lane's elements"),
         slow("h = HEADS_PER_TILE *", "h =", ""),
     ],
 )
 def test_a_head_that_is_computed_as_another_one_is_seen(old: str, new: str, after: str) -> None:
     """Each is a place of the sm_80 kernel that reads the head of a row group."""
-    call = example(spec_path("alibi"), Case(20, 90, 1, 16, 2), 0.17, {"q_offset": 64}, arch="sm_80")
+    call = example(spec_path("alibi"), Case(16, 90, 1, 16, 2), 0.17, {"q_offset": 64}, arch="sm_80")
     tile = fg.plan(call.spec, "sm_80").tile
+    assert fg.plan(call.spec, "sm_80", tile=tile, heads_per_tile=8).heads_per_lane == 2
     with planted("forward", old, new, after), pytest.raises((AssertionError, fg.EmulatorError)):
         call.judged_forward(tiles={"forward": tile})
 

@@ -196,8 +196,8 @@ def of_planted(path: str) -> Call:
 
 @pytest.mark.parametrize("path", ["sm_80", slow("sm_90a")])
 def test_sums_that_are_not_cleared_at_first_are_caught(path: str) -> None:
-    cleared = "place < WINDOW_ENTRIES; place += 32) sums[place] = 0;"
-    with planted("captured", cleared, "place < 0; place += 32) {}"), caught("initiali"):
+    cleared = "i < WINDOW_ENTRIES; i += 32) sums[i] = 0;"
+    with planted("captured", cleared, "i < 0; i += 32) {}"), caught("initiali"):
         of_planted(path).backward()
 
 

@@ -31,10 +31,13 @@ class DeviceFunction:
     @property
     def text(self) -> str:
         """The function, without a final newline."""
-        inlining = "__forceinline__" if self.is_inlined else "__noinline__"
-        head = f"__device__ {inlining} {self.returns} {self.name}("
+        kind = "DEVICE" if self.is_inlined else "__device__ __noinline__"
+        head = f"{kind} {self.returns} {self.name}("
         tail = f"{', '.join(self.parameters)}) {{"
         signature = head + tail if len(head + tail) <= COLUMNS else f"{head}\n    {tail}"
+        whole = f"{signature} {self.body[0]} }}"
+        if len(self.body) == 1 and len(whole) <= COLUMNS:
+            return "\n".join([*self.comment, whole])
         body = (f"  {line}" for text in self.body for line in wrap_code(text, indent=2))
         return "\n".join([*self.comment, signature, *body, "}"])
 

@@ -17,17 +17,27 @@ from flashgen.kernels.codegen.source import Param
 
 _KERNEL = 'extern "C" __global__'
 _CONSTANT_OF_ONE = re.compile(r"^constexpr int (\w+) = 1;", re.M)
-_LOOP = re.compile(r"( *)for \(int (\w+) = 0; \2 < (\w+); \+\+\2\)( \{)?")
+_LOOP = re.compile(r"( *)(?:UNROLL |ROLLED )?for \(int (\w+) = 0; \2 < (\w+); \+\+\2\)( \{)?")
 _STEP = re.compile(r"^( *// )(\d+)([a-z]?)\. ", re.M)
 
 
 _CONSTANT = re.compile(r"constexpr \w+ (\w+) =")
-_ALIAS = re.compile(r"typedef .* (\w+);")
-_FUNCTION = re.compile(r"__device__ __(?:force|no)inline__ .*?(\w+)\(")
+_ALIAS = re.compile(r"(?:typedef .* |using )(\w+)(?:;| =)")
+_FUNCTION = re.compile(r"(?:DEVICE|__device__ __noinline__) .*?(\w+)\(")
+_MACRO = re.compile(r"#define (\w+)")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
-_TEMPLATE = re.compile(r"^template <[^{]*?>\s+(?=__device__|struct)")
+_TEMPLATE = re.compile(r"^template <[^{]*?>\s+(?=DEVICE|struct)")
 _OPENED_OR_ENDED = re.compile(r"(?:(?!//)[^{;])*[{;]")
-_DECLARATIONS = ("template <", "__device__", "struct ", "constexpr ", "typedef ")
+_DECLARATIONS = (
+    "template <",
+    "DEVICE ",
+    "__device__ ",
+    "struct ",
+    "constexpr ",
+    "typedef ",
+    "using ",
+    "#define ",
+)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed|call)\.(\w+)")
 _PARAMS = "Params"
@@ -94,8 +104,6 @@ def _without_single_rounds(lines: list[str], ones: frozenset[str]) -> list[str]:
             kept.append(lines[at])
             at += 1
             continue
-        if kept and kept[-1].lstrip().startswith("#pragma unroll"):
-            kept.pop()
         indent, index = loop[1], loop[2]
         if loop[4]:
             end = next(n for n in range(at, len(lines)) if lines[n] == f"{indent}}}")
@@ -269,7 +277,7 @@ def _declared(lines: tuple[str, ...]) -> str | None:
     """The name that the first lines of a declaration declare."""
     text = " ".join(line.partition("//")[0] for line in lines)
     text = _TEMPLATE.sub("", text)
-    for pattern in (_CONSTANT, _ALIAS, _FUNCTION, _STRUCT):
+    for pattern in (_CONSTANT, _ALIAS, _FUNCTION, _STRUCT, _MACRO):
         found = pattern.match(text)
         if found:
             return found[1]
@@ -278,6 +286,8 @@ def _declared(lines: tuple[str, ...]) -> str | None:
 
 def _end(lines: list[str], at: int) -> int:
     """The index after the last line of the declaration that begins there."""
+    if lines[at].startswith("#"):
+        return at + 1
     while not _OPENED_OR_ENDED.match(lines[at]):
         at += 1
     if "{" not in lines[at] or lines[at].rstrip().endswith(("}", "};")):

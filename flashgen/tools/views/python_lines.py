@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flashgen.kernels.codegen import Source
 
 _QUOTED = re.compile(r"// (?P<file>[^\s:]+):(?P<line>\d+)$")
-_FUNCTION = re.compile(r"(?:struct|__device__)\s.*?(?P<name>\w+)\s*(?:\(|\{)")
+_FUNCTION = re.compile(r"(?:struct|DEVICE|__device__)\s.*?(?P<name>\w+)\s*(?:\(|\{)")
 _OF_SCORE = re.compile(r"(?:score|Score|d_score|place|element_of|sum_of|Partials)")
 """The emitted functions of score_mod and of its derivatives; all others are made from mask_mod."""
 _READER = re.compile(r"(?:read|greatest|least)_(?P<tensor>\w+?)(?:_\d+)?$")

@@ -47,15 +47,15 @@ WAITS = "Deadlock"
 # Of every product: the assembler may order what wrote its registers after it.
 NOT_FENCED = (
     "no wgmma.fence before any product",
-    '  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");\n', "", "wgmma.fence",
+    ' asm volatile("wgmma.fence.sync.aligned;" ::: "memory");', "", "wgmma.fence",
 )  # fmt: skip
 
 # What is wrong, how, and what the error is called; "" where an early copy may show as any of some.
 FORWARD = [
     NOT_FENCED,
     ("consumer does not wait for K",
-     "        barrier_wait(k_full[k.index], k.parity);\n        wait_for_tensor_cores();",
-     "        wait_for_tensor_cores();", "Race"),
+     "        barrier_wait(k_full[k.index], k.parity);\n        named_wait", "        named_wait",
+     "Race"),
     ("producer does not wait for space",
      "barrier_wait(v_empty[v.index], v.parity ^ 1);", "", ""),
     ("wrong phase", "barrier_wait(v_full[v.index], v.parity);\n        wgmma_fence",
@@ -92,8 +92,8 @@ WORK_TILES = [
      "pin(o[0]);\n      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);",
      "pin(o[0]);", WAITS),
     ("the tensor cores are not released",
-     "      start_scores(k.index);\n      release_tensor_cores();",
-     "      start_scores(k.index);", WAITS),
+     "      start_scores(k.index);\n      named_arrive(BARRIER_PING_PONG + next_group, 2 * "
+     "WARPGROUP);\n      w", "      start_scores(k.index);\n      w", WAITS),
 ]  # fmt: skip
 FUSED = [
     NOT_FENCED,
@@ -178,11 +178,11 @@ CAPTURED = [
     ("one arrival too many is expected",
      "barrier_init(v_empty[i], CONSUMERS)", "barrier_init(v_empty[i], 3)", WAITS),
     ("the products are not fenced from what wrote their registers",
-     "    wgmma_fence();\n#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +",
-     "#pragma unroll\n    for (int c = 0; c < (HEAD_DIM +", "wgmma.fence"),
+     "    wgmma_fence();\n    UNROLL for (int c = 0; c < (HEAD_DIM +",
+     "    UNROLL for (int c = 0; c < (HEAD_DIM +", "wgmma.fence"),
     ("a warp's sums are read before all lanes added to them",
-     "    __syncwarp();\n#pragma unroll 1\n    for (int place",
-     "#pragma unroll 1\n    for (int place", "lanes of one warp"),
+     "    __syncwarp();\n    ROLLED for (int place",
+     "    ROLLED for (int place", "lanes of one warp"),
 ]  # fmt: skip
 # Wrong numbers: of the output, of every gradient, or of the one that is named.
 COMPUTED_FORWARD = [
@@ -195,7 +195,7 @@ COMPUTED_FUSED = [
      "thread + 8", "-first.y, -first.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8"),
 ]  # fmt: skip
 COMPUTED_COLUMNS = [
-    ("the wrong strip of dK", "q_here.moved(strip - PANELS_V, Q_PANEL)", "q_here"),
+    ("the wrong strip of dK", "q_here.from_panel(strip - PANELS_V)", "q_here"),
     ("the sums of dQ of the other warpgroup", "dq_query % SUM_QUERIES", "0"),
     ("rows of dK are not transposed", "x2.trans.shared.b16", "x2.shared.b16"),
     ("the mask's second row is its first", "int query = row + 8 * r;", "int query = row;"),
