@@ -33,17 +33,17 @@ def one() -> Problem:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of kernels as they are launched, on the GPU or in the emulator."""
     seen: list[str] = []
-    real, emulated = launch.launch, emulator.launch
+    real, emulated = launch.Launch.__call__, emulator.launch
 
-    def on_gpu(kernel: launch.Kernel, *rest: Any) -> None:
-        seen.append(kernel.name)
-        real(kernel, *rest)
+    def on_gpu(self: launch.Launch, *rest: Any) -> None:
+        seen.append(self.kernel.name)
+        real(self, *rest)
 
     def in_emulator(ptx: str, name: str, *rest: Any, **options: Any) -> Any:
         seen.append(name)
         return emulated(ptx, name, *rest, **options)
 
-    monkeypatch.setattr(launch, "launch", on_gpu)
+    monkeypatch.setattr(launch.Launch, "__call__", on_gpu)
     monkeypatch.setattr(emulator, "launch", in_emulator)
     return seen
 

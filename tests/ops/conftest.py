@@ -20,7 +20,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
     monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
     monkeypatch.setattr(backends, "decide", lambda index, capturing: Decision("sm_80", "a stub"))
-    load, real = launch.load, launch.launch
+    load, real = launch.load, launch.Launch.__call__
     monkeypatch.setattr(
         launch,
         "load",
@@ -28,11 +28,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     started = []
 
-    def recording(kernel, grid, block, smem, packed, stream):
+    def recording(self, packed, stream):
         started.append(
-            SimpleNamespace(kernel=kernel, grid=grid, block=block, packed=packed, stream=stream)
+            SimpleNamespace(
+                kernel=self.kernel,
+                grid=self.grid,
+                block=self.block,
+                packed=packed,
+                stream=stream,
+            )
         )
-        real(kernel, grid, block, smem, packed, stream)
+        real(self, packed, stream)
 
-    monkeypatch.setattr(launch, "launch", recording)
+    monkeypatch.setattr(launch.Launch, "__call__", recording)
     return SimpleNamespace(driver=driver, started=started)

@@ -30,6 +30,7 @@ from flashgen.calls.launch.device import (
     fitting_driver,
     fitting_versions,
     guard,
+    is_current,
     loads,
     real_driver,
 )
@@ -41,6 +42,7 @@ from flashgen.shared.errors import LaunchError
 __all__ = [
     "Gpu",
     "Kernel",
+    "Launch",
     "ParamField",
     "Value",
     "available",
@@ -156,6 +158,72 @@ def _check_version(binary: Binary, driver: Any, where: str) -> None:
         )
 
 
+class Launch:
+    """A launch of a kernel whose limits are checked: only its parameters and its stream vary.
+
+    Args:
+        kernel: the result of `load`.
+        grid: blocks along x, y, z; each at least 1.
+        block: threads along x, y, z.
+        smem: dynamic shared memory per block, bytes.
+
+    Raises:
+        LaunchError: the launch exceeds a limit of the device or of the kernel.
+    """
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int
+    ) -> None:
+        _check_limits(kernel, grid, block, smem)
+        self.kernel = kernel
+        self.grid, self.block, self.smem = grid, block, smem
+        self._sizes = (*grid, *block, smem)
+        self._param_bytes = kernel.binary.resources.param_bytes
+
+    def __call__(self, packed: bytes, stream: int = 0) -> None:
+        """Queues the launch on a stream and returns at once.
+
+        Args:
+            packed: the parameter structure, as bytes from `pack`.
+            stream: the CUstream's handle as an integer, such as torch's
+                ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream.
+
+        Raises:
+            LaunchError: the structure has another size, or the driver refuses the launch. Errors of
+                the running kernel appear in a later call, like all asynchronous CUDA errors.
+        """
+        kernel = self.kernel
+        if len(packed) != self._param_bytes:
+            raise _refused(
+                kernel,
+                "the packed parameters do not have the size of the kernel's structure",
+                f"{len(packed)} B packed; struct Params has {self._param_bytes} B",
+                "pack the values with Source.params of the source that was compiled",
+            )
+        if is_current(kernel.device, kernel.driver):
+            self._queue(packed, stream)
+        else:
+            with current(kernel.device, kernel.driver):
+                self._queue(packed, stream)
+
+    def _queue(self, packed: bytes, stream: int) -> None:
+        kernel, driver, smem = self.kernel, self.kernel.driver, self.smem
+        if smem > kernel.dynamic_smem_bytes:
+            kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver, driver.cuFuncSetAttribute(kernel.function, kind, smem), str(self))
+            kernel.dynamic_smem_bytes = smem
+        structure = ctypes.c_char_p(packed)  # the driver takes the address of a pointer to it
+        result = driver.cuLaunchKernel(
+            kernel.function, *self._sizes, stream, ctypes.addressof(structure), 0
+        )
+        if result[0]:
+            check(driver, result, str(self))
+
+    def __str__(self) -> str:
+        sizes = f"grid {self.grid}, block {self.block}, {self.smem:,} B of shared memory"
+        return f"launch of {self.kernel.name}, {sizes}"
+
+
 def launch(
     kernel: Kernel,
     grid: tuple[int, int, int],
@@ -164,42 +232,8 @@ def launch(
     packed: bytes,
     stream: int = 0,
 ) -> None:
-    """Queues one launch on a stream and returns at once.
-
-    Args:
-        kernel: the result of `load`.
-        grid: blocks along x, y, z; each at least 1.
-        block: threads along x, y, z.
-        smem: dynamic shared memory per block, bytes.
-        packed: the parameter structure, as bytes from `pack`.
-        stream: the CUstream's handle as an integer, such as torch's
-            ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream.
-
-    Raises:
-        LaunchError: the launch exceeds a limit of the device or kernel, or the driver refuses it.
-            Errors of the running kernel appear in a later call, like all asynchronous CUDA errors.
-    """
-    driver = kernel.driver
-    _check_limits(kernel, grid, block, smem)
-    if len(packed) != kernel.binary.resources.param_bytes:
-        raise _refused(
-            kernel,
-            "the packed parameters do not have the size of the kernel's structure",
-            f"{len(packed)} B packed; struct Params has {kernel.binary.resources.param_bytes} B",
-            "pack the values with Source.params of the source that the binary was compiled from",
-        )
-    where = f"launch of {kernel.name}, grid {grid}, block {block}, {smem:,} B of shared memory"
-    structure = ctypes.create_string_buffer(packed, len(packed))
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
-    with current(kernel.device, driver):
-        if smem > kernel.dynamic_smem_bytes:
-            kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver, driver.cuFuncSetAttribute(kernel.function, kind, smem), where)
-            kernel.dynamic_smem_bytes = smem
-        result = driver.cuLaunchKernel(
-            kernel.function, *grid, *block, smem, stream, ctypes.addressof(pointers), 0
-        )
-        check(driver, result, where)
+    """Queues one launch on a stream and returns at once: a `Launch` that is used once."""
+    Launch(kernel, grid, block, smem)(packed, stream)
 
 
 def _check_limits(

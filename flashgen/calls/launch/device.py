@@ -240,11 +240,15 @@ def device_facts(index: int, driver: Any) -> Device:
         return found
 
 
+def is_current(device: Device, driver: Any) -> bool:
+    """Whether the device's primary context is current in this thread."""
+    return int(check(driver, driver.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(device.context)
+
+
 @contextmanager
 def current(device: Device, driver: Any) -> Iterator[None]:
     """Makes the device's primary context current in this thread, then restores the previous one."""
-    before = check(driver, driver.cuCtxGetCurrent(), "cuCtxGetCurrent")
-    if int(before) == int(device.context):
+    if is_current(device, driver):
         yield
         return
     check(driver, driver.cuCtxPushCurrent(device.context), "cuCtxPushCurrent")

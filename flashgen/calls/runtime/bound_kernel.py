@@ -50,7 +50,6 @@ class BoundKernel:
         self.rest = rest
         self.block = (build.facts.threads, 1, 1)
         self.smem_bytes = build.facts.smem_bytes
-        self._loaded: Any = None
         self._launch: Any = None
 
     def run(self, target: Target, tensors: Tensors, launch: LaunchOptions = DEFAULT_LAUNCH) -> Any:
@@ -77,19 +76,12 @@ class BoundKernel:
             addresses: the values of the kernel's pointers, in order.
         """
         stream = current_stream(index)
-        if self._loaded is None:
+        if self._launch is None:
             from flashgen.calls import launch as gpu
 
-            self._loaded = gpu.load(self.build.binary, index, stream=stream)
-            self._launch = gpu.launch
-        self._launch(
-            self._loaded,
-            self.grid,
-            self.block,
-            self.smem_bytes,
-            self.arguments.packed(addresses, index),
-            stream,
-        )
+            kernel = gpu.load(self.build.binary, index, stream=stream)
+            self._launch = gpu.Launch(kernel, self.grid, self.block, self.smem_bytes)
+        self._launch(self.arguments.packed(addresses, index), stream)
         if self.rest is not None:
             self.rest.launch(addresses, index)
 
