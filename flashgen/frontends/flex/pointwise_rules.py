@@ -192,7 +192,7 @@ def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
         return x // y
     if not (is_int(x.expr) and is_int(y.expr)):
         return _toward_zero(to, x / y)
-    size = fg.abs(x) // fg.absolute(y)
+    size = fg.abs(x) // fg.abs(y)
     return where((x < 0) ^ (y < 0), -size, size)
 
 
@@ -216,7 +216,7 @@ def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
     x, y = to.number("fmod", a), _divisor(to, to.number("fmod", b))
     if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return Entry(x % y)
-    rest = fg.abs(x) % fg.absolute(y)
+    rest = fg.abs(x) % fg.abs(y)
     return Entry(where(x < 0, -rest, rest))
 
 
