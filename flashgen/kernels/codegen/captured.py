@@ -19,7 +19,7 @@ from flashgen.spec import language as fx
 from flashgen.spec.analysis import Analysis, kind_of_sum
 from flashgen.spec.language.spec import AttentionSpec
 
-MOST_UNROLLED = 160
+MOST_UNROLLED = 256
 """Additions of a thread to gradients of learned elements in the code of one tile. With more, the
 loop over a tile's scores is not unrolled: the compiler's time grows faster than their number."""
 
