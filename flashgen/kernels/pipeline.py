@@ -45,7 +45,7 @@ __all__ = [
     "gradient_terms",
 ]
 
-MOST_SPARE_REGISTERS = 96
+MOST_SPARE_REGISTERS = 128
 """A kernel that spills although its plan leaves this many registers free keeps its spills."""
 
 _CHANGED_WGMMA = "(C75"

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 
 import flashgen as fg
 from flashgen.spec.analysis import analyse_mask
 from flashgen.spec.analysis.tile_bounds import Effort
 from flashgen.spec.language import trace_mask
+from flashgen.spec.language.bit_functions import ShiftLeft, ShiftRight
+from flashgen.spec.language.integer_limits import limits
 from flashgen.spec.language.lets import nodes_of
 
 SLOPE, WIDTH = fg.Scalar("slope", "float32"), fg.Scalar("width", "int32")
@@ -86,3 +89,10 @@ def test_the_steps_of_the_analysis_are_proportional_to_the_nodes_of_the_mask(
     for size in (5, 16):
         taken, nodes = steps(name, size, monkeypatch)
         assert taken <= 30 * nodes
+
+
+def test_bounds_of_shift_amounts_that_are_too_wide_do_not_matter() -> None:
+    """An interval may be wider than the values: a shift by 0 to 31 stays one."""
+    x, n = sympy.Symbol("x", integer=True), sympy.Symbol("n", integer=True)
+    for shift, expected in ((ShiftRight, (0, 100)), (ShiftLeft, (0, 100 << 31))):
+        assert limits(shift(x, n), {x: (0, 100), n: (-5, 40)}) == expected

@@ -92,7 +92,7 @@ def test_a_layout_composes_with_mask_bias_dropout_and_grouped_heads() -> None:
         spec,
         case,
         tensors={"layout": live, "bias": values},
-        q_offset=32,
+        q_offset=16,
         dropout_p=0.2,
         rng=torch.tensor([11, 5]),
     )

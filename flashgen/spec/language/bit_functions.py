@@ -101,6 +101,12 @@ class BitXor(_Commutative):
         return sympy.S.Zero if a == b else a if b == 0 else None
 
 
+def _amounts(found: Limits) -> Limits:
+    """The amounts of a shift, which are 0 to 31: bounds that intervals give may be wider."""
+    least, most = (min(max(bound, 0), 31) for bound in found)
+    return least, most
+
+
 class ShiftLeft(BitFunction):
     """``x << n`` for n from 0 to 31: ``x * 2**n``, without overflow"""
 
@@ -112,7 +118,7 @@ class ShiftLeft(BitFunction):
         return x * 2**n if n.is_Integer else None
 
     def limits(self, *parts: Limits) -> Limits:
-        (lo, hi), (_, most) = parts
+        (lo, hi), (_, most) = parts[0], _amounts(parts[1])
         return min(lo, lo << most), max(hi, hi << most)
 
 
@@ -127,7 +133,7 @@ class ShiftRight(BitFunction):
         return FloorDiv(x, 2**n) if n.is_Integer else None
 
     def limits(self, *parts: Limits) -> Limits:
-        (lo, hi), (least, most) = parts
+        (lo, hi), (least, most) = parts[0], _amounts(parts[1])
         return min(lo >> least, lo >> most), max(hi >> least, hi >> most)
 
 

@@ -62,6 +62,8 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def shown(value: object) -> str:
     """A value that was given, for the text of an error."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"a nested tensor, {value.dtype}, on {value.device}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {shape_of(value)}, {value.dtype}, on {value.device}"
     if type(value) is int:
