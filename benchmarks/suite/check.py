@@ -142,9 +142,13 @@ def by_rule(name: str, got: Tensor, exact: Tensor, same: Tensor) -> Verdict:
     return Verdict(ok, largest, allowed, text, largest / allowed)
 
 
-def distance(name: str, got: Tensor, other: Tensor) -> Verdict:
-    """Whether two computations in the dtype of ``got`` agree, by their relative distance."""
-    limit = PEER_LIMIT[got.dtype]
+def distance(name: str, got: Tensor, other: Tensor, layers: int = 1) -> Verdict:
+    """Whether two computations in the dtype of ``got`` agree, by their relative distance.
+
+    Args:
+        layers: how many computations follow each other; their errors add up as independent ones.
+    """
+    limit = PEER_LIMIT[got.dtype] * math.sqrt(layers)
     scale = float(torch.linalg.vector_norm(other.float()))
     apart = float(torch.linalg.vector_norm(got.float() - other.float())) / max(scale, 1e-30)
     largest = _max(got.float() - other.float())

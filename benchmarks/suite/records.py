@@ -1,7 +1,8 @@
 """The files of results: tidy, one observation a row, and only ever appended to.
 
-``speed.csv`` has one row for each contender, problem and pass; ``measures.csv`` one row for each
-other number: ceilings, overheads, compile times, memory, counters, counts of tests. A file whose
+``speed.csv`` has one row for each contender, problem and pass; ``models.csv`` one for each whole
+model and backend; ``measures.csv`` one row for each other number: ceilings, overheads, compile
+times, memory, counters, counts of tests. A file whose
 first line is not the schema's is refused and left as it is, so that no column changes its meaning
 in the middle of a file.
 """
@@ -72,7 +73,35 @@ MEASURES = {
     "unit": "",
     "note": "",
 }
-FILES: dict[str, Mapping[str, str]] = {"speed.csv": SPEED, "measures.csv": MEASURES}
+MODELS = {
+    **STAMP,
+    "model": "a name of benchmarks/suite/whole_models.py",
+    "parameters": "",
+    "mode": "train: a step of AdamW; decode: one token of each sequence, behind a cache",
+    "dropout": "of attention weights",
+    "batch": "sequences",
+    "positions": "tokens of a sequence; for decode at the end",
+    "dtype": "of weights and activations",
+    "backend": "what computes the attention; eager is the reference, which is not timed",
+    "library": "the package of the backend",
+    "version": "of the package",
+    "status": "as in speed.csv",
+    "samples": "steps that are timed",
+    "ms_p20": "20th percentile, milliseconds per step",
+    "ms_p50": "median",
+    "ms_p80": "80th percentile",
+    "tokens_per_s": "of all sequences, from the median",
+    "peak_bytes": "of tensors, weights and optimizer included; empty in a dry run",
+    "losses": "of each training step, nats per token",
+    "difference": "from the reference, of what is nearest to its bound: a loss, gradient or logit",
+    "allowed": "",
+    "note": "",
+}
+FILES: dict[str, Mapping[str, str]] = {
+    "speed.csv": SPEED,
+    "models.csv": MODELS,
+    "measures.csv": MEASURES,
+}
 STATUSES = ("ok", "wrong", "unsupported", "refused", "error", "crashed", "skipped")
 
 Row = dict[str, Any]
@@ -102,6 +131,9 @@ class Writer:
 
     def speed(self, rows: Iterable[Row]) -> None:
         self._append("speed.csv", rows)
+
+    def models(self, rows: Iterable[Row]) -> None:
+        self._append("models.csv", rows)
 
     def measure(
         self, subject: str, metric: str, value: Any, unit: str = "", setting: str = "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from benchmarks.suite import model_lines
 from benchmarks.suite.cases import ROOT
 from benchmarks.suite.records import RESULTS, latest, read
 
@@ -52,6 +53,8 @@ def block(results: Path = RESULTS) -> str:
         "| --- | --- | --- | --- | --- | --- |",
         *[table_row(row) for row in list(taken.values())[:MOST_ROWS]],
     ]
+    if models := model_lines.table(latest(read(results / "models.csv"))):
+        lines += ["", "Whole models with random weights, trained and decoding:", "", *models]
     return "\n".join(lines)
 
 

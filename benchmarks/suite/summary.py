@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.suite import model_lines
 from benchmarks.suite.records import read
 from benchmarks.suite.supervisor import Outcome
 
@@ -19,13 +20,19 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     """The whole summary of a run whose records are in ``folder``."""
     speed = of_run(read(folder / "speed.csv"), run)
     measures = of_run(read(folder / "measures.csv"), run)
-    lines = [f"run {run}", *_heading(speed or measures), ""]
+    models = of_run(read(folder / "models.csv"), run)
+    lines = [f"run {run}", *_heading(speed or models or measures), ""]
     failed = [what for outcome in outcomes for what in outcome.failed]
     lines += _section("failed", failed, "nothing failed")
     lines += _section("slower than a peer", slower(speed), "nothing is slower than a peer")
     lines += _section("as fast as every peer, or faster", faster(speed), "none timed")
     lines += _section("other contenders", others(speed), "none timed")
     lines += _section("refused or unsupported", refused(speed), "none")
+    if models:
+        title = "whole models, flashgen beside each peer, the furthest behind first"
+        lines += _section(title, model_lines.compared(models), "none timed")
+        lines += _section("losses of whole models", model_lines.losses(models), "none trained")
+        lines += _section("whole models without times", model_lines.not_timed(models), "none")
     lines += _section("other measurements", list(map(measure_line, measures)), "none")
     lines += _section("parts", [part_line(outcome) for outcome in outcomes], "none")
     left = [f"{o.name}: {what}" for o in outcomes for what in o.skipped]
@@ -42,6 +49,8 @@ def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) 
     behind = slower(speed)
     lines = ["", "== main cases, flashgen", *(main or ["(none timed)"])]
     lines += ["== furthest behind a peer", *(behind[:most] or ["(none)"])]
+    if models := of_run(read(folder / "models.csv"), run):
+        lines += ["== whole models", *(model_lines.compared(models)[:most] or ["(none timed)"])]
     lines += ["== parts", *map(part_line, outcomes)]
     lines += ["== failed", *(what[:200] for what in failed[:most] or ["(nothing failed)"])]
     left = sum(len(outcome.skipped) for outcome in outcomes)

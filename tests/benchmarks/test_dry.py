@@ -13,6 +13,7 @@ from benchmarks.suite.parts import PARTS
 from benchmarks.suite.parts.correctness import record
 from benchmarks.suite.records import read
 from benchmarks.suite.supervisor import RESTART
+from benchmarks.suite.whole_models import problems
 from tests.benchmarks.test_contenders import context_in
 from tests.support.processes import run_python
 
@@ -125,4 +126,11 @@ def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
     assert {"flashgen sm_80", "flashgen sm_80 deterministic", "sdpa math", "flex"} <= timed
     assert not {row["status"] for row in rows} & {"wrong", "error", "crashed", "refused"}
     measured = {row["part"] for row in read(tmp_path / "measures.csv")}
-    assert measured == {part.name for part in PARTS} - {"suite", "sparsity"}
+    assert measured == {part.name for part in PARTS} - {"suite", "sparsity", "models"}
+    rows = read(tmp_path / "models.csv")
+    assert {row["status"] for row in rows} == {"ok", "unsupported"}
+    # Each model is trained by flashgen and the reference, and decodes.
+    for name in ("eager", "flashgen"):
+        done = [row for row in rows if row["backend"] == name and row["status"] == "ok"]
+        assert len(done) == len(problems(tiny=True))
+    assert {"sdpa", "flex"} <= {row["backend"] for row in rows if row["ms_p50"]}

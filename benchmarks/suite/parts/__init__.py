@@ -41,6 +41,12 @@ PARTS = (
         needs=("ceilings",),
     ),
     Part(Share("overhead", 12, 6), "overhead", 30, "host time per call"),
+    Part(
+        Share("models", 90, 30),
+        "models",
+        120,
+        "three whole models on each attention backend, trained and decoding",
+    ),
     Part(Share("compile", 35, 12), "compiling", 100, "first call of a new variant"),
     Part(Share("memory", 12, 6), "memory", 40, "peak memory against N"),
     Part(
