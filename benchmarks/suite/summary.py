@@ -25,12 +25,13 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     failed = [what for outcome in outcomes for what in outcome.failed]
     lines += _section("failed", failed, "nothing failed")
     lines += _section("slower than a peer", slower(speed), "nothing is slower than a peer")
+    if models:
+        title = "whole models, flashgen beside each peer, the furthest behind first"
+        lines += _section(title, model_lines.compared(models), "none timed")
     lines += _section("as fast as every peer, or faster", faster(speed), "none timed")
     lines += _section("other contenders", others(speed), "none timed")
     lines += _section("refused or unsupported", refused(speed), "none")
     if models:
-        title = "whole models, flashgen beside each peer, the furthest behind first"
-        lines += _section(title, model_lines.compared(models), "none timed")
         lines += _section("losses of whole models", model_lines.losses(models), "none trained")
         lines += _section("whole models without times", model_lines.not_timed(models), "none")
     lines += _section("other measurements", list(map(measure_line, measures)), "none")

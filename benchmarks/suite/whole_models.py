@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -171,13 +171,15 @@ def build(problem: Problem, implementation: str, device: Device) -> Any:
     return model.to(device.torch)
 
 
-def tokens_of(problem: Problem, device: Device) -> Iterator[Tensor]:
-    """Batches of random tokens [batch, positions], the same ones for every backend."""
+def tokens_of(problem: Problem, batches: int, device: Device) -> Tensor:
+    """Random tokens [batches, batch, positions], the same ones for every backend.
+
+    All of a training at once: to copy those of a step would make the host wait for the GPU.
+    """
     generator = torch.Generator().manual_seed(1)
     most = problem.model.options["vocab_size"] // DISTINCT
-    while True:
-        shape = (problem.batch, problem.model.positions)
-        yield torch.randint(most, shape, generator=generator).to(device.torch)
+    shape = (batches, problem.batch, problem.model.positions)
+    return torch.randint(most, shape, generator=generator).to(device.torch)
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def _train(problem: Problem, implementation: str, device: Device, budget: Budget
         names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
         next(getattr(model, name) for name in names if hasattr(model, name))()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    batches = tokens_of(problem, device)
+    batches = tokens_of(problem, problem.count, device)
     gradient: list[Tensor] = []
     means: list[Tensor] = []
     spreads: list[Tensor] = []
@@ -250,9 +252,9 @@ def _train(problem: Problem, implementation: str, device: Device, budget: Budget
         means.append(mean.detach())
         spreads.append(losses.detach().std())
 
-    drops = problem.dropout > 0 and _depends_on_seed(losses_of, next(tokens_of(problem, device)))
+    drops = problem.dropout > 0 and _depends_on_seed(losses_of, batches[0])
     torch.manual_seed(2)
-    ms = _timed(problem, device, budget, lambda _: step(next(batches)))
+    ms = _timed(problem, device, budget, lambda turn: step(batches[turn]))
     return Result(
         ms=ms,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -305,7 +307,7 @@ def _decode(problem: Problem, implementation: str, device: Device, budget: Budge
     from transformers import DynamicCache
 
     model = build(problem, implementation, device).eval()
-    ids = next(tokens_of(problem, device))
+    ids = tokens_of(problem, 1, device)[0]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if implementation == EAGER:  # the whole sequence at once, without a cache
         logits = model(input_ids=ids[-1:], use_cache=False, logits_to_keep=CHECKED).logits
