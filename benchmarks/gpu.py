@@ -34,7 +34,7 @@ DRY_MINUTES = 2.8
 DRY = "dry"
 DRY_SECONDS = {
     "doctor": 30, "boxes": 12, "paths": 14, "packed": 12, "ceilings": 5, "suite": 30,
-    "overhead": 10, "models": 20, "compile": 20, "memory": 8, "sparsity": 10, "blocks": 8,
+    "overhead": 10, "models": 25, "compile": 20, "memory": 8, "sparsity": 10, "blocks": 8,
     "roofline": 8, "sanitizer": 8, "correctness": 40,
 }  # fmt: skip
 
