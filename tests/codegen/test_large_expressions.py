@@ -258,7 +258,7 @@ def learned_steps(steps: int) -> fg.AttentionSpec:
 
 def test_the_additions_of_many_learned_elements_are_not_unrolled() -> None:
     """Unrolled, eight took 20 s to compile on sm_90a."""
-    loops = [fg.emit(learned_steps(n), "sm_90a").backward[-1].text for n in (2, 3, 8)]
+    loops = [fg.emit(learned_steps(n), "sm_90a").backward[-1].text for n in (3, 5, 8)]
     assert ["    ROLLED for (int n" in text for text in loops] == [False, True, True]
     assert ["kept_ds" in text for text in loops] == [False, True, True]
 
