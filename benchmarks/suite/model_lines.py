@@ -41,11 +41,12 @@ def problem(row: Row) -> str:
 
 def compared(rows: Sequence[Row]) -> list[str]:
     """Each pair, then flashgen's rows that have no peer."""
+    found = pairs(rows)
     lines = [
         f"{_timed(pair.ours)}   {pair.ratio:.2f} x {_who(pair.peer)}: {_figures(pair.peer)}"
-        for pair in pairs(rows)
+        for pair in found
     ]
-    with_peer = {problem(pair.ours) for pair in pairs(rows)}
+    with_peer = {problem(pair.ours) for pair in found}
     alone = [
         row
         for row in rows

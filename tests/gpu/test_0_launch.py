@@ -28,7 +28,7 @@ def test_a_kernel_runs_on_the_gpu() -> None:
         on_gpu = [ask(driver.cuMemAlloc(x.nbytes)) for _ in range(2)]
         ask(driver.cuMemcpyHtoD(on_gpu[0], x.ctypes.data, x.nbytes))
         packed = gpu.pack(TOY_PARAMS, [*(int(pointer) for pointer in on_gpu), len(x)])
-        gpu.launch(kernel, (2, 1, 1), (64, 1, 1), 65_536, packed)
+        gpu.Launch(kernel, (2, 1, 1), (64, 1, 1), 65_536)(packed)
         ask(driver.cuMemcpyDtoH(y.ctypes.data, on_gpu[1], y.nbytes))
         for pointer in on_gpu:
             ask(driver.cuMemFree(pointer))

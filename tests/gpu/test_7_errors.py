@@ -129,7 +129,7 @@ class Launch:
         return launch.load(self.binary, driver=driver)
 
     def run(self, kernel: launch.Kernel, grid: tuple[int, int, int] = (1, 1, 1)) -> None:
-        launch.launch(kernel, grid, (self.threads, 1, 1), self.smem_bytes, self.packed)
+        launch.Launch(kernel, grid, (self.threads, 1, 1), self.smem_bytes)(self.packed)
 
 
 def of_forward(one: Problem) -> Launch:

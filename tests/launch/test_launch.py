@@ -122,7 +122,7 @@ def toy(arch: str = "sm_80") -> Binary:
 def test_a_launch_passes_the_structure_by_value_on_the_given_stream() -> None:
     driver = FakeDriver()
     kernel = gpu.load(toy(), driver=driver)
-    gpu.launch(kernel, (2, 3, 1), (64, 1, 1), 0, PACKED, stream=0x55)
+    gpu.Launch(kernel, (2, 3, 1), (64, 1, 1), 0)(PACKED, stream=0x55)
     (seen,) = driver.launches
     assert (seen.grid, seen.block, seen.smem, seen.stream) == ((2, 3, 1), (64, 1, 1), 0, 0x55)
     assert seen.params == PACKED
@@ -146,11 +146,11 @@ def test_the_context_that_was_current_comes_back() -> None:
     driver = FakeDriver()
     driver.contexts = [0x99]  # another context of the caller
     kernel = gpu.load(toy(), driver=driver)
-    gpu.launch(kernel, (1, 1, 1), (64, 1, 1), 0, PACKED)
+    gpu.Launch(kernel, (1, 1, 1), (64, 1, 1), 0)(PACKED)
     assert driver.contexts == [0x99]
     driver.fail = {"cuLaunchKernel": 700}
     with pytest.raises(LaunchError):
-        gpu.launch(kernel, (1, 1, 1), (64, 1, 1), 0, PACKED)
+        gpu.Launch(kernel, (1, 1, 1), (64, 1, 1), 0)(PACKED)
     assert driver.contexts == [0x99]
 
 
@@ -158,7 +158,7 @@ def test_beside_torch_the_context_is_left_alone() -> None:
     driver = FakeDriver()
     driver.contexts = [PRIMARY]  # torch made the primary context current
     kernel = gpu.load(toy(), driver=driver)
-    gpu.launch(kernel, (1, 1, 1), (64, 1, 1), 0, PACKED)
+    gpu.Launch(kernel, (1, 1, 1), (64, 1, 1), 0)(PACKED)
     assert "cuCtxPushCurrent" not in driver.calls
     assert driver.contexts == [PRIMARY]
 
@@ -167,7 +167,7 @@ def test_dynamic_shared_memory_is_allowed_once_and_raised_when_needed() -> None:
     driver = FakeDriver()
     kernel = gpu.load(toy(), driver=driver)
     for smem in (0, 65_536, 65_536, 98_304, 1024):
-        gpu.launch(kernel, (1, 1, 1), (64, 1, 1), smem, PACKED)
+        gpu.Launch(kernel, (1, 1, 1), (64, 1, 1), smem)(PACKED)
     assert driver.allowed_smem == [65_536, 98_304]
 
 
@@ -267,7 +267,7 @@ def test_a_launch_beyond_the_limits_is_refused_before_the_driver_sees_it(
     driver = FakeDriver()
     kernel = gpu.load(toy(), driver=driver)
     with pytest.raises(LaunchError, match=what) as caught:
-        gpu.launch(kernel, grid, block, smem, packed)
+        gpu.Launch(kernel, grid, block, smem)(packed)
     assert numbers in caught.value.numbers
     assert caught.value.where == "launch of toy on CUDA device 0"
     assert driver.launches == []
@@ -278,9 +278,9 @@ def test_static_shared_memory_counts_towards_the_limit() -> None:
     driver = FakeDriver()
     kernel = gpu.load(binary, driver=driver)
     packed = bytes(20)
-    gpu.launch(kernel, (1, 1, 1), (128, 1, 1), 166_912 - 384, packed)
+    gpu.Launch(kernel, (1, 1, 1), (128, 1, 1), 166_912 - 384)(packed)
     with pytest.raises(LaunchError, match="more shared memory"):
-        gpu.launch(kernel, (1, 1, 1), (128, 1, 1), 166_912 - 383, packed)
+        gpu.Launch(kernel, (1, 1, 1), (128, 1, 1), 166_912 - 383)(packed)
 
 
 def test_registers_are_counted_for_the_whole_block() -> None:
@@ -288,7 +288,7 @@ def test_registers_are_counted_for_the_whole_block() -> None:
     greedy = replace(binary, resources=replace(binary.resources, registers=255, max_threads=512))
     kernel = gpu.load(replace(greedy, key="greedy"), driver=FakeDriver())
     with pytest.raises(LaunchError, match="more registers") as caught:
-        gpu.launch(kernel, (1, 1, 1), (512, 1, 1), 0, PACKED)
+        gpu.Launch(kernel, (1, 1, 1), (512, 1, 1), 0)(PACKED)
     assert "512 threads * 255 registers = 130,560" in caught.value.numbers
 
 
@@ -305,7 +305,7 @@ def test_registers_are_counted_for_the_whole_block() -> None:
 def test_an_error_of_the_driver_is_explained(call: str, code: int, what: str, way_out: str) -> None:
     driver = FakeDriver(fail={call: code})
     with pytest.raises(LaunchError, match=what) as caught:
-        gpu.launch(gpu.load(toy(), driver=driver), (1, 1, 1), (64, 1, 1), 0, PACKED)
+        gpu.Launch(gpu.load(toy(), driver=driver), (1, 1, 1), (64, 1, 1), 0)(PACKED)
     assert caught.value.numbers.startswith("CUDA_ERROR_")
     assert caught.value.numbers.endswith(f"code {code}")
     assert way_out in caught.value.way_out

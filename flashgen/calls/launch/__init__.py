@@ -5,7 +5,8 @@ primary context, which torch uses too, so that torch's pointers and streams are 
 
     reason = available()                      # None when there is a GPU
     kernel = load(binary, device=0)
-    launch(kernel, (tiles, 1, 1), (128, 1, 1), smem, pack(source.params, values), stream)
+    launch = Launch(kernel, (tiles, 1, 1), (128, 1, 1), smem)
+    launch(pack(source.params, values), stream)
 
 Functions that call the driver have an argument ``driver``; by default it is the real driver.
 """
@@ -52,7 +53,6 @@ __all__ = [
     "fitting_versions",
     "gpu_facts",
     "gpus",
-    "launch",
     "load",
     "loads",
     "pack",
@@ -222,18 +222,6 @@ class Launch:
     def __str__(self) -> str:
         sizes = f"grid {self.grid}, block {self.block}, {self.smem:,} B of shared memory"
         return f"launch of {self.kernel.name}, {sizes}"
-
-
-def launch(
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    smem: int,
-    packed: bytes,
-    stream: int = 0,
-) -> None:
-    """Queues one launch on a stream and returns at once: a `Launch` that is used once."""
-    Launch(kernel, grid, block, smem)(packed, stream)
 
 
 def _check_limits(
