@@ -41,6 +41,7 @@ MASK = (
     "if (!here.full) {",
 )
 SCORE = "score_mod("
+SUBTRACT_FAR = "subtract_far("
 FAR = (
     "if (far) {",
     "if (tile.far) {",
@@ -93,6 +94,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
+    far |= _calls(built.source.text, SUBTRACT_FAR)
     of_near = _guarded(built.source.text, FAR, "} else {")
     of_scores = _calls(built.source.text, SCORE)
     parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}

@@ -33,6 +33,40 @@ TARGETS = {
 }
 
 
+# The rows of the tables in NOTES.md: a variant of the record, and one of its figures.
+NOTED = {
+    "full": ("full", "unmasked"),
+    "causal, unmasked tiles": ("causal", "unmasked"),
+    "causal, mixed tiles": ("causal", "mixed"),
+    "sliding window, mixed tiles": ("sliding window", "mixed"),
+    "documents, mixed tiles": ("documents", "mixed"),
+    "softcap and causal, unmasked tiles": ("softcap, causal", "unmasked"),
+    "ALiBi and causal, unmasked tiles": ("ALiBi, causal", "unmasked"),
+    "dropout, full": ("dropout", "unmasked"),
+    "a tile that rescales O, in addition": ("full", "rescale"),
+    "full; causal, unmasked tiles": ("full", "unmasked"),
+    "dropout and causal, unmasked tiles": ("dropout, causal", "unmasked"),
+    "the lane that issues the dQ reduction, in addition": ("full", "search"),
+}
+
+
+def test_the_notes_have_the_figures_of_the_record() -> None:
+    kernels = json.loads(RECORD.read_text())["kernels"]
+    recorded = {(kernel["variant"], kernel["head_dim"]): kernel for kernel in kernels}
+    notes = (RECORD.parents[1] / "NOTES.md").read_text()
+    _, _, section = notes.partition("### How many instructions does a score take?")
+    forward, _, backward = section.partition("### ")[0].partition("\nBackward (")
+    for prefix, text in (("", forward), ("backward, ", backward)):
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        rows = [row for row in rows if row and row[0] in NOTED]
+        assert len(rows) > 5
+        for name, *figures in rows:
+            variant, figure = NOTED[name]
+            for head_dim, noted in zip(HEAD_DIMS, figures, strict=False):
+                found = recorded[prefix + variant, head_dim][figure]
+                assert not noted or noted == f"{found:.2f}", (name, head_dim)
+
+
 @cache
 def work(name: str, head_dim: int) -> Work:
     return work_of(BY_NAME[name].built(head_dim))
