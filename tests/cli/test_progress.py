@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -66,8 +67,10 @@ def test_the_work_of_a_call_is_known_before_it_runs(deterministic):
 @pytest.mark.slow
 def test_ctrl_c_ends_an_emulated_run_without_a_traceback():
     line = [sys.executable, "-m", "flashgen", "run", CAUSAL, "--shape", "1,64,4096", "--no-check"]
+    # The children of a shell's background job ignore the signal, unless they are told otherwise.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     run = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed
     )
     assert run.stderr is not None
     for said in run.stderr:
