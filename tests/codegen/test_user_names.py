@@ -74,6 +74,9 @@ HARDEST = """
     sum_of_a by0 by0_first_0 mask_query rcp W_q
 """
 
+AT_ONCE = 40
+"""Names of one spec: more of them, in these forms, are refused as too large for a kernel."""
+
 
 def words(*texts: str) -> list[str]:
     found = {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
@@ -127,8 +130,8 @@ def test_the_hardest_names_compile() -> None:
 def test_every_word_of_c_and_cuda_names_a_capture(arch: str) -> None:
     names = words(C, CUDA, HARDEST)
     assert len(words(C)) >= 200
-    for first in range(0, len(names), 100):
-        assert_compiled(names[first : first + 100], arch)
+    for first in range(0, len(names), AT_ONCE):
+        assert_compiled(names[first : first + AT_ONCE], arch)
 
 
 @pytest.mark.slow
@@ -142,8 +145,8 @@ def test_every_word_of_an_emitted_file_names_a_capture(share: int) -> None:
     names = words(*texts)
     assert {"p", "tile", "tile_end", "row_sum", "threadIdx", "Params", "BLOCK_K"} <= set(names)
     names = names[share::8]
-    for first in range(0, len(names), 100):
-        assert_compiled(names[first : first + 100])
+    for first in range(0, len(names), AT_ONCE):
+        assert_compiled(names[first : first + AT_ONCE])
 
 
 def test_no_capture_has_the_name_of_an_argument_of_the_operator() -> None:
