@@ -1,17 +1,23 @@
-"""The cost of a call of the operator in Python, in addition to the launch itself.
+"""The cost of a call of the operator in Python, with the launch but without the driver.
 
-A call does all that it does on a GPU: checks, choice of a kernel, results, packed parameters. Only
-the launcher is a stub, and the tensors are on the CPU, so that no GPU is needed and no call waits.
-Times are those of the processor, which other programs change little.
-Rows::
+A call does all that it does on a GPU: checks, choice of a kernel, results, tensor maps, packed
+parameters, launch. Only the driver is a stub that answers at once, and the tensors are on the CPU,
+so that no GPU is needed and no call waits. Times are those of the processor, which other programs
+change little. One table has a row for each code path and kind of call::
 
     no gradients    inputs that require no gradients
     forward         inputs that require gradients, forward only
     both            forward and backward; most of the time is torch's autograd, and torch's
                     operations on the CPU (zeros, the rounding of sums)
-    torch.ops       a call without gradients through torch's dispatcher
+
+with a column for a call of the operator and one for a call through torch's dispatcher, and beside
+them::
+
     results         two calls of torch.empty, which all rows above include
-    launcher        calls.launch.Launch with a driver that does nothing, which no row includes
+    launcher        calls.launch.Launch alone, which all rows above include
+    custom op       a torch.library.custom_op with a backward pass, which returns empty results
+    sdpa            torch's scaled_dot_product_attention of one query and one key on the CPU, whose
+                    kernel has next to nothing to compute
 
 A second table has calls of fg.flex_attention with a score_mod of ten operations, without gradients,
 beside fg.attention with the same expression, and what the mod adds to the latter::
@@ -22,8 +28,7 @@ beside fg.attention with the same expression, and what the mod adds to the latte
     cold            the first call with a mod; its kernels have been compiled
     torch           flex_attention of torch on CPU tensors of the same shape, which computes it
 
-Fails when a limit is exceeded: 10 us without gradients, 20 us forward with gradients; for what a
-mod adds, 30 us where it is proved and 150 us where it is recorded.
+Fails when a limit is exceeded: those of `LIMITS` and, for what a mod adds, of `ADDED`.
 
     python benchmarks/overhead.py [--calls 100] [--rounds 200]
 """
@@ -38,6 +43,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,12 +61,20 @@ from rich.table import Table  # noqa: E402
 import flashgen as fg  # noqa: E402
 from flashgen.calls import launch  # noqa: E402
 from flashgen.calls.ops import run_forward  # noqa: E402
-from flashgen.calls.runtime import backends, bound_kernel  # noqa: E402
+from flashgen.calls.runtime import backends, bound_kernel, kernel_arguments  # noqa: E402
 from flashgen.calls.trust import Decision  # noqa: E402
 from flashgen.frontends.flex import known_mods  # noqa: E402
 from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
+from flashgen.shared import arch  # noqa: E402
+from flashgen.shared.tensormap import MAP_BYTES  # noqa: E402
 
-LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
+PATHS = ("sm_80", "sm_90a")
+LIMITS = {
+    ("sm_80", "no gradients"): 7.6,
+    ("sm_80", "forward"): 11.7,
+    ("sm_90a", "no gradients"): 10.0,
+    ("sm_90a", "forward"): 15.0,
+}  # us
 ADDED = {"proved": 30.0, "recorded": 150.0}  # us
 
 
@@ -90,27 +104,28 @@ def idle_driver() -> Any:
 
 
 def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kernel:
-    """A kernel loaded on a device of its own architecture."""
+    """A kernel loaded on a device of its own architecture, whose driver does nothing."""
     facts = launch.device.Device(
         index=0,
         context=1,
-        capability=(8, 0),
+        capability=(8, 0) if binary.arch == "sm_80" else (9, 0),
         max_threads=1024,
-        max_smem_bytes=166_912,
+        max_smem_bytes=arch.facts(binary.arch).smem_per_block,
         registers=65_536,
     )
     return launch.Kernel(binary, facts, idle_driver(), None, None)
 
 
-def pretend_a_gpu() -> None:
-    """CPU tensors take the place of GPU tensors, and a launch does nothing."""
+def pretend_a_gpu(path: str) -> None:
+    """CPU tensors take the place of tensors of a GPU that takes a code path."""
     backends.TAKES["gpu"] = "cpu"
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
+    backends.Target.sms = 132  # type: ignore[misc,assignment]
     bound_kernel.current_stream = lambda index: 0
-    backends.decide = lambda index, capturing: Decision("sm_80", "a stub")
+    kernel_arguments.encode = lambda spec, address, device: bytes(MAP_BYTES)
+    backends.decide = lambda index, capturing: Decision(path, "a stub")
     launch.load = idle_kernel
-    launch.Launch = lambda *arguments: lambda packed, stream: None
 
 
 class Scored:
@@ -195,60 +210,94 @@ def flex_table(operands: list[torch.Tensor], calls: int, rounds: int) -> list[st
     return broken
 
 
+def operator_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[str]:
+    """Prints the first table, and returns the limits that are exceeded."""
+    table = Table(title="overhead of a call, us (median)")
+    for column in ("", "op", "torch.ops", "limit"):
+        table.add_column(column, justify="left" if not column else "right")
+    broken = []
+    learnt = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.zeros_like(plain[0])
+
+    def both(call: Callable[..., torch.Tensor]) -> None:
+        torch.autograd.grad(call(*learnt), learnt, dout)
+
+    for path in PATHS:
+        pretend_a_gpu(path)
+        spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, name=f"overhead_{path}")
+        op = fg.attention(spec)
+        overload = getattr(torch.ops.flashgen, op.name)
+        of_path: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "no gradients": (partial(op, *plain), partial(overload, *plain)),
+            "forward": (partial(op, *learnt), partial(overload, *learnt)),
+            "both": (partial(both, op), partial(both, lambda *t, f=overload: f(*t)[0])),
+        }
+        for name, (direct, dispatched) in of_path.items():
+            took = median_us(direct, calls, rounds)
+            through = median_us(dispatched, calls, rounds)
+            limit = LIMITS.get((path, name))
+            given = f"{limit:.1f}" if limit else ""
+            table.add_row(f"{path}, {name}", f"{took:.1f}", f"{through:.1f}", given)
+            if limit is not None and took > limit:
+                broken.append(f"{path}, {name}: {took:.1f} us, at most {limit:.1f}")
+    for name, call in {**parts_of_calls(spec, plain), **calls_of_torch(both)}.items():
+        table.add_row(name, f"{median_us(call, calls, rounds):.1f}", "", "")
+    Console().print(table)
+    return broken
+
+
+def parts_of_calls(
+    spec: fg.AttentionSpec, plain: list[torch.Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """What each call of the first table includes."""
+    run = run_forward(spec, *plain)
+    kernel = idle_kernel(run.binary)
+    packed = bytes(kernel.binary.resources.param_bytes)
+    launched = launch.Launch(kernel, (1, 2, 1), (run.plan.threads, 1, 1), run.plan.smem_bytes)
+
+    def allocated() -> None:
+        torch.empty(1, 2, 32, 64, dtype=torch.float16)
+        torch.empty(1, 2, 32, dtype=torch.float32)
+
+    return {"results": allocated, "launcher": partial(launched, packed)}
+
+
+def calls_of_torch(
+    both: Callable[[Callable[..., torch.Tensor]], None],
+) -> dict[str, Callable[[], Any]]:
+    """Calls of torch's own ways to an operator, whose kernels do nothing."""
+
+    @torch.library.custom_op("flashgen_overhead::attention", mutates_args=())
+    def custom(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(q)
+
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+    def keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    custom.register_autograd(backward, setup_context=keep)
+    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
+    tiny = [torch.zeros(1, 1, 1, 16) for _ in range(3)]
+    learnt = [tensor.clone().requires_grad_() for tensor in tiny]
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    return {
+        "custom op, no gradients": partial(custom, *plain),
+        "custom op, both": partial(both, custom),
+        "sdpa, no gradients": partial(sdpa, *tiny),
+        "sdpa, both": lambda: torch.autograd.grad(sdpa(*learnt), learnt, tiny[0]),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
 
-    prepare = launch.Launch
-    pretend_a_gpu()
-    spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, head_dim=64, name="overhead")
-    op = fg.attention(spec)
-    overload = getattr(torch.ops.flashgen, op.name)
     plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
-    learnt = [tensor.clone().requires_grad_() for tensor in plain]
-    dout = torch.zeros_like(plain[0])
-
-    def both(call: Callable[..., Any]) -> None:
-        torch.autograd.grad(call(*learnt), learnt, dout)
-
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "no gradients": (lambda: op(*plain), lambda: overload(*plain)),
-        "forward": (lambda: op(*learnt), lambda: overload(*learnt)),
-        "both": (lambda: both(op), lambda: both(lambda *t: overload(*t)[0])),
-    }
-    table = Table(title="overhead of a call, us (median)")
-    for column in ("", "op", "torch.ops", "limit"):
-        table.add_column(column, justify="left" if not column else "right")
-    broken = []
-    for name, (direct, dispatched) in calls.items():
-        took = median_us(direct, options.calls, options.rounds)
-        through = median_us(dispatched, options.calls, options.rounds)
-        limit = LIMITS.get(name)
-        table.add_row(name, f"{took:.1f}", f"{through:.1f}", f"{limit:.0f}" if limit else "")
-        if limit is not None and took > limit:
-            broken.append(f"{name}: {took:.1f} us, at most {limit:.0f}")
-
-    run = run_forward(spec, *plain)
-    kernel = idle_kernel(run.binary)
-    packed = bytes(kernel.binary.resources.param_bytes)
-    threads = (run.plan.threads, 1, 1)
-    smem = run.plan.smem_bytes
-
-    launched_once = prepare(kernel, (1, 2, 1), threads, smem)
-
-    def launched() -> None:
-        launched_once(packed, 0)
-
-    def allocated() -> None:
-        torch.empty(1, 2, 32, 64, dtype=torch.float16)
-        torch.empty(1, 2, 32, dtype=torch.float32)
-
-    for name, body in (("results", allocated), ("launcher", launched)):
-        took = median_us(body, options.calls, options.rounds)
-        table.add_row(name, f"{took:.1f}", "", "")
-    Console().print(table)
+    broken = operator_table(plain, options.calls, options.rounds)
     broken += flex_table(plain, options.calls, options.rounds)
     for promise in broken:
         print(f"over the limit: {promise}")

@@ -69,7 +69,7 @@ def recorded(sms: int) -> Iterator[list[SimpleNamespace]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundKernel, "emulate", recording)
-        patch.setattr(kernel_arguments, "encoded", empty_map)
+        patch.setattr(kernel_arguments, "encode", empty_map)
         patch.setattr(Target, "sms", property(lambda _: sms))
         yield found
 

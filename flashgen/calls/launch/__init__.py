@@ -31,7 +31,6 @@ from flashgen.calls.launch.device import (
     fitting_driver,
     fitting_versions,
     guard,
-    is_current,
     loads,
     real_driver,
 )
@@ -179,6 +178,7 @@ class Launch:
         self.grid, self.block, self.smem = grid, block, smem
         self._sizes = (*grid, *block, smem)
         self._param_bytes = kernel.binary.resources.param_bytes
+        self._context = int(kernel.device.context)
 
     def __call__(self, packed: bytes, stream: int = 0) -> None:
         """Queues the launch on a stream and returns at once.
@@ -200,7 +200,8 @@ class Launch:
                 f"{len(packed)} B packed; struct Params has {self._param_bytes} B",
                 "pack the values with Source.params of the source that was compiled",
             )
-        if is_current(kernel.device, kernel.driver):
+        status, context = kernel.driver.cuCtxGetCurrent()
+        if not status and int(context) == self._context:
             self._queue(packed, stream)
         else:
             with current(kernel.device, kernel.driver):

@@ -21,7 +21,7 @@ from flashgen.calls.runtime.arguments.pages import check_positions_of_pages
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
 from flashgen.calls.runtime.programs import CallProgram, Variant, planned_split, program_of
 from flashgen.calls.runtime.reports import Report
-from flashgen.shared.call import CallOptions, Operands
+from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
 from flashgen.shared.errors import SpecError
 
 if TYPE_CHECKING:
@@ -243,9 +243,24 @@ class Attention:
         traced = torch.compiler.is_compiling()
         autocast = traced or _C._is_any_autocast_enabled()
         operands = Operands(q, k, v, (), rng)
-        options = CallOptions(
-            scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
-        )
+        starts_are_ints = type(q_offset) is int and type(k_offset) is int
+        if (
+            not traced  # a graph would guard the values
+            and starts_are_ints
+            and not q_offset
+            and not k_offset
+            and scale is None
+            and backend is None
+            and arch is None
+            and deterministic is None
+            and type(dropout_p) is float
+            and not dropout_p
+        ):
+            options = DEFAULT_OPTIONS  # most calls: later comparisons find the same object
+        else:
+            options = CallOptions(
+                scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
+            )
         if (
             captures
             or operator.captures
@@ -254,8 +269,7 @@ class Attention:
             or split_size is not None
             or type(h_offset) is not int
             or h_offset
-            or type(q_offset) is not int
-            or type(k_offset) is not int
+            or not starts_are_ints
         ):
             operator, operands, options = Call.of(
                 operator,

@@ -14,7 +14,7 @@ import torch
 
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.vmap import map_call
-from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
@@ -53,8 +53,11 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
 
 def _save(ctx: Any, operator: Operator, options: CallOptions, *tensors: Any) -> None:
     """Saves the inputs of the backward pass; floats that are tensors are saved as tensors."""
-    floats = operator.floats_of(options)
-    saved = [value if isinstance(value, Tensor) else None for value in floats]
+    if options is not DEFAULT_OPTIONS:
+        floats = operator.floats_of(options)
+        saved = [value if isinstance(value, Tensor) else None for value in floats]
+    else:
+        saved = []
     if saved.count(None) < len(saved):
         numbers = [None if isinstance(value, Tensor) else value for value in floats]
         options, tensors = operator.with_floats(options, numbers), (*tensors, *saved)

@@ -6,7 +6,6 @@ alone. They are packed once; a launch then fills in the addresses.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,11 +17,12 @@ from flashgen.shared.call import CheckedCall
 from flashgen.shared.dropout import keep_scale, kept_levels
 from flashgen.shared.errors import LaunchError
 from flashgen.shared.signature import CallSignature, field_stem
-from flashgen.shared.tensormap import MAP_ALIGN, TensorMapSpec
+from flashgen.shared.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
 
 Tensor = torch.Tensor
 
 _TENSORS = ("pointer", "tensormap")
+_MOST_MAPS = 1024  # of one tensor of a kernel, at as many addresses
 _OF_CALL = (
     *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
     "splits",
@@ -143,37 +143,38 @@ class KernelArguments:
         others = self.params[len(self.maps) :]
         template = pack(others, [self.numbers.get(p.name) for p in others])
         self._pieces = tuple(_pieces(others, template))
+        codes = [f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces]
+        bytes_of_maps = len(self.maps) * MAP_BYTES
+        pad = -(bytes_of_maps + len(template)) % MAP_ALIGN if self.maps else 0
         self._format = struct.Struct(
-            "<" + "".join(f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces)
+            "<" + f"{MAP_BYTES}s" * len(self.maps) + "".join(codes) + f"{pad}x"
         )
+        self._made: tuple[dict[int, bytes], ...] = tuple({} for _ in self.maps)
 
     def packed(self, addresses: Sequence[int], device: int = 0) -> bytes:
         """The bytes of the structure with the addresses of `pointers`; 0 is a null pointer.
 
         Args:
-            device: the number of the GPU on which the addresses are.
+            device: the number of the GPU on which the addresses are, the same in every call.
         """
-        if self.maps:
-            count = len(self.maps)
-            made = zip(self.maps, addresses[:count], strict=True)
-            packed = b"".join(encoded(spec, address, device) for spec, address in made)
-            packed += self._without_maps(addresses[count:])
-            return packed + bytes(-len(packed) % MAP_ALIGN)
-        return self._without_maps(addresses)
-
-    def _without_maps(self, addresses: Sequence[int]) -> bytes:
-        if len(self._pieces) == 1:
-            return self._format.pack(*addresses, self._pieces[0][2])
+        count = len(self.maps)
         values: list[Any] = []
+        if count:
+            for made, address in zip(self._made, addresses, strict=False):
+                values.append(made.get(address) or self._encode(len(values), address, device))
+            addresses = addresses[count:]
         for first, last, rest in self._pieces:
-            values += [*addresses[first:last], rest]
+            values += addresses[first:last]
+            values.append(rest)
         return self._format.pack(*values)
 
-
-@functools.lru_cache(maxsize=1024)
-def encoded(spec: TensorMapSpec, address: int, device: int) -> bytes:
-    """The 128 bytes of a tensor map; cached, because training steps repeat addresses."""
-    return encode(spec, address, device)
+    def _encode(self, index: int, address: int, device: int) -> bytes:
+        """The bytes of a tensor map, which are kept, because training steps repeat addresses."""
+        made = self._made[index]
+        if len(made) >= _MOST_MAPS:
+            made.clear()
+        made[address] = found = encode(self.maps[index], address, device)
+        return found
 
 
 def _pieces(params: Sequence[ParamField], template: bytes) -> Iterator[tuple[int, int, bytes]]:
