@@ -25,7 +25,7 @@ from benchmarks.suite.timing import (
 )
 from benchmarks.variants import live_elements
 
-TRUSTED = ("sdpa", "flex", "standard")
+TRUSTED = ("sdpa", "cuDNN", "flex", "standard")
 """Peers that others are compared with, by the first word of their names."""
 
 
@@ -96,7 +96,8 @@ def _run_case(
         ]
         _admit(context, case, entrants, inputs[0], learnt)
         live = live_elements(
-            case.mods, case.batch, case.heads_q, case.seq_q, case.seq_k, context.device.torch
+            case.mods_of({**dict(case.scalars), **case.tensors(context.device.torch)}),
+            *(case.batch, case.heads_q, case.seq_q, case.seq_k, context.device.torch),
         )
         for pass_ in passes:
             step = f"{case.id}, {pass_}"
@@ -141,6 +142,10 @@ def _admit(
             # Here, because another contender may call the same operator next.
             entrant.described = entrant.prepared.described()
             verdict = oracle.verdict(results, ours=contender.ours)
+            if verdict.ok and entrant.prepared.undropped:
+                p = case.mods.dropout
+                drops = check.dropped_at_random(entrant.prepared.attend, inputs, p)
+                verdict = check.worst_of((verdict, drops))
             if verdict.ok and trusted is not None:
                 apart = check.compare_peers(results, trusted)
                 verdict = verdict if apart.ok else apart
@@ -163,11 +168,17 @@ def _admit(
 
 
 def _results(prepared: Prepared, inputs: Inputs, learnt: bool) -> Tensors:
-    out = prepared.attend(*inputs.learnt)
-    if not learnt or "backward" not in prepared.passes:
+    out = (prepared.undropped or prepared.attend)(*inputs.learnt)
+    if not learnt or "both" not in prepared.passes:
         return {"out": out}
-    gradients = torch.autograd.grad(out, inputs.learnt, inputs.dout)
-    return {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    gradients = torch.autograd.grad(out, differentiated(prepared, inputs), inputs.dout)
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in prepared.learned))
+    return {"out": out, **dict(zip(names, gradients, strict=True))}
+
+
+def differentiated(prepared: Prepared, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """What a backward pass computes gradients of."""
+    return (*inputs.learnt, *prepared.learned.values())
 
 
 def _timed(
@@ -222,8 +233,10 @@ def _timed(
         if entrant.prepared and pass_ not in entrant.prepared.passes:
             continue
         row = _row(case, entrant, pass_, live)
+        row["library"] = entrant.contender.library(context.device)
         if entrant.name in times:
-            row |= _times(times, entrant, entrants, flops(pass_, live, case.head_dim), rate)
+            operations = flops(pass_, live, case.head_dim, case.head_dim_v)
+            row |= _times(times, entrant, entrants, operations, rate)
         elif entrant.name in refused:
             row |= {"status": "refused", "note": refused[entrant.name]}
             if entrant.contender.ours:
@@ -245,7 +258,7 @@ def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
 
         def both(index: int) -> Any:
             at = given[index % len(given)]
-            return torch.autograd.grad(attend(*at.learnt), at.learnt, at.dout)
+            return torch.autograd.grad(attend(*at.learnt), differentiated(prepared, at), at.dout)
 
         return both
     outs = [attend(*at.learnt) for at in given]
@@ -253,7 +266,8 @@ def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
     def backward(index: int) -> Any:
         place = index % len(given)
         at = given[place]
-        return torch.autograd.grad(outs[place], at.learnt, at.dout, retain_graph=True)
+        learnt = differentiated(prepared, at)
+        return torch.autograd.grad(outs[place], learnt, at.dout, retain_graph=True)
 
     return backward
 
@@ -266,7 +280,7 @@ def _row(case: Case, entrant: Entrant, pass_: str, live: int) -> Row:
             name: getattr(case, name)
             for name in (
                 *("group", "spec", "batch", "heads_q", "heads_kv", "seq_q", "seq_k"),
-                *("head_dim", "dtype"),
+                *("head_dim", "head_dim_v", "dtype"),
             )
         },
         "scalars": " ".join(f"{name}={value}" for name, value in case.scalars),

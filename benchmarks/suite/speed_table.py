@@ -24,11 +24,8 @@ class MarkerError(Exception):
 
 def block(results: Path = RESULTS) -> str:
     """What stands between the markers."""
-    rows = [
-        row
-        for row in latest(read(results / "speed.csv"))
-        if row["part"] == "suite" and row["contender"].startswith("flashgen")
-    ]
+    every = [row for row in latest(read(results / "speed.csv")) if row["part"] == "suite"]
+    rows = [row for row in every if row["contender"].startswith("flashgen")]
     timed = [row for row in rows if row["status"] == "ok" and row["ms_p50"]]
     if not timed:
         return NONE
@@ -38,6 +35,9 @@ def block(results: Path = RESULTS) -> str:
         # What a call without options takes: the first code path, whose records come first.
         if len(row["contender"].split()) == 2:
             taken.setdefault(problem(row), row)
+    of = {row["contender"]: row["library"] for row in every}
+    fastest = sorted({row["peer"] for row in taken.values()} - {""})
+    peers = [f"{name} ({of.get(name, '')})" for name in fastest]
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
     slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken.values())
     measured = (
@@ -48,6 +48,8 @@ def block(results: Path = RESULTS) -> str:
     )
     lines = [
         *textwrap.wrap(measured, 120),
+        "",
+        *textwrap.wrap(f"Peers: {', '.join(peers)}.", 120),
         "",
         "| problem | pass | TFLOP/s | of matmul | fastest peer | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -60,7 +62,7 @@ def block(results: Path = RESULTS) -> str:
 
 def problem(row: Row) -> tuple[str, ...]:
     names = ("spec", "scalars", "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
-    return tuple(row[name] for name in (*names, "dtype", "pass"))
+    return tuple(row[name] for name in (*names, "head_dim_v", "dtype", "pass"))
 
 
 def table_row(row: Row) -> str:

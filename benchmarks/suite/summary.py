@@ -30,6 +30,7 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
         lines += _section(title, model_lines.compared(models), "none timed")
     lines += _section("as fast as every peer, or faster", faster(speed), "none timed")
     lines += _section("other contenders", others(speed), "none timed")
+    lines += _section("contenders and their packages", packages(speed), "none")
     lines += _section("refused or unsupported", refused(speed), "none")
     if models:
         lines += _section("losses of whole models", model_lines.losses(models), "none trained")
@@ -44,14 +45,16 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
 
 def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) -> str:
     """The same on one screen, for the end of a long output."""
-    speed = [row for row in of_run(read(folder / "speed.csv"), run) if is_ours(row)]
+    all_rows = of_run(read(folder / "speed.csv"), run)
+    speed = [row for row in all_rows if is_ours(row)]
     failed = [what for outcome in outcomes for what in outcome.failed]
     main = [speed_line(row) for row in _timed(speed)][:most]
     behind = slower(speed)
-    lines = ["", "== main cases, flashgen", *(main or ["(none timed)"])]
-    lines += ["== furthest behind a peer", *(behind[:most] or ["(none)"])]
+    lines = ["", "== furthest behind a peer", *(behind[:most] or ["(none)"])]
     if models := of_run(read(folder / "models.csv"), run):
         lines += ["== whole models", *(model_lines.compared(models)[:most] or ["(none timed)"])]
+    lines += ["== main cases, flashgen", *(main or ["(none timed)"])]
+    lines += ["== peers", *packages([row for row in all_rows if not is_ours(row)])]
     lines += ["== parts", *map(part_line, outcomes)]
     lines += ["== failed", *(what[:200] for what in failed[:most] or ["(nothing failed)"])]
     left = sum(len(outcome.skipped) for outcome in outcomes)
@@ -90,9 +93,10 @@ def problem(row: Row) -> str:
         else f"{row['heads_q']}/{row['heads_kv']}"
     )
     given = f" {row['scalars']}" if row["scalars"] else ""
+    second = f"/{row['head_dim_v']}" if row["head_dim_v"] != row["head_dim"] else ""
     return (
         f"{row['spec']}{given} B{row['batch']} H{heads} {row['seq_q']}x{row['seq_k']} "
-        f"d{row['head_dim']} {row['dtype']} {row['pass']}"
+        f"d{row['head_dim']}{second} {row['dtype']} {row['pass']}"
     )
 
 
@@ -100,7 +104,7 @@ def speed_line(row: Row) -> str:
     share = f" {float(row['of_matmul']):.0%} of matmul," if row["of_matmul"] else ""
     peer = f" {float(row['ratio']):.2f} x {row['peer']}" if row["ratio"] else " no peer"
     return (
-        f"{problem(row):<72} {row['contender']:<28} {float(row['ms_p50']):>9.4f} ms "
+        f"{problem(row):<72} {row['contender']:<32} {float(row['ms_p50']):>9.4f} ms "
         f"{float(row['tflops']):>7.1f} TFLOP/s,{share}{peer}"
     )
 
@@ -122,6 +126,12 @@ def faster(rows: list[Row]) -> list[str]:
 
 def others(rows: list[Row]) -> list[str]:
     return [speed_line(row) for row in _timed(rows) if not is_ours(row)]
+
+
+def packages(rows: list[Row]) -> list[str]:
+    """The packages of each contender that was timed, with their versions."""
+    found = {row["contender"]: row["library"] for row in _timed(rows)}
+    return [f"{contender:<32} {library}" for contender, library in found.items()]
 
 
 def refused(rows: list[Row]) -> list[str]:

@@ -13,7 +13,7 @@ import flashgen as fg
 from benchmarks.suite import check
 from benchmarks.suite.cases import ROOT, Case, all_spec_names, full_list, grid, make, tiny_list
 from benchmarks.suite.contenders import Prepared, contenders
-from benchmarks.suite.contenders.flex import Flex
+from benchmarks.suite.contenders.flex import flexes
 from benchmarks.suite.contenders.ours import Flashgen, flashgens, spec_of
 from benchmarks.suite.contenders.sdpa import dense_mask, sdpas
 from benchmarks.suite.contenders.served import Served
@@ -46,7 +46,9 @@ class LikeAGpu(Device):
 
 
 GPU = LikeAGpu()
-SDPA = {contender.name.split()[1]: contender for contender in sdpas()}
+SDPA = {contender.name.removeprefix("sdpa "): contender for contender in sdpas()}
+DENSE = SDPA["cuDNN through torch, dense mask"]
+FLEX, FLASH, AUTOTUNED = flexes()
 
 
 def small(spec: str, *, seq_q: int = 24, seq_k: int = 40, dtype: str = "float32") -> Case:
@@ -165,8 +167,8 @@ def test_backends_for_gpus_say_so_elsewhere() -> None:
 
 def test_flex_serves_every_form_but_compiles_only_for_the_main_shapes() -> None:
     for name in FORMS:
-        assert Flex().supports(make("x", name, 1, 2, 2, 64, 64, 64, key=True), GPU) is None
-    assert "too long to compile" in str(Flex().supports(grid("causal", 512, 64), GPU))
+        assert FLEX.supports(make("x", name, 1, 2, 2, 64, 64, 64, key=True), GPU) is None
+    assert "too long to compile" in str(FLEX.supports(grid("causal", 512, 64), GPU))
     key = {case.spec for case in full_list() if case.key}
     assert key >= set(FORMS)
 
@@ -193,7 +195,7 @@ def test_the_list_begins_with_the_main_shape_and_has_every_group_once() -> None:
     assert (cases[0].group, cases[0].spec, cases[0].seq_q) == ("llama", "causal", 8192)
     assert len({case.id for case in cases}) == len(cases)
     groups = {case.group for case in cases}
-    assert groups == {"llama", "grid", "gpt2-medium", "variant", "decode"}
+    assert groups == {"llama", "grid", "gpt2-medium", "variant", "decode", "model"}
     shapes = {(c.head_dim, c.seq_q, c.spec) for c in cases if c.group == "grid"}
     assert shapes >= {
         (d, n, s)
@@ -201,8 +203,9 @@ def test_the_list_begins_with_the_main_shape_and_has_every_group_once() -> None:
         for n in (512, 1024, 2048, 4096, 8192, 16384)
         for s in ("causal", "full")
     }
-    decode = {case.seq_k for case in cases if case.group == "decode"}
-    assert decode == {1024 * 2**i for i in range(8)}
+    decode = {(case.batch, case.seq_k) for case in cases if case.group == "decode"}
+    assert decode >= {(batch, 1024 * 2**i) for i in range(8) for batch in (1, 8)}
+    assert (2, 32768) in decode
     assert {case.group for case in tiny_list()} <= groups
 
 
@@ -239,6 +242,9 @@ class Stub:
     def __init__(self, name: str, ours: bool, act: Any = None, reason: str | None = None) -> None:
         self.name, self.ours, self._act, self._reason = name, ours, act, reason
         self.calls = 0
+
+    def library(self, device: Device) -> str:
+        return f"{self.name} 1.2"
 
     def supports(self, case: Case, device: Device) -> str | None:
         return self._reason

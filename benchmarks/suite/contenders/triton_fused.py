@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
+from benchmarks.suite.contenders.libraries import TRITON
 from benchmarks.suite.device import Device
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -35,6 +36,9 @@ class TritonFused:
     name = "triton"
     ours = False
 
+    def library(self, device: Device) -> str:
+        return TRITON.text
+
     def supports(self, case: Case, device: Device) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
@@ -43,9 +47,9 @@ class TritonFused:
         if device.kind != "gpu" and case.dtype == "bfloat16":
             return "numpy, which interprets the kernel, has no bfloat16"
         mods = case.mods
-        if mods.score is not None or not (mods.mask is None or mods.is_causal):
+        if not mods.plain or mods.dropout:
             return "full and causal attention only"
-        if case.head_dim not in HEAD_DIMS:
+        if case.head_dim not in HEAD_DIMS or case.head_dim_v != case.head_dim:
             return f"head_dim one of {', '.join(map(str, HEAD_DIMS))}"
         if case.dtype == "float32":
             return "16-bit operands only"
