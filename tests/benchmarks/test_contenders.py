@@ -64,18 +64,24 @@ def test_every_spec_without_tensors_has_a_form_in_torch_so_that_it_is_measured()
     assert missing == [], "benchmarks/variants.py: mask, score and scalars of these specs"
 
 
-@pytest.mark.parametrize("name", sorted(set(all_spec_names()) & set(FORMS)))
+MADE_OF_SEVERAL = sorted({case.spec for case in full_list()} - set(FORMS))
+
+
+@pytest.mark.parametrize("name", [*sorted(set(all_spec_names()) & set(FORMS)), *MADE_OF_SEVERAL])
 def test_a_form_is_its_spec(name: str) -> None:
     # The suite's own attention with the form against the oracle's with the spec: not one element
     # of S may differ, and scores by rounding alone.
-    case = small(name, seq_q=37, seq_k=53)
+    case = small(name, seq_q=53 if name == "variable_length" else 37, seq_k=53)
+    case = replace(case, dim_v=24, batch=1 if name == "variable_length" else 2)
     inputs = check.make_inputs(case, CPU, seed=1)
     q, k, v = (tensor.detach() for tensor in inputs.learnt)
-    scalars = dict(case.scalars)
-    exact, _ = reference.attention(spec_of(case), q, k, v, scalars=scalars)
-    wanted = reference.gradients(spec_of(case), q, k, v, inputs.dout, scalars=scalars)
+    scalars = {key: value for key, value in case.scalars if key != "dropout_p"}
+    given: Any = {"scalars": scalars, "tensors": case.tensors(CPU)}
+    given["tensors"] = {key: tensor.detach() for key, tensor in given["tensors"].items()}
+    exact, _ = reference.attention(spec_of(case), q, k, v, **given)
+    wanted = reference.gradients(spec_of(case), q, k, v, inputs.dout, **given)
     oracle = check.Oracle(case, inputs)
-    results = dict(zip(("out", "dq", "dk", "dv"), (exact, *wanted), strict=True))
+    results = dict(zip(("out", "dq", "dk", "dv"), (exact, *wanted[:3]), strict=True))
     for key, tensor in oracle.sliced(results).items():
         torch.testing.assert_close(oracle._exact[key], tensor, rtol=1e-6, atol=1e-7)
 
@@ -145,6 +151,14 @@ def test_torch_attention_takes_exact_biases_but_no_other_score_function() -> Non
     assert bias is not None
     assert bias.shape == (1, 4, 24, 40)
     assert dense_mask(small("full"), DEVICE) is None
+
+
+def test_cudnn_behind_a_dense_mask_is_named_so() -> None:
+    causal, window = grid("causal", 1024, 128), grid("sliding_window", 1024, 128)
+    assert DENSE.supports(window, GPU) is None
+    assert "tensors" in str(DENSE.supports(causal, GPU))
+    assert "plain" in str(SDPA["cudnn"].supports(window, GPU))
+    assert SDPA["cudnn"].supports(causal, GPU) is None
 
 
 def test_a_causal_switch_is_used_for_square_problems_only() -> None:
@@ -294,6 +308,8 @@ def test_a_wrong_kernel_is_recorded_and_never_timed(tmp_path: Path) -> None:
     assert float(row["max_error"]) > float(row["max_allowed"])
     assert rows["sdpa right", "both"]["status"] == "ok"
     assert rows["sdpa right", "both"]["peer"] == ""
+    assert rows["sdpa right", "both"]["library"] == "sdpa right 1.2"
+    assert rows["sdpa right", "both"]["head_dim_v"] == "16"
     failed = [e for e in context_in(tmp_path).journal.path.read_text().splitlines() if "wrong" in e]
     assert len(failed) >= 1
 

@@ -228,6 +228,7 @@ def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: 
     row = {
         "spec": "causal", "contender": "flashgen sm_80", "status": "ok", "ms_p50": 2.0,
         "tflops": 300.0, "of_matmul": 0.4, "peer": "sdpa cudnn", "ratio": 0.5, "pass": "forward",
+        "library": "cuDNN 9.19; torch 2.11",
     }  # fmt: skip
     rows = [row, {**row, "spec": "full", "ratio": 1.5}, {**row, "contender": "sdpa cudnn"}]
     Writer(tmp_path, stamp, "suite").speed(rows)
@@ -236,6 +237,8 @@ def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: 
     assert len(text.splitlines()) < 60
     assert "99 failed, 0 rows wrong, 1 slower than a peer, 1 not, 2 left out" in text
     assert "0.50 x sdpa cudnn" in text
+    assert text.index("== furthest behind") < text.index("== main cases")
+    assert "sdpa cudnn                       cuDNN 9.19; torch 2.11" in text
     assert "case 0" in text
 
 
@@ -255,6 +258,27 @@ def test_a_journal_says_what_was_done_and_what_was_lost(tmp_path: Path) -> None:
     assert again.lost("inner") == "ended by SIGSEGV"
     assert again.lost("outer") is None
     assert len(entries(path)) == 5
+
+
+def test_a_run_goes_on_behind_what_the_last_one_has_done(tmp_path: Path) -> None:
+    late = (
+        STEPS
+        + """
+step("one")
+if not Path(sys.argv[1]).with_suffix(".again").exists():
+    Path(sys.argv[1]).with_suffix(".again").touch()
+    journal.skipped("two")
+else:
+    step("two")
+"""
+    )
+    first = run_programs(tmp_path, {"part": late})["part"]
+    assert first.skipped == ["two"]
+    again = run_programs(tmp_path, {"part": late})["part"]
+    assert again.skipped == []
+    assert (tmp_path / "work" / "part.log").read_text().split() == ["one", "two"]
+    run = gpu.run_of(tmp_path / "kept")
+    assert gpu.run_of(tmp_path / "kept") == run
 
 
 def test_an_exception_leaves_a_step_open(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ class Flex:
         return FA4.missing(device) if on_gpu and self._flash else None
 
     def prepare(self, case: Case, device: Device) -> Prepared:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import (
+            AuxRequest,
+            create_block_mask,
+            flex_attention,
+        )
 
         on_gpu, captured = device.kind == "gpu", case.tensors(device.torch)
         mods = case.mods_of({**case.numbers(device.torch), **captured})
@@ -73,15 +77,15 @@ class Flex:
                 score_mod=score,
                 block_mask=block_mask,
                 enable_gqa=grouped,
-                return_lse=sink is not None,
+                return_aux=None if sink is None else AuxRequest(lse=True),
                 kernel_options=options or None,
             )
             if sink is None:
                 result: Tensor = found
                 return result
             # A sink takes a share of each row's weights that its log-sum-exp knows.
-            out, lse = found
-            kept = torch.sigmoid(lse - sink[:, None])
+            out, aux = found
+            kept = torch.sigmoid(aux.lse - sink[:, None])
             return (out * kept[..., None]).to(out.dtype)
 
         def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
