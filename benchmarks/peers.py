@@ -217,9 +217,9 @@ def check() -> list[str]:
     Each is imported in a process of its own, since a library that was built for another one may
     take the process with it.
     """
-    from benchmarks.suite.contenders.libraries import LIBRARIES
+    from benchmarks.suite.contenders.libraries import LIBRARIES, cudnn_text, torch_text
 
-    lines = []
+    lines = [f"Python {sys.version.split()[0]}, {torch_text()}, {cudnn_text()}"]
     for library in LIBRARIES:
         program = f"import importlib; importlib.import_module({library.module!r})"
         try:
@@ -230,7 +230,7 @@ def check() -> list[str]:
             reason = (done.stderr.strip().splitlines() or [reason])[-1] if reason else ""
         except subprocess.TimeoutExpired:
             reason = "its import takes longer than 120 s"
-        lines.append(f"{library.module:<28} {library.text:<36} {reason or 'can be imported'}")
+        lines.append(f"{library.module:<52} {library.text:<34} {reason or 'can be imported'}")
     return lines
 
 

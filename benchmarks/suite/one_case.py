@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,16 @@ def _admit(
         try:
             entrant.prepared = contender.prepare(case, context.device)
             check.poison(inputs.q)
-            results = _results(entrant.prepared, inputs, learnt)
+            try:
+                results = _results(entrant.prepared, inputs, learnt)
+            except Exception as error:
+                if contender.ours or not learnt or "forward" not in entrant.prepared.passes:
+                    raise
+                # A peer that has no gradients of this case is timed without them.
+                context.usable()
+                results = _results(entrant.prepared, inputs, False)
+                entrant.prepared = replace(entrant.prepared, passes=("forward",))
+                entrant.note = f"no gradients: {first_line(error)}"
             # Here, because another contender may call the same operator next.
             entrant.described = entrant.prepared.described()
             verdict = oracle.verdict(results, ours=contender.ours)

@@ -18,7 +18,6 @@ from benchmarks.suite.contenders.ours import Flashgen, flashgens, spec_of
 from benchmarks.suite.contenders.sdpa import dense_mask, sdpas
 from benchmarks.suite.contenders.served import Served
 from benchmarks.suite.contenders.standard import Standard
-from benchmarks.suite.contenders.triton_fused import TritonFused
 from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal
@@ -176,7 +175,6 @@ def test_backends_for_gpus_say_so_elsewhere() -> None:
     case = small("causal", seq_q=40, dtype="bfloat16")
     for name in ("cudnn", "flash", "efficient"):
         assert SDPA[name].supports(case, DEVICE) == "needs a GPU"
-    assert TritonFused().supports(case, DEVICE) is not None
 
 
 def test_flex_serves_every_form_but_compiles_only_for_the_main_shapes() -> None:
@@ -350,6 +348,14 @@ def test_what_raises_is_recorded_and_the_others_are_timed(tmp_path: Path) -> Non
     assert rows["standard", "backward"]["status"] == "ok"
 
 
+def test_a_peer_without_gradients_is_timed_forward_and_says_why(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, Stub("sdpa x", False, torch.Tensor.detach), Stub("standard", False))
+    assert float(rows["sdpa x", "forward"]["ms_p50"]) > 0
+    assert rows["sdpa x", "forward"]["note"].startswith("no gradients: RuntimeError: ")
+    assert ("sdpa x", "backward") not in rows
+    assert rows["standard", "backward"]["status"] == "ok"
+
+
 def test_a_device_that_is_gone_ends_the_process_and_the_next_goes_on(tmp_path: Path) -> None:
     class Gone(Device):
         def failure(self) -> str | None:
@@ -399,4 +405,4 @@ def test_all_contenders_can_be_listed_without_a_gpu() -> None:
     names = [contender.name for contender in contenders(DEVICE)]
     assert names[0].startswith("flashgen")
     assert {"sdpa cudnn", "sdpa flash", "sdpa efficient", "sdpa math"} < set(names)
-    assert {"flex", "triton", "standard"} < set(names)
+    assert {"flex", "FlashAttention-4", "cuDNN graph", "standard"} < set(names)

@@ -114,7 +114,8 @@ def test_the_check_says_what_can_be_imported_and_why_the_rest_cannot(
     there = libraries.Library("numpy", "json")
     lost = libraries.Library("no-such-package", "no_such_module")
     monkeypatch.setattr(libraries, "LIBRARIES", (there, lost))
-    right, wrong = peers.check()
+    here, right, wrong = peers.check()
+    assert f"torch {torch.__version__}" in here
     assert right.startswith("json")
     assert right.endswith("can be imported")
     assert "no-such-package, not installed" in wrong

@@ -82,12 +82,11 @@ def contenders(device: Device) -> list[Contender]:
     from benchmarks.suite.contenders.sdpa import sdpas
     from benchmarks.suite.contenders.served import Served
     from benchmarks.suite.contenders.standard import Standard
-    from benchmarks.suite.contenders.triton_fused import TritonFused
 
     served = [Served(arch, paged=paged) for arch in device.archs for paged in (False, True)]
     peers: list[Contender] = [
         kind(deterministic=d) for kind in (FlashAttention, CudnnGraph) for d in (False, True)
     ]
     peers += [CudnnGraph(paged=True), CudnnFlex(), FlashInfer()]
-    peers += [*sdpas(), *flexes(), TritonFused(), Standard()]
+    peers += [*sdpas(), *flexes(), Standard()]
     return [*flashgens(device), *served, *peers]

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Contender, Prepared, Tensor, learned
-from benchmarks.suite.contenders.libraries import FA4, TRITON, torch_text
+from benchmarks.suite.contenders.libraries import FA4, FLEX_FLASH, TRITON, torch_text
 from benchmarks.suite.device import Device
 
 
@@ -43,7 +43,9 @@ class Flex:
             return "head dims below 16 are refused"
         if case.mods.dropout:
             return "it has no dropout"
-        return FA4.missing(device) if on_gpu and self._flash else None
+        if not (on_gpu and self._flash):
+            return None
+        return FLEX_FLASH.missing(device) or FA4.missing(device)
 
     def prepare(self, case: Case, device: Device) -> Prepared:
         from torch.nn.attention.flex_attention import (

@@ -85,6 +85,7 @@ FA3 = Library("flash-attn-3", "flash_attn_interface")
 CUDNN = Library("nvidia-cudnn-frontend", "cudnn", "Cudnn")
 CUDNN_FLEX = Library("nvidia-cudnn-frontend", "cudnn.flex_attention", "CudnnFlex")
 FLASHINFER = Library("flashinfer-python", "flashinfer", "FlashInfer")
+FLEX_FLASH = Library("torch", "torch._inductor.kernel.flex.flex_flash_attention")
 TRITON = Library("triton", "triton")
 
 LIBRARIES = (
@@ -94,5 +95,7 @@ LIBRARIES = (
     CUDNN_FLEX,
     FLASHINFER,
     TRITON,
+    FLEX_FLASH,
+    Library("torch", "torch.nn.attention._fa4"),
 )
 """All of them, for `benchmarks/peers.py --check`."""
