@@ -202,11 +202,11 @@ def tiny_list() -> list[Case]:
     Not every spec is included: other tests check the specs and their forms in torch.
     """
     return [
-        make("llama", "causal", 1, 2, 1, 64, 64, 64, key=True),
+        make("llama", "causal", 1, 2, 1, 64, 64, 32, key=True),
         make("decode", "full", 1, 2, 1, 1, 80, 64),
-        make("grid", "full", 1, 1, 1, 64, 64, 64, dtype="float16"),
-        make("variant", "sliding_window", 1, 1, 1, 64, 64, 64, key=True),
-        make("model", "causal+alibi", 1, 1, 1, 64, 64, 64, key=True),
+        make("grid", "full", 1, 1, 1, 64, 64, 32, dtype="float16"),
+        make("variant", "sliding_window", 1, 1, 1, 64, 64, 32, key=True),
+        make("model", "causal+alibi", 1, 1, 1, 32, 32, 16, key=True),
         make("model", "sliding_window+sink", 1, 2, 1, 32, 32, 16, key=True, window=9),
         make("model", "variable_length", 1, 1, 1, 48, 48, 16, key=True),
         make("model", "causal+dropout", 1, 1, 1, 32, 32, 16, dim_v=8),

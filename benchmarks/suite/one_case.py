@@ -148,6 +148,8 @@ def _admit(
                 results = _results(entrant.prepared, inputs, False)
                 entrant.prepared = replace(entrant.prepared, passes=("forward",))
                 entrant.note = f"no gradients: {first_line(error)}"
+                if context.tiny:  # stand-ins have gradients: the adapter is wrong
+                    context.journal.failed(f"{case.id}: {contender.name}: {entrant.note}")
             # Here, because another contender may call the same operator next.
             entrant.described = entrant.prepared.described()
             verdict = oracle.verdict(results, ours=contender.ours)

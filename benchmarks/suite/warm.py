@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -19,12 +20,13 @@ from benchmarks.suite.check import make_inputs
 from benchmarks.suite.contenders import Contender
 from benchmarks.suite.contenders.cudnn_flex import CudnnFlex
 from benchmarks.suite.contenders.flash_attention import FlashAttention
+from benchmarks.suite.contenders.flashinfer import FlashInfer
 from benchmarks.suite.contenders.flex import flexes
 from benchmarks.suite.contenders.ours import flashgens, spec_of
-from benchmarks.suite.device import KINDS, Device, first_line, open_device, own_threads
+from benchmarks.suite.device import KINDS, first_line, open_device, own_threads
 from flashgen.kernels.pipeline import build, build_backward
 
-PROCESSES = 6
+PROCESSES = 10
 
 
 def main() -> None:
@@ -44,10 +46,18 @@ def main() -> None:
     # Spawned, because a fork would copy a process that uses a GPU.
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         done = [pool.submit(compile_kernels, case, arch) for case in distinct for arch in archs]
-        peers: list[Contender] = [FlashAttention(), CudnnFlex(), *flexes()]
+        peers: list[Contender] = [FlashAttention(), CudnnFlex(), FlashInfer()]
+        done += [
+            pool.submit(compile_peer, contender, shortened(case), options.device)
+            for case in distinct
+            for contender in peers
+            if contender.supports(case, device) is None
+        ]
+        # torch's compiler has processes of its own, and compiles for lengths.
         for case in distinct:
-            for contender in peers:
-                compile_peer(contender, case, device)
+            for contender in flexes():
+                if contender.supports(case, device) is None:
+                    compile_peer(contender, case, options.device)
         for future in done:
             future.result()
 
@@ -68,11 +78,16 @@ def kernel_of(case: Case) -> tuple[object, ...]:
     return case.spec, case.head_dim, case.head_dim_v, case.dtype, share, case.seq_q == 1
 
 
-def compile_peer(contender: Contender, case: Case, device: Device) -> None:
+def shortened(case: Case) -> Case:
+    """The same kernel on little memory, since other processes use the GPU too."""
+    rows, keys = min(case.seq_q, 1024), min(case.seq_k, 1024)
+    return replace(case, batch=1, seq_q=rows, seq_k=keys)
+
+
+def compile_peer(contender: Contender, case: Case, kind: str) -> None:
     """Runs a peer once, whose compiler keeps on disk what it makes."""
-    if contender.supports(case, device) is not None:
-        return
     try:
+        device = open_device(kind)
         prepared = contender.prepare(case, device)
         inputs = make_inputs(case, device.torch, seed=0)
         out = prepared.attend(*inputs.learnt)

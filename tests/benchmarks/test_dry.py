@@ -124,6 +124,10 @@ def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
     assert {row["device"] for row in rows} == {"emulator"}
     timed = {row["contender"] for row in rows if row["ms_p50"]}
     assert {"flashgen sm_80", "flashgen sm_80 deterministic", "sdpa math", "flex"} <= timed
+    assert {"FlashAttention-4", "cuDNN graph", "cuDNN graph paged"} <= timed
+    assert {"cuDNN flex_attention", "FlashInfer paged", "flex flash", "flex max-autotune"} <= timed
+    assert all(row["library"] for row in rows)
+    assert "stand-in for flash-attn-4" in done.stdout
     assert not {row["status"] for row in rows} & {"wrong", "error", "crashed", "refused"}
     measured = {row["part"] for row in read(tmp_path / "measures.csv")}
     assert measured == {part.name for part in PARTS} - {"suite", "sparsity", "models"}

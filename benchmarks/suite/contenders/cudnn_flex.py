@@ -6,6 +6,7 @@ where the keys that a row keeps are one interval.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from flashgen.spec.analysis import evaluate, row_interval
 from flashgen.spec.analysis.intervals import Interval
 from flashgen.spec.analysis.tile_walk import numbers_of
 from flashgen.spec.language import Q
+
+# As FlashAttention-4, from whose compiler it has its own.
+os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 class CudnnFlex:
@@ -49,18 +53,20 @@ class CudnnFlex:
             starts = mods.starts.to(device.torch)
             packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
             packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        ends = intervals(case).to(device.torch)
+        ends, learns = intervals(case).to(device.torch), case.seq_q > 1
         plans: list[Any] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
             given = [tensor[0] for tensor in rows] if packed else rows
             if not plans:  # it needs sample tensors, and serves all of their shape
-                plans.append(package.create_mask_plan(ends, *given, build_backward=True, **packed))
+                plans.append(
+                    package.create_mask_plan(ends, *given, build_backward=learns, **packed)
+                )
             out: Tensor = package.flex_attn_func(*given, mask_plan=plans[0])
             return (out[None] if packed else out).transpose(1, 2)
 
-        return Prepared(attend, ("forward",) if case.seq_q == 1 else PASSES)
+        return Prepared(attend, PASSES if learns else ("forward",))
 
 
 def interval_of(case: Case) -> Interval | None:
