@@ -159,12 +159,13 @@ def by_rule(name: str, got: Tensor, exact: Tensor, same: Tensor) -> Verdict:
 
 
 def distance(
-    name: str, got: Tensor, other: Tensor, dtype: torch.dtype | None = None, layers: int = 1
+    name: str, got: Tensor, other: Tensor, layers: int = 1, dtype: torch.dtype | None = None
 ) -> Verdict:
-    """Whether two computations in a dtype, that of ``got``, agree, by their relative distance.
+    """Whether two computations agree, by their relative distance.
 
     Args:
         layers: how many computations follow each other; their errors add up as independent ones.
+        dtype: of the computations; by default, that of ``got``.
     """
     limit = PEER_LIMIT[dtype or got.dtype] * math.sqrt(layers)
     scale = float(torch.linalg.vector_norm(other.float()))
@@ -178,7 +179,7 @@ def distance(
 def compare_peers(got: Tensors, trusted: Tensors) -> Verdict:
     """Whole results against those of a peer that is right on the slice."""
     return worst_of(
-        distance(name, tensor.detach(), trusted[name].detach(), got["out"].dtype)
+        distance(name, tensor.detach(), trusted[name].detach(), dtype=got["out"].dtype)
         for name, tensor in got.items()
         if name in trusted
     )
