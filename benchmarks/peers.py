@@ -217,9 +217,9 @@ def check() -> list[str]:
     Each is imported in a process of its own, since a library that was built for another one may
     take the process with it.
     """
-    from benchmarks.suite.contenders.libraries import LIBRARIES, cudnn_text, torch_text
+    from benchmarks.suite.contenders.libraries import LIBRARIES, cudnn_text, named
 
-    lines = [f"Python {sys.version.split()[0]}, {torch_text()}, {cudnn_text()}"]
+    lines = [f"Python {sys.version.split()[0]}, {named('torch')}, {cudnn_text()}"]
     for library in LIBRARIES:
         program = f"import importlib; importlib.import_module({library.module!r})"
         try:

@@ -37,7 +37,6 @@ def block(results: Path = RESULTS) -> str:
             taken.setdefault(problem(row), row)
     of = {row["contender"]: row["library"] for row in every}
     fastest = sorted({row["peer"] for row in taken.values()} - {""})
-    peers = [f"{name} ({of.get(name, '')})" for name in fastest]
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
     slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken.values())
     measured = (
@@ -49,7 +48,9 @@ def block(results: Path = RESULTS) -> str:
     lines = [
         *textwrap.wrap(measured, 120),
         "",
-        *textwrap.wrap(f"Peers: {', '.join(peers)}.", 120),
+        "The peers that were the fastest somewhere, and their packages:",
+        "",
+        *[f"- {name}: {of.get(name, '')}" for name in fastest],
         "",
         "| problem | pass | TFLOP/s | of matmul | fastest peer | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -51,6 +51,14 @@ def learned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
+def passes_of(case: Case, *, deterministic: bool = False) -> tuple[str, ...]:
+    """The passes that a contender with gradients is timed in: decoding has none, and a mode with
+    reproducible gradients has the forward kernels of the other."""
+    if deterministic:
+        return PASSES[1:]
+    return PASSES[:1] if case.seq_q == 1 else PASSES
+
+
 class Contender(Protocol):
     """
     Attributes:

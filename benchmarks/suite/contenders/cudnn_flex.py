@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.suite.cases import PASSES, Case
-from benchmarks.suite.contenders import Prepared, Tensor
+from benchmarks.suite.cases import Case
+from benchmarks.suite.contenders import Prepared, Tensor, passes_of
 from benchmarks.suite.contenders.libraries import CUDNN_FLEX, cudnn_text
 from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.device import Device
@@ -66,7 +66,7 @@ class CudnnFlex:
             out: Tensor = package.flex_attn_func(*given, mask_plan=plans[0])
             return (out[None] if packed else out).transpose(1, 2)
 
-        return Prepared(attend, PASSES if learns else ("forward",))
+        return Prepared(attend, passes_of(case))
 
 
 def interval_of(case: Case) -> Interval | None:

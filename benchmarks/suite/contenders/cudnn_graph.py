@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.suite.cases import Case
-from benchmarks.suite.contenders import Prepared, Tensor, learned
+from benchmarks.suite.contenders import Prepared, Tensor, learned, passes_of
 from benchmarks.suite.contenders.libraries import CUDNN, cudnn_text
 from benchmarks.suite.contenders.served import PAGE, pages_of, table_of
 from benchmarks.suite.device import Device
@@ -71,10 +71,9 @@ class CudnnGraph:
             return out
 
         plain = Node(cudnn, options, self.deterministic, mods.sink, device.torch)
-        passes = ("backward", "both") if self.deterministic else ("forward", "backward", "both")
         return Prepared(
             attend,
-            ("forward",) if case.seq_q == 1 else passes,
+            passes_of(case, deterministic=self.deterministic),
             learned=learned(captured),
             undropped=(lambda *t: _Sdpa.apply(*t, mods.sink, plain)) if mods.dropout else None,
         )

@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from benchmarks.suite.cases import Case
-from benchmarks.suite.contenders import Prepared, Tensor, learned
-from benchmarks.suite.contenders.libraries import FA4, torch_text
+from benchmarks.suite.contenders import Prepared, Tensor, learned, passes_of
+from benchmarks.suite.contenders.libraries import FA4, named
 from benchmarks.suite.device import Device
 
 # The first call of a kernel compiles it for ten seconds; a kernel on disk serves every process.
@@ -27,7 +27,7 @@ class FlashAttention:
         self.deterministic = deterministic
 
     def library(self, device: Device) -> str:
-        return f"{FA4.on(device)}; {torch_text()}"
+        return f"{FA4.on(device)}; {named('torch')}"
 
     def supports(self, case: Case, device: Device) -> str | None:
         mods = case.mods
@@ -87,5 +87,5 @@ class FlashAttention:
             out: Tensor = found[0] if isinstance(found, tuple) else found
             return (out[None] if packed else out).transpose(1, 2)
 
-        passes = ("backward", "both") if self.deterministic else ("forward", "backward", "both")
+        passes = passes_of(case, deterministic=self.deterministic)
         return Prepared(attend, passes, learned=learned({} if sink is None else {"sink": sink}))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
-from benchmarks.suite.contenders.libraries import FLASHINFER, torch_text
+from benchmarks.suite.contenders.libraries import FLASHINFER, named
 from benchmarks.suite.contenders.served import PAGE, pages_of, table_of
 from benchmarks.suite.device import Device
 
@@ -21,7 +21,7 @@ class FlashInfer:
     ours = False
 
     def library(self, device: Device) -> str:
-        return f"{FLASHINFER.on(device)}; {torch_text()}"
+        return f"{FLASHINFER.on(device)}; {named('torch')}"
 
     def supports(self, case: Case, device: Device) -> str | None:
         mods = case.mods

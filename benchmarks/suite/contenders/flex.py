@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.suite.cases import Case
-from benchmarks.suite.contenders import Contender, Prepared, Tensor, learned
-from benchmarks.suite.contenders.libraries import FA4, FLEX_FLASH, TRITON, torch_text
+from benchmarks.suite.contenders import Contender, Prepared, Tensor, learned, passes_of
+from benchmarks.suite.contenders.libraries import FA4, FLEX_FLASH, TRITON, named
 from benchmarks.suite.device import Device
 
 
@@ -32,8 +32,8 @@ class Flex:
 
     def library(self, device: Device) -> str:
         if device.kind != "gpu":
-            return torch_text()
-        return f"{torch_text()}; {(FA4 if self._flash else TRITON).text}"
+            return named("torch")
+        return f"{named('torch')}; {(FA4 if self._flash else TRITON).text}"
 
     def supports(self, case: Case, device: Device) -> str | None:
         on_gpu, slow = device.kind == "gpu", self._flash or self._autotune
@@ -97,8 +97,7 @@ class Flex:
         # On the CPU it has no backward pass.
         if not on_gpu:
             return Prepared(forward_only, ("forward",))
-        passes = ("forward",) if case.seq_q == 1 else ("forward", "backward", "both")
-        return Prepared(attend, passes, learned=learned(captured))
+        return Prepared(attend, passes_of(case), learned=learned(captured))
 
 
 def flexes() -> list[Contender]:

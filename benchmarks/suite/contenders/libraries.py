@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.suite.device import Device, first_line
+from flashgen.version import __version__
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class Library:
 
 
 def named(package: str) -> str:
+    """Name and version, for records; of torch and flashgen those that are imported here."""
+    imported = {"torch": torch.__version__, "flashgen": __version__}
+    if package in imported:
+        return f"{package} {imported[package]}"
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
         return f"{package}, not installed"
-
-
-def torch_text() -> str:
-    return f"torch {torch.__version__}"
 
 
 def cudnn_text() -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import flashgen as fg
 from benchmarks.suite.cases import ROOT, Case
-from benchmarks.suite.contenders import Prepared, Tensor, learned
+from benchmarks.suite.contenders import Prepared, Tensor, learned, passes_of
+from benchmarks.suite.contenders.libraries import named
 from benchmarks.suite.device import Device
 from benchmarks.variants import ADDED
 from flashgen.kernels.planner import Plan
 from flashgen.shared.arch import facts
-from flashgen.version import __version__
 
 
 class Flashgen:
@@ -24,7 +24,7 @@ class Flashgen:
         self.deterministic = deterministic
 
     def library(self, device: Device) -> str:
-        return f"flashgen {__version__}"
+        return named("flashgen")
 
     def supports(self, case: Case, device: Device) -> str | None:
         return None
@@ -51,11 +51,9 @@ class Flashgen:
             path = plans[0].path if plans else ""
             return path, "; ".join(map(in_short, plans))
 
-        # Forward kernels are the same in either mode.
-        passes = ("backward", "both") if self.deterministic else ("forward", "backward", "both")
         return Prepared(
             attend,
-            passes,
+            passes_of(case, deterministic=self.deterministic),
             described=described,
             learned=learned(captured),
             undropped=undropped if case.mods.dropout else None,

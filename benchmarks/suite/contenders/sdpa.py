@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.suite.cases import PASSES, Case
 from benchmarks.suite.contenders import Contender, Prepared, Tensor, learned
-from benchmarks.suite.contenders.libraries import FA3, FA4, cudnn_text, torch_text
+from benchmarks.suite.contenders.libraries import FA3, FA4, cudnn_text, named
 from benchmarks.suite.device import Device
 
 MOST_MEMORY = 0.25
@@ -43,9 +43,9 @@ class Sdpa:
 
     def library(self, device: Device) -> str:
         if self._backend == SDPBackend.CUDNN_ATTENTION:
-            return f"{cudnn_text()}; {torch_text()}"
+            return f"{cudnn_text()}; {named('torch')}"
         behind = {"FA4": FA4, "FA3": FA3}.get(self._implementation or "")
-        return f"{behind.text}; {torch_text()}" if behind else torch_text()
+        return f"{behind.text}; {named('torch')}" if behind else named("torch")
 
     def supports(self, case: Case, device: Device) -> str | None:
         if device.kind != "gpu" and self._backend not in (None, SDPBackend.MATH):

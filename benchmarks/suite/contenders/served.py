@@ -9,11 +9,11 @@ import torch
 import flashgen as fg
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
+from benchmarks.suite.contenders.libraries import named
 from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.device import Device
 from flashgen.kernels.planner import plan_splits
 from flashgen.shared.arch import facts
-from flashgen.version import __version__
 
 PAGE = 16
 
@@ -29,7 +29,7 @@ class Served:
         self.paged = paged
 
     def library(self, device: Device) -> str:
-        return f"flashgen {__version__}"
+        return named("flashgen")
 
     def supports(self, case: Case, device: Device) -> str | None:
         if case.seq_q != 1:

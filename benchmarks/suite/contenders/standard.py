@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor, learned
-from benchmarks.suite.contenders.libraries import torch_text
+from benchmarks.suite.contenders.libraries import named
 from benchmarks.suite.device import Device
 from flashgen.shared.dtypes import ITEMSIZE
 
@@ -23,7 +23,7 @@ class Standard:
     ours = False
 
     def library(self, device: Device) -> str:
-        return torch_text()
+        return named("torch")
 
     def supports(self, case: Case, device: Device) -> str | None:
         size = COPIES * ITEMSIZE[case.dtype] * case.scores
