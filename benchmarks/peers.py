@@ -195,7 +195,13 @@ def joined(folder: Path, entry: Mapping[str, Any]) -> bytes:
 
 def unpack(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Unpacks every whole archive into ``folder``/site: folders for PYTHONPATH, and what is not
-    whole with the reason."""
+    whole with the reason.
+
+    Raises:
+        PeersError: it is no folder that `fetch` has filled.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise PeersError(f"{folder} has no {MANIFEST}: --fetch {folder} makes it, with the pieces")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     site, left_out = folder / SITE, {}
     if manifest["python"] != f"{sys.version_info[0]}.{sys.version_info[1]}":
@@ -217,31 +223,56 @@ def check() -> list[str]:
     Each is imported in a process of its own, since a library that was built for another one may
     take the process with it.
     """
-    from benchmarks.suite.contenders.libraries import LIBRARIES, cudnn_text, named
+    from benchmarks.suite.contenders.libraries import (
+        LIBRARIES,
+        NOT_INSTALLED,
+        cudnn_text,
+        named,
+    )
 
     lines = [f"Python {sys.version.split()[0]}, {named('torch')}, {cudnn_text()}"]
     for library in LIBRARIES:
-        program = f"import importlib; importlib.import_module({library.module!r})"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-            )
-            reason = "" if done.returncode == 0 else f"exit code {done.returncode}"
-            reason = (done.stderr.strip().splitlines() or [reason])[-1] if reason else ""
-        except subprocess.TimeoutExpired:
-            reason = "its import takes longer than 120 s"
-        lines.append(f"{library.module:<52} {library.text:<34} {reason or 'can be imported'}")
+        lines.append(f"{library.text:<38} {library.module:<50} {outcome(library.module)}")
+    lacking = [
+        name
+        for name, packages in PINS.items()
+        if any(named(package).endswith(NOT_INSTALLED) for package in packages)
+    ]
+    if lacking:
+        lines.append(f"--fetch and --unpack bring packages that are missing: {', '.join(lacking)}")
     return lines
+
+
+def outcome(module: str) -> str:
+    """What becomes of an import, in words."""
+    program = f"import importlib; importlib.import_module({module!r})"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        return "its import takes longer than 120 s"
+    if done.returncode == 0:
+        return "can be imported"
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return f"cannot be imported: {last.removeprefix('ModuleNotFoundError: ')}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--fetch", type=Path, metavar="DIR")
-    what.add_argument("--unpack", type=Path, metavar="DIR")
-    what.add_argument("--check", action="store_true")
-    parser.add_argument("--python", default=PYTHON, help=f"of the GPU machine: {PYTHON} by default")
-    parser.add_argument("--only", choices=list(PINS), nargs="+", default=list(PINS))
+    fetched = "download, strip and compress the packages into pieces that can be copied one by one"
+    what.add_argument("--fetch", type=Path, metavar="DIR", help=fetched)
+    unpacked = "join the pieces on the GPU machine, and print the PYTHONPATH that they need"
+    what.add_argument("--unpack", type=Path, metavar="DIR", help=unpacked)
+    checked = "say for each package whether this Python can import it, and why not"
+    what.add_argument("--check", action="store_true", help=checked)
+    python = f"with --fetch: the version on the GPU machine; {PYTHON} by default"
+    parser.add_argument("--python", default=PYTHON, metavar="X.Y", help=python)
+    only = f"with --fetch: some archives of {', '.join(PINS)}"
+    parser.add_argument(
+        "--only", choices=PINS, nargs="+", default=[*PINS], metavar="NAME", help=only
+    )
     options = parser.parse_args(arguments)
     try:
         if options.fetch:

@@ -87,6 +87,13 @@ def test_a_piece_that_is_missing_or_damaged_leaves_out_its_archive_alone(
     assert "another hash: 1499 of 1500" in peers.unpack(tmp_path)[1]["one"]
 
 
+def test_a_folder_without_a_manifest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert peers.main(["--unpack", str(tmp_path)]) == 1
+    assert f"--fetch {tmp_path} makes it" in capsys.readouterr().out
+
+
 def test_a_package_that_the_index_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,12 +121,14 @@ def test_the_check_says_what_can_be_imported_and_why_the_rest_cannot(
     there = libraries.Library("numpy", "json")
     lost = libraries.Library("no-such-package", "no_such_module")
     monkeypatch.setattr(libraries, "LIBRARIES", (there, lost))
-    here, right, wrong = peers.check()
+    monkeypatch.setattr(peers, "PINS", {"one": {"no-such-package": "1"}, "two": {"numpy": "2"}})
+    here, right, wrong, last = peers.check()
     assert f"torch {torch.__version__}" in here
-    assert right.startswith("json")
+    assert right.split()[:3:2] == ["numpy", "json"]
     assert right.endswith("can be imported")
     assert "no-such-package, not installed" in wrong
-    assert "No module named 'no_such_module'" in wrong
+    assert wrong.endswith("cannot be imported: No module named 'no_such_module'")
+    assert last == "--fetch and --unpack bring packages that are missing: one"
 
 
 # ---- adapters ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import torch
 from benchmarks.suite.device import Device, first_line
 from flashgen.version import __version__
 
+NOT_INSTALLED = "not installed"
+
 
 @dataclass(frozen=True)
 class Library:
@@ -70,7 +72,7 @@ def named(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        return f"{package}, not installed"
+        return f"{package}, {NOT_INSTALLED}"
 
 
 def cudnn_text() -> str:

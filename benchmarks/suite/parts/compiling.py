@@ -15,16 +15,12 @@ from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import environment, watch
 
 SPECS = ("softcap", "causal", "sliding_window", "alibi")
-NAMES = ("flashgen", "flex")
+NAMES = ("flashgen sm_80", "flashgen sm_90a", "flex")
 CACHES = ("FLASHGEN_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def run(context: Context) -> None:
-    names = [
-        c.name
-        for c in contenders(context.device)
-        if c.name.split()[0] in NAMES and len(c.name.split()) <= 2
-    ]
+    names = [c.name for c in contenders(context.device) if c.name in NAMES]
     for spec in SPECS[:1] if context.tiny else SPECS:
         for name in names:
             step = f"{name}, {spec}"
