@@ -12,7 +12,7 @@ from benchmarks.suite import check
 from benchmarks.suite.cases import PASSES, Case, flops
 from benchmarks.suite.check import Inputs, Oracle, Tensors, Verdict
 from benchmarks.suite.contenders import Contender, Prepared
-from benchmarks.suite.context import Context, Unusable
+from benchmarks.suite.context import Context, OutOfTime, Unusable
 from benchmarks.suite.device import first_line
 from benchmarks.suite.records import Row
 from benchmarks.suite.timing import (
@@ -70,6 +70,8 @@ def run_case(
         _run_case(context, case, contenders, passes, seconds, note)
     except Unusable:
         raise
+    except OutOfTime as step:
+        context.journal.skipped(f"{step}, and what follows it in this case")
     except Exception as error:
         # Out of memory in the oracle, say: the cases behind this one are not lost with it.
         context.usable()
@@ -101,14 +103,15 @@ def _run_case(
         )
         for pass_ in passes:
             step = f"{case.id}, {pass_}"
+            if journal.done(step):
+                continue
             if context.budget.out:
-                journal.skipped(step)
-            elif not journal.done(step):
-                with journal.step(step):
-                    # Of the time of one case, backward and both are worth more: they are longer.
-                    share = {"forward": 0.3, "backward": 0.35, "both": 0.35}[pass_]
-                    rows = _timed(context, case, entrants, inputs, pass_, live, seconds * share)
-                    context.writer.speed(row | {"note": row["note"] or note} for row in rows)
+                raise OutOfTime(step)
+            with journal.step(step):
+                # Of the time of one case, backward and both are worth more: they are longer.
+                share = {"forward": 0.3, "backward": 0.35, "both": 0.35}[pass_]
+                rows = _timed(context, case, entrants, inputs, pass_, live, seconds * share)
+                context.writer.speed(row | {"note": row["note"] or note} for row in rows)
 
 
 def _admit(
@@ -126,9 +129,7 @@ def _admit(
             continue
         step = f"{case.id}, check of {contender.name}"
         if context.budget.out:
-            entrant.status, entrant.note = "skipped", "time was out"
-            context.journal.skipped(step)
-            continue
+            raise OutOfTime(step)
         lost = context.journal.lost(step)
         if lost is not None:
             entrant.status, entrant.note = "crashed", lost

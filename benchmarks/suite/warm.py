@@ -45,14 +45,15 @@ def main() -> None:
         return
     # Spawned, because a fork would copy a process that uses a GPU.
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(compile_kernels, case, arch) for case in distinct for arch in archs]
+        done = []
         peers: list[Contender] = [FlashAttention(), CudnnFlex(), FlashInfer()]
-        done += [
-            pool.submit(compile_peer, contender, shortened(case), options.device)
-            for case in distinct
-            for contender in peers
-            if contender.supports(case, device) is None
-        ]
+        for case in distinct:
+            done += [pool.submit(compile_kernels, case, arch) for arch in archs]
+            done += [
+                pool.submit(compile_peer, contender, shortened(case), options.device)
+                for contender in peers
+                if contender.supports(case, device) is None
+            ]
         # torch's compiler has processes of its own, and compiles for lengths.
         for case in distinct:
             for contender in flexes():

@@ -11,7 +11,16 @@ import torch
 
 import flashgen as fg
 from benchmarks.suite import check
-from benchmarks.suite.cases import ROOT, Case, all_spec_names, full_list, grid, make, tiny_list
+from benchmarks.suite.cases import (
+    PASSES,
+    ROOT,
+    Case,
+    all_spec_names,
+    full_list,
+    grid,
+    make,
+    tiny_list,
+)
 from benchmarks.suite.contenders import Prepared, contenders
 from benchmarks.suite.contenders.flex import flexes
 from benchmarks.suite.contenders.ours import Flashgen, flashgens, spec_of
@@ -20,7 +29,7 @@ from benchmarks.suite.contenders.served import Served
 from benchmarks.suite.contenders.standard import Standard
 from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import Device
-from benchmarks.suite.journal import Journal
+from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.one_case import run_case
 from benchmarks.suite.parts.blocks import forced
 from benchmarks.suite.parts.sparsity import with_share
@@ -310,6 +319,26 @@ def test_a_wrong_kernel_is_recorded_and_never_timed(tmp_path: Path) -> None:
     assert rows["sdpa right", "both"]["head_dim_v"] == "16"
     failed = [e for e in context_in(tmp_path).journal.path.read_text().splitlines() if "wrong" in e]
     assert len(failed) >= 1
+
+
+def test_a_case_that_time_cuts_short_is_done_to_its_end_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    context = replace(context_in(tmp_path), budget=Budget(1.0, lambda: now[0]))
+    write = context.writer.speed
+
+    def slow(rows: Any) -> None:
+        write(rows)
+        now[0] = 2.0
+
+    monkeypatch.setattr(context.writer, "speed", slow)
+    run_case(context, CASE, [Stub("sdpa right", False)], seconds=0.0)
+    assert [row["pass"] for row in read(tmp_path / "speed.csv")] == ["forward"]
+    skipped = [e["what"] for e in entries(context.journal.path) if e["event"] == "skipped"]
+    assert skipped == [f"{CASE.id}, backward, and what follows it in this case"]
+    run_case(context_in(tmp_path), CASE, [Stub("sdpa right", False)], seconds=0.0)
+    assert [row["pass"] for row in read(tmp_path / "speed.csv")] == list(PASSES)
 
 
 def test_ratio_and_peer_are_of_the_fastest_that_is_not_flashgen(tmp_path: Path) -> None:

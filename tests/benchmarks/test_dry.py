@@ -79,7 +79,8 @@ def test_a(): time.time = lambda: 1e12
 def test_b(): pass
 def test_c(): pass
 """
-    _, found = pytest_run(tmp_path, text)
+    code, found = pytest_run(tmp_path, text)
+    assert code == 0  # not that of a session that was interrupted, which would be started again
     assert outcomes_in(found) == {"test_a": "passed"}
     (collected,) = (e["tests"] for e in found if e["event"] == "collected")
     assert len(collected) == 3

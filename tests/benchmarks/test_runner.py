@@ -71,6 +71,17 @@ def test_the_default_run_has_all_parts_in_order_of_importance_and_fits_nine_minu
         assert callable(load(part))
 
 
+def test_a_second_command_of_a_run_has_the_three_minutes_of_the_models() -> None:
+    shares = [part.share for part in gpu.chosen_parts(["suite", "models"])]
+    left = 60 * 9.5
+    seconds: dict[str, float] = {}
+    for place, share in enumerate(shares):
+        seconds[share.name] = allowed(share, shares[place + 1 :], left)
+        left -= seconds[share.name]
+    assert seconds["models"] >= 180
+    assert seconds["suite"] >= 300
+
+
 def fake(name: str, weight: float = 1, least: float = 0.1, stall: float = 30) -> Part:
     return Part(Share(name, weight, least), name, stall, name)
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.suite.contenders import contenders
-from benchmarks.suite.context import Context
+from benchmarks.suite.context import Context, OutOfTime
 from benchmarks.suite.supervisor import environment, watch
 
 SPECS = ("softcap", "causal", "sliding_window", "alibi")
@@ -29,8 +29,11 @@ def run(context: Context) -> None:
             if context.budget.left < 5:
                 context.journal.skipped(f"compile time of {step}")
                 continue
-            with context.journal.step(step):
-                _pair(context, name, spec)
+            try:
+                with context.journal.step(step):
+                    _pair(context, name, spec)
+            except OutOfTime as reason:
+                context.journal.skipped(f"compile time of {step}: {reason}")
 
 
 def _pair(context: Context, name: str, spec: str) -> None:
@@ -48,7 +51,11 @@ def _pair(context: Context, name: str, spec: str) -> None:
 def first_call(
     context: Context, name: str, spec: str, variables: dict[str, str], log: Path
 ) -> dict[str, float] | None:
-    """What `benchmarks.suite.first_call` prints; None when it did not finish."""
+    """What `benchmarks.suite.first_call` prints; None when it failed.
+
+    Raises:
+        OutOfTime: it did not finish.
+    """
     command = [sys.executable, "-m", "benchmarks.suite.first_call"]
     command += ["--device", context.device.kind, "--contender", name, "--spec", spec]
     if context.tiny:
@@ -56,8 +63,7 @@ def first_call(
     ended = watch(command, log=log, budget=context.budget, environment=variables)
     text = log.read_text(encoding="utf-8", errors="replace")
     if ended.out_of_time:
-        context.journal.skipped(f"compile time of {name}, {spec}: {ended.reason}")
-        return None
+        raise OutOfTime(ended.reason)
     if ended.code:
         ours = name.startswith("flashgen")
         report = context.journal.failed if ours else context.journal.skipped

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.suite.check import Verdict, distance, worst_of
 from benchmarks.suite.contenders.libraries import named
-from benchmarks.suite.context import Context, Unusable
+from benchmarks.suite.context import Context, OutOfTime, Unusable
 from benchmarks.suite.device import first_line
 from benchmarks.suite.records import Row
 from benchmarks.suite.statistics import timing_of
@@ -25,7 +25,6 @@ from benchmarks.suite.whole_models import (
     DTYPE,
     EAGER,
     TRAIN,
-    OutOfTime,
     Problem,
     Result,
     problems,
