@@ -94,7 +94,7 @@ def test_a_form_is_its_spec(name: str) -> None:
         torch.testing.assert_close(oracle._exact[key], tensor, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("name", [*sorted(FORMS), "causal+alibi"])
 def test_standard_attention_agrees_with_the_oracle_and_so_does_the_dense_mask(name: str) -> None:
     case = small(name, seq_q=40, seq_k=40)
     inputs = check.make_inputs(case, CPU, seed=2)

@@ -87,8 +87,8 @@ class Sdpa:
 
     def prepare(self, case: Case, device: Device) -> Prepared:
         mods, backend = case.mods, self._backend
-        mask = None if mods.is_causal else dense_mask(case, device)
-        causal, grouped = mods.is_causal, case.heads_q != case.heads_kv
+        causal, grouped = mods.is_causal and mods.plain, case.heads_q != case.heads_kv
+        mask = None if causal else dense_mask(case, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, p: float = mods.dropout) -> Tensor:
             if backend == SDPBackend.FLASH_ATTENTION:
