@@ -125,7 +125,7 @@ GPU_PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 endif
 
 gpu:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART)) \
+	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART)) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out $(OUT)) $(if $(WORK),--work $(WORK))
 
 clean:

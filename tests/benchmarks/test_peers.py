@@ -131,6 +131,13 @@ def test_the_check_says_what_can_be_imported_and_why_the_rest_cannot(
     assert last == "--fetch and --unpack bring packages that are missing: one"
 
 
+def test_make_gpu_runs_with_the_path_that_the_packages_were_unpacked_to() -> None:
+    # A make that sets PYTHONPATH would hide them; gpu.py finds its checkout by itself.
+    recipe = (peers.ROOT / "Makefile").read_text().split("\ngpu:\n")[1].split("\n\n")[0]
+    assert "benchmarks/gpu.py" in recipe
+    assert "PYTHONPATH" not in recipe
+
+
 # ---- adapters ------------------------------------------------------------------------------------
 
 

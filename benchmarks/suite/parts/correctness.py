@@ -20,7 +20,7 @@ from benchmarks.suite.supervisor import RESTART, environment, watch
 STALL = 120.0
 """Seconds in which no test ended; the longest one and its compilation take less."""
 MOST_PROCESSES = 6
-DRY_SECONDS = 40.0
+DRY_SECONDS = 20.0
 """In which tests begin in a dry run: all of them run without a GPU among the other tests too."""
 COMPLETE = (0, 1, 5)
 """Exit codes of pytest: all passed, some failed, nothing to run."""
