@@ -242,6 +242,8 @@ def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: 
         "library": "cuDNN 9.19; torch 2.11",
     }  # fmt: skip
     rows = [row, {**row, "spec": "full", "ratio": 1.5}, {**row, "contender": "sdpa cudnn"}]
+    # Calls with options are no losses of a call without: they stand apart in the whole summary.
+    rows += [{**row, "contender": "flashgen sm_80 deterministic", "ratio": 0.25}]
     Writer(tmp_path, stamp, "suite").speed(rows)
     outcome = Outcome("suite", "done", failed=[f"case {i}" for i in range(99)], skipped=["a", "b"])
     text = summary.digest("1", [outcome], tmp_path)
@@ -251,6 +253,12 @@ def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: 
     assert text.index("== furthest behind") < text.index("== main cases")
     assert "sdpa cudnn                       cuDNN 9.19; torch 2.11" in text
     assert "case 0" in text
+    assert "0.25 x" not in text
+    whole = summary.text("1", [outcome], tmp_path)
+    _, losses, options = whole.split("slower than a peer (1)")
+    assert "0.50 x sdpa cudnn" in losses
+    assert "0.25 x sdpa cudnn" not in losses
+    assert "0.25 x sdpa cudnn" in options
 
 
 def test_a_journal_says_what_was_done_and_what_was_lost(tmp_path: Path) -> None:
