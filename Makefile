@@ -110,8 +110,9 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
-# two are not scripts that measure.
-OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py flex_inductor.py flex_kernels.py report.py __init__.py)
+# three do not measure.
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py flex_inductor.py flex_kernels.py peers.py report.py \
+	__init__.py)
 
 bench: $(VENV)/dev.stamp
 	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
@@ -124,8 +125,8 @@ GPU_PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 endif
 
 gpu:
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART)) \
-		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out $(OUT))
+	$(GPU_PYTHON) benchmarks/gpu.py $(if $(PART),--part $(PART)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out $(OUT)) $(if $(WORK),--work $(WORK))
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

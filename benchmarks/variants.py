@@ -1,5 +1,8 @@
 """The specs of ``specs/`` in the form that FlexAttention takes: functions of torch tensors.
 
+A name such as "sliding_window+sink" is a spec that is made of several: the mask of one, the score
+or the sink of another.
+
 They are written by hand and not derived from the specs, so that FlexAttention, standard attention
 and the oracle of the suite share nothing with the compiler. A test compares each with its spec.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,19 +25,45 @@ CHUNK = 100  # of specs/block_causal.py
 CAP = 50.0  # of specs/softcap.py
 
 
+Band = tuple[Any, Any]
+"""(left, right) of a mask that keeps q - left <= k <= q + right; None for no bound."""
+
+
 @dataclass(frozen=True)
 class Mods:
     """Mask and score of one problem; None where the spec has none.
 
     Attributes:
-        is_causal: whether the mask is q >= k, for which libraries have a switch.
+        band: the mask as a band, for which libraries have switches; None where it is none.
         additive: whether the score function adds a value that does not depend on the score.
+        cap: c, where the score function is c tanh(s / c).
+        slopes: whether it is ALiBi's.
+        sink: float32 [heads], a logit of each head that joins the softmax's denominator.
+        dropout: probability with which an element of P is dropped.
+        starts: int32 [sequences + 1], the first row of each packed sequence, and the end. The mask
+            and the score see rows of the one batch entry that holds all of them.
     """
 
     mask: Mask | None = None
     score: Score | None = None
-    is_causal: bool = False
+    band: Band | None = None
     additive: bool = False
+    cap: float = 0.0
+    slopes: bool = False
+    sink: Any = None
+    dropout: float = 0.0
+    starts: Any = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is q >= k."""
+        return self.mask is not None and self.band == (None, 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is attention with no mask or a causal one, and nothing else."""
+        masked = self.mask is not None and not self.is_causal
+        return not (masked or self.score or self.sink is not None or self.starts is not None)
 
 
 @dataclass(frozen=True)
@@ -42,12 +71,14 @@ class Form:
     """One spec in torch.
 
     Attributes:
-        mods: (seq_q, seq_k, heads, scalars) -> Mods.
+        mods: (seq_q, seq_k, heads, scalars and captured tensors by name) -> Mods.
         scalars: seq_k -> the run-time scalars that the suite uses at that length.
+        tensors: (batch, seq_k, heads) -> the captured tensors; those of floats are learned.
     """
 
     mods: Callable[[int, int, int, Mapping[str, Any]], Mods]
     scalars: Callable[[int], dict[str, Any]] = field(default=lambda seq_k: {})
+    tensors: Callable[[int, int, int], dict[str, Any]] = field(default=lambda *sizes: {})
 
 
 def _full(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
@@ -55,7 +86,7 @@ def _full(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
 
 
 def _causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    return Mods(mask=lambda b, h, q, k: q >= k, is_causal=True)
+    return Mods(mask=lambda b, h, q, k: q >= k, band=(None, 0))
 
 
 def _causal_offset(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
@@ -65,7 +96,7 @@ def _causal_offset(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any])
 
 def _sliding_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
     window = given["window"]
-    return Mods(mask=lambda b, h, q, k: (q >= k) & (q - k < window))
+    return Mods(mask=lambda b, h, q, k: (q >= k) & (q - k < window), band=(window - 1, 0))
 
 
 def _dilated_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
@@ -101,16 +132,16 @@ def _alibi(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + torch.exp2(-8.0 * (h + 1) / heads) * (k - q)
 
-    return Mods(score=score, additive=True)
+    return Mods(score=score, additive=True, slopes=True)
 
 
 def _softcap(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    return Mods(score=lambda s, b, h, q, k: CAP * torch.tanh(s / CAP))
+    return Mods(score=lambda s, b, h, q, k: CAP * torch.tanh(s / CAP), cap=CAP)
 
 
 def _symmetric_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
     window = given["window"]
-    return Mods(mask=lambda b, h, q, k: torch.abs(q - k) <= window)
+    return Mods(mask=lambda b, h, q, k: torch.abs(q - k) <= window, band=(window, window))
 
 
 def _longformer(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
@@ -215,13 +246,109 @@ FORMS: dict[str, Form] = {
     "bigbird": Form(_bigbird),
     "local_global": Form(_local_global),
 }
-"""By the name of the spec's file. Specs that capture tensors are not measured yet."""
+"""By the name of the spec's file: those that capture no tensor."""
+
+
+def _sink(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(sink=given["sink"])
+
+
+def _dropout(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    return Mods(dropout=given["dropout_p"])
+
+
+def _packed_causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    ids = given["ids"]
+    return Mods(mask=lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k]))
+
+
+def _variable_length(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    starts = given["cu_seqlens_q"]
+    lengths = (starts[1:] - starts[:-1]).long()
+    number = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
+    mods = _packed_causal(seq_q, seq_k, heads, {"ids": number[None]})
+    return replace(mods, starts=starts)
+
+
+def _relative_bias(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+    table = given["table"]
+    return Mods(score=lambda s, b, h, q, k: s + table[q - k + seq_k - 1], additive=True)
+
+
+def _starts(tokens: int) -> Any:
+    """Sequences of unequal lengths: a half, a quarter and so on of what is left, eight at most."""
+    starts = [0]
+    while starts[-1] < tokens:
+        left = tokens - starts[-1]
+        starts.append(starts[-1] + (left if len(starts) == 8 else -(-left // 2)))
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def _documents(batch: int, seq_k: int, heads: int) -> dict[str, Any]:
+    starts = _starts(seq_k)
+    ids = torch.arange(len(starts) - 1, dtype=torch.int32)
+    return {"ids": ids.repeat_interleave((starts[1:] - starts[:-1]).long()).repeat(batch, 1)}
+
+
+def _boundaries(batch: int, seq_k: int, heads: int) -> dict[str, Any]:
+    return {"cu_seqlens_q": _starts(seq_k), "cu_seqlens_k": _starts(seq_k)}
+
+
+def _table(batch: int, seq_k: int, heads: int) -> dict[str, Any]:
+    return {"table": torch.randn(2 * seq_k, generator=torch.Generator().manual_seed(5)) / 2}
+
+
+def _sinks(batch: int, seq_k: int, heads: int) -> dict[str, Any]:
+    return {"sink": 1.5 - torch.arange(heads).remainder(4).float()}
+
+
+CAPTURED: dict[str, Form] = {
+    "packed_causal": Form(_packed_causal, tensors=_documents),
+    "variable_length": Form(_variable_length, tensors=_boundaries),
+    "relative_bias": Form(_relative_bias, tensors=_table),
+}
+"""Forms that capture tensors, by the name of the spec's file."""
+
+ADDED: dict[str, Form] = {
+    "sink": Form(_sink, tensors=_sinks),
+    "dropout": Form(_dropout, lambda n: {"dropout_p": 0.125}),
+}
+"""What a spec may have beside its mods: the sink of specs/sink.py, and dropout, whose probability
+here is one that cuDNN has too."""
+
+
+def form_of(spec: str) -> Form:
+    """The form of a spec, or of several that are one: "sliding_window+sink".
+
+    Raises:
+        KeyError: there is no such form.
+    """
+    files = {**FORMS, **CAPTURED}
+    first, *more = spec.split("+")
+    forms = [files[first], *({**files, **ADDED}[name] for name in more)]
+    if not more:
+        return forms[0]
+
+    def mods(*arguments: Any) -> Mods:
+        each = [form.mods(*arguments) for form in forms]
+        found = {f.name: getattr(m, f.name) for m in each for f in fields(Mods) if differs(m, f)}
+        return Mods(**found)
+
+    def differs(made: Mods, of: Any) -> bool:
+        value = getattr(made, of.name)
+        return value is not None and (isinstance(value, torch.Tensor) or value != of.default)
+
+    return Form(
+        mods,
+        lambda seq_k: {name: x for form in forms for name, x in form.scalars(seq_k).items()},
+        lambda *sizes: {name: x for form in forms for name, x in form.tensors(*sizes).items()},
+    )
 
 
 def live_elements(mods: Mods, batch: int, heads: int, seq_q: int, seq_k: int, device: Any) -> int:
     """The number of elements of S that the mask keeps, over all batch entries and heads.
 
-    Masks must depend on q and k only, as all masks of `FORMS` do, because one head is counted.
+    Masks must be the same for all of them, as those of all forms are, because one head is counted.
     """
     if mods.mask is None:
         return batch * heads * seq_q * seq_k

@@ -64,16 +64,17 @@ def make_inputs(case: Case, device: torch.device, seed: int, *, learnt: bool = T
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def normal(heads: int, seq: int) -> Tensor:
-        shape = (case.batch, heads, seq, case.head_dim)
+    def normal(heads: int, seq: int, dim: int) -> Tensor:
+        shape = (case.batch, heads, seq, dim)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     q, k, v = (
-        normal(case.heads_q, case.seq_q),
-        normal(case.heads_kv, case.seq_k),
-        normal(case.heads_kv, case.seq_k),
+        normal(case.heads_q, case.seq_q, case.head_dim),
+        normal(case.heads_kv, case.seq_k, case.head_dim),
+        normal(case.heads_kv, case.seq_k, case.head_dim_v),
     )
-    return Inputs(*(t.requires_grad_(learnt) for t in (q, k, v)), normal(case.heads_q, case.seq_q))
+    dout = normal(case.heads_q, case.seq_q, case.head_dim_v)
+    return Inputs(*(t.requires_grad_(learnt) for t in (q, k, v)), dout)
 
 
 class Oracle:
@@ -108,10 +109,11 @@ class Oracle:
         return {
             name: tensor.detach()[self.batch, self.heads if name in ("out", "dq") else self.group]
             for name, tensor in results.items()
+            if name in ("out", "dq", "dk", "dv")
         }
 
     def verdict(self, results: Tensors, *, ours: bool) -> Verdict:
-        """Whether the slice of ``results`` is right.
+        """Whether the slice of ``results`` is right; gradients of learned tensors have no slice.
 
         flashgen's kernels must meet the error rule of this project. For peers the limit is that
         between two computations in one dtype, which only a different computation exceeds.
@@ -122,6 +124,20 @@ class Oracle:
             else distance(name, got, self._exact[name])
             for name, got in self.sliced(results).items()
         )
+
+
+def dropped_at_random(attend: Any, inputs: Inputs, p: float) -> Verdict:
+    """Whether a call drops elements of P, and scales what it keeps by 1 / (1 - p).
+
+    With ones for v an output is the sum of a row of P, whose mean is 1 with or without dropout,
+    and which differs from 1 with dropout alone.
+    """
+    with torch.no_grad():
+        out = attend(inputs.q, inputs.k, torch.ones_like(inputs.v)).double()
+    apart, spread = abs(float(out.mean()) - 1), float(out.std())
+    limit = 4 * (p / (1 - p) / (out.numel() / out.shape[-1])) ** 0.5 + 4e-3
+    text = f"the mean of a row of P is {apart:.3g} of {limit:.3g} from 1, its spread {spread:.3g}"
+    return Verdict(apart <= limit and spread > 1e-2, apart, limit, text, apart / limit)
 
 
 def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
@@ -142,13 +158,16 @@ def by_rule(name: str, got: Tensor, exact: Tensor, same: Tensor) -> Verdict:
     return Verdict(ok, largest, allowed, text, largest / allowed)
 
 
-def distance(name: str, got: Tensor, other: Tensor, layers: int = 1) -> Verdict:
-    """Whether two computations in the dtype of ``got`` agree, by their relative distance.
+def distance(
+    name: str, got: Tensor, other: Tensor, layers: int = 1, dtype: torch.dtype | None = None
+) -> Verdict:
+    """Whether two computations agree, by their relative distance.
 
     Args:
         layers: how many computations follow each other; their errors add up as independent ones.
+        dtype: of the computations; by default, that of ``got``.
     """
-    limit = PEER_LIMIT[got.dtype] * math.sqrt(layers)
+    limit = PEER_LIMIT[dtype or got.dtype] * math.sqrt(layers)
     scale = float(torch.linalg.vector_norm(other.float()))
     apart = float(torch.linalg.vector_norm(got.float() - other.float())) / max(scale, 1e-30)
     largest = _max(got.float() - other.float())
@@ -160,7 +179,7 @@ def distance(name: str, got: Tensor, other: Tensor, layers: int = 1) -> Verdict:
 def compare_peers(got: Tensors, trusted: Tensors) -> Verdict:
     """Whole results against those of a peer that is right on the slice."""
     return worst_of(
-        distance(name, tensor.detach(), trusted[name].detach())
+        distance(name, tensor.detach(), trusted[name].detach(), dtype=got["out"].dtype)
         for name, tensor in got.items()
         if name in trusted
     )
@@ -203,11 +222,12 @@ def attend(
     """
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     out, dq = torch.empty_like(dout), torch.empty_like(q)
+    given = {name: tensor.detach() for name, tensor in case.tensors(q.device).items()}
     # Sums over parts: their rounding is not the dtype's own, which has one sum per element.
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     rows = max(1, ELEMENTS_AT_ONCE // max(1, k.shape[0]))
-    mods = case.mods
+    mods = case.mods_of({**dict(case.scalars), **given})
     place: dict[str, Any] = {"dtype": torch.int64, "device": q.device}
     b = torch.tensor(batch, **place)
     keys = torch.arange(k.shape[0], **place)[None, :]
@@ -223,7 +243,11 @@ def attend(
             kept = None if mods.mask is None else mods.mask(b, h, at, keys)
             seen = scored.detach()
             seen = seen if kept is None else seen.masked_fill(~kept, -math.inf)
+            if mods.sink is not None:
+                column = mods.sink[h].to(dtype).expand(seen.shape[0], 1)
+                seen = torch.cat((seen, column), dim=-1)
             weights = torch.softmax(seen, dim=-1).nan_to_num_(0.0)  # rows without a key
+            weights = weights[:, : k.shape[0]]
             out[head, part] = weights @ v
             if not backward:
                 continue

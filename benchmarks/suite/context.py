@@ -16,6 +16,10 @@ class Unusable(Exception):
     """The device of this process cannot be used any more."""
 
 
+class OutOfTime(Exception):
+    """The deadline came within a step: it stays open, and a run that is continued begins there."""
+
+
 @dataclass(frozen=True)
 class Context:
     """

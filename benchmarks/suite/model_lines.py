@@ -105,7 +105,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _who(row: Row) -> str:
-    return f"{row['backend']} ({row['library']} {row['version'] or 'not installed'})"
+    return f"{row['backend']} ({row['library']})"
 
 
 def _timed(row: Row) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from benchmarks.suite import check
 from benchmarks.suite.cases import PASSES, Case, flops
 from benchmarks.suite.check import Inputs, Oracle, Tensors, Verdict
 from benchmarks.suite.contenders import Contender, Prepared
-from benchmarks.suite.context import Context, Unusable
+from benchmarks.suite.context import Context, OutOfTime, Unusable
 from benchmarks.suite.device import first_line
 from benchmarks.suite.records import Row
 from benchmarks.suite.timing import (
@@ -25,7 +25,7 @@ from benchmarks.suite.timing import (
 )
 from benchmarks.variants import live_elements
 
-TRUSTED = ("sdpa", "flex", "standard")
+TRUSTED = ("sdpa", "cuDNN", "flex", "standard")
 """Peers that others are compared with, by the first word of their names."""
 
 
@@ -70,6 +70,8 @@ def run_case(
         _run_case(context, case, contenders, passes, seconds, note)
     except Unusable:
         raise
+    except OutOfTime as step:
+        context.journal.skipped(f"{step}, and what follows it in this case")
     except Exception as error:
         # Out of memory in the oracle, say: the cases behind this one are not lost with it.
         context.usable()
@@ -96,18 +98,20 @@ def _run_case(
         ]
         _admit(context, case, entrants, inputs[0], learnt)
         live = live_elements(
-            case.mods, case.batch, case.heads_q, case.seq_q, case.seq_k, context.device.torch
+            case.mods_of({**dict(case.scalars), **case.tensors(context.device.torch)}),
+            *(case.batch, case.heads_q, case.seq_q, case.seq_k, context.device.torch),
         )
         for pass_ in passes:
             step = f"{case.id}, {pass_}"
+            if journal.done(step):
+                continue
             if context.budget.out:
-                journal.skipped(step)
-            elif not journal.done(step):
-                with journal.step(step):
-                    # Of the time of one case, backward and both are worth more: they are longer.
-                    share = {"forward": 0.3, "backward": 0.35, "both": 0.35}[pass_]
-                    rows = _timed(context, case, entrants, inputs, pass_, live, seconds * share)
-                    context.writer.speed(row | {"note": row["note"] or note} for row in rows)
+                raise OutOfTime(step)
+            with journal.step(step):
+                # Of the time of one case, backward and both are worth more: they are longer.
+                share = {"forward": 0.3, "backward": 0.35, "both": 0.35}[pass_]
+                rows = _timed(context, case, entrants, inputs, pass_, live, seconds * share)
+                context.writer.speed(row | {"note": row["note"] or note} for row in rows)
 
 
 def _admit(
@@ -125,9 +129,7 @@ def _admit(
             continue
         step = f"{case.id}, check of {contender.name}"
         if context.budget.out:
-            entrant.status, entrant.note = "skipped", "time was out"
-            context.journal.skipped(step)
-            continue
+            raise OutOfTime(step)
         lost = context.journal.lost(step)
         if lost is not None:
             entrant.status, entrant.note = "crashed", lost
@@ -137,10 +139,25 @@ def _admit(
         try:
             entrant.prepared = contender.prepare(case, context.device)
             check.poison(inputs.q)
-            results = _results(entrant.prepared, inputs, learnt)
+            try:
+                results = _results(entrant.prepared, inputs, learnt)
+            except Exception as error:
+                if contender.ours or not learnt or "forward" not in entrant.prepared.passes:
+                    raise
+                # A peer that has no gradients of this case is timed without them.
+                context.usable()
+                results = _results(entrant.prepared, inputs, False)
+                entrant.prepared = replace(entrant.prepared, passes=("forward",))
+                entrant.note = f"no gradients: {first_line(error)}"
+                if context.tiny:  # stand-ins have gradients: the adapter is wrong
+                    context.journal.failed(f"{case.id}: {contender.name}: {entrant.note}")
             # Here, because another contender may call the same operator next.
             entrant.described = entrant.prepared.described()
             verdict = oracle.verdict(results, ours=contender.ours)
+            if verdict.ok and entrant.prepared.undropped:
+                p = case.mods.dropout
+                drops = check.dropped_at_random(entrant.prepared.attend, inputs, p)
+                verdict = check.worst_of((verdict, drops))
             if verdict.ok and trusted is not None:
                 apart = check.compare_peers(results, trusted)
                 verdict = verdict if apart.ok else apart
@@ -163,11 +180,17 @@ def _admit(
 
 
 def _results(prepared: Prepared, inputs: Inputs, learnt: bool) -> Tensors:
-    out = prepared.attend(*inputs.learnt)
-    if not learnt or "backward" not in prepared.passes:
+    out = (prepared.undropped or prepared.attend)(*inputs.learnt)
+    if not learnt or "both" not in prepared.passes:
         return {"out": out}
-    gradients = torch.autograd.grad(out, inputs.learnt, inputs.dout)
-    return {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    gradients = torch.autograd.grad(out, differentiated(prepared, inputs), inputs.dout)
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in prepared.learned))
+    return {"out": out, **dict(zip(names, gradients, strict=True))}
+
+
+def differentiated(prepared: Prepared, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """What a backward pass computes gradients of."""
+    return (*inputs.learnt, *prepared.learned.values())
 
 
 def _timed(
@@ -222,8 +245,10 @@ def _timed(
         if entrant.prepared and pass_ not in entrant.prepared.passes:
             continue
         row = _row(case, entrant, pass_, live)
+        row["library"] = entrant.contender.library(context.device)
         if entrant.name in times:
-            row |= _times(times, entrant, entrants, flops(pass_, live, case.head_dim), rate)
+            operations = flops(pass_, live, case.head_dim, case.head_dim_v)
+            row |= _times(times, entrant, entrants, operations, rate)
         elif entrant.name in refused:
             row |= {"status": "refused", "note": refused[entrant.name]}
             if entrant.contender.ours:
@@ -245,7 +270,7 @@ def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
 
         def both(index: int) -> Any:
             at = given[index % len(given)]
-            return torch.autograd.grad(attend(*at.learnt), at.learnt, at.dout)
+            return torch.autograd.grad(attend(*at.learnt), differentiated(prepared, at), at.dout)
 
         return both
     outs = [attend(*at.learnt) for at in given]
@@ -253,7 +278,8 @@ def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
     def backward(index: int) -> Any:
         place = index % len(given)
         at = given[place]
-        return torch.autograd.grad(outs[place], at.learnt, at.dout, retain_graph=True)
+        learnt = differentiated(prepared, at)
+        return torch.autograd.grad(outs[place], learnt, at.dout, retain_graph=True)
 
     return backward
 
@@ -266,7 +292,7 @@ def _row(case: Case, entrant: Entrant, pass_: str, live: int) -> Row:
             name: getattr(case, name)
             for name in (
                 *("group", "spec", "batch", "heads_q", "heads_kv", "seq_q", "seq_k"),
-                *("head_dim", "dtype"),
+                *("head_dim", "head_dim_v", "dtype"),
             )
         },
         "scalars": " ".join(f"{name}={value}" for name, value in case.scalars),

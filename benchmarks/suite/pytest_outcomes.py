@@ -31,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Stopper(), "benchmarks-stopper")
 
 
+TIME_IS_OUT = "time is out"
+
+
 class Stopper:
     """Runs no test of a session that is to stop: pytest itself looks only behind each test."""
 
@@ -61,7 +64,7 @@ class Outcomes:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         if time.time() > self._deadline:
-            item.session.shouldstop = "time is out"
+            item.session.shouldstop = TIME_IS_OUT
             return (yield)  # to Stopper
         self._journal.note("begin", step=item.nodeid)
         result = yield
@@ -82,6 +85,8 @@ class Outcomes:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._dead:
             session.exitstatus = RESTART
+        elif session.shouldstop == TIME_IS_OUT:  # to pytest an interruption
+            session.exitstatus = pytest.ExitCode.OK
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.suite import model_lines
 from benchmarks.suite.cases import ROOT
 from benchmarks.suite.records import RESULTS, latest, read
+from benchmarks.suite.summary import is_ours, without_options
 
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN = "<!-- speed: written by `python benchmarks/report.py --speed-table` -->"
@@ -16,6 +17,8 @@ NONE = "No speed has been measured on a GPU yet."
 
 Row = dict[str, str]
 MOST_ROWS = 40
+USUAL = "bfloat16"
+"""The dtype that a row need not name."""
 
 
 class MarkerError(Exception):
@@ -24,48 +27,46 @@ class MarkerError(Exception):
 
 def block(results: Path = RESULTS) -> str:
     """What stands between the markers."""
-    rows = [
-        row
-        for row in latest(read(results / "speed.csv"))
-        if row["part"] == "suite" and row["contender"].startswith("flashgen")
-    ]
-    timed = [row for row in rows if row["status"] == "ok" and row["ms_p50"]]
-    if not timed:
+    every = [row for row in latest(read(results / "speed.csv")) if row["part"] == "suite"]
+    rows = [row for row in every if is_ours(row)]
+    taken = without_options(rows)
+    if not taken:
         return NONE
-    first = timed[0]
-    taken: dict[tuple[str, ...], Row] = {}
-    for row in timed:
-        # What a call without options takes: the first code path, whose records come first.
-        if len(row["contender"].split()) == 2:
-            taken.setdefault(problem(row), row)
+    first = taken[0]
+    of = {row["contender"]: row["library"] for row in every}
+    fastest = sorted({row["peer"] for row in taken} - {""})
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
-    slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken.values())
+    slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken)
     measured = (
         f"Measured on one {first['gpu']} (driver {first['driver']}) on {first['date'][:10]} at "
-        f"commit {first['commit']}, by calls without options, beside its "
-        "peers on the same inputs; all of it is in `benchmarks/results/`. "
+        f"commit {first['commit']}, in {USUAL} unless a row says otherwise, by calls without "
+        "options, beside its peers on the same inputs; all of it is in `benchmarks/results/`. "
         f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed."
     )
     lines = [
         *textwrap.wrap(measured, 120),
         "",
-        "| problem | pass | TFLOP/s | of matmul | fastest peer | times as fast |",
+        "The peers that were the fastest somewhere, and their packages:",
+        "",
+        *[f"- {name}: {of.get(name, '')}" for name in fastest],
+        "",
+        "| mask, batch x heads, queries x keys, head dim | pass | TFLOP/s | of matmul "
+        "| fastest peer | times as fast |",
         "| --- | --- | --- | --- | --- | --- |",
-        *[table_row(row) for row in list(taken.values())[:MOST_ROWS]],
+        *[table_row(row) for row in taken[:MOST_ROWS]],
     ]
     if models := model_lines.table(latest(read(results / "models.csv"))):
         lines += ["", "Whole models with random weights, trained and decoding:", "", *models]
     return "\n".join(lines)
 
 
-def problem(row: Row) -> tuple[str, ...]:
-    names = ("spec", "scalars", "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
-    return tuple(row[name] for name in (*names, "dtype", "pass"))
-
-
 def table_row(row: Row) -> str:
-    heads = f"{row['heads_q']}/{row['heads_kv']}"
-    name = f"{row['spec']}, {row['seq_q']} x {row['seq_k']}, {heads} heads, d {row['head_dim']}"
+    heads, dims = f"{row['heads_q']}/{row['heads_kv']} heads", f"d {row['head_dim']}"
+    if row["head_dim_v"] != row["head_dim"]:
+        dims += f"/{row['head_dim_v']}"
+    name = f"{row['spec']}, {row['batch']} x {heads}, {row['seq_q']} x {row['seq_k']}, {dims}"
+    if row["dtype"] != USUAL:
+        name += f", {row['dtype']}"
     share = f"{float(row['of_matmul']):.0%}" if row["of_matmul"] else ""
     ratio = f"{float(row['ratio']):.2f}" if row["ratio"] else ""
     return (

@@ -24,12 +24,18 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     lines = [f"run {run}", *_heading(speed or models or measures), ""]
     failed = [what for outcome in outcomes for what in outcome.failed]
     lines += _section("failed", failed, "nothing failed")
-    lines += _section("slower than a peer", slower(speed), "nothing is slower than a peer")
+    ours = without_options(speed)
+    rest = [row for row in speed if is_ours(row) and row not in ours]
+    lines += _section("slower than a peer", slower(ours), "nothing is slower than a peer")
     if models:
         title = "whole models, flashgen beside each peer, the furthest behind first"
         lines += _section(title, model_lines.compared(models), "none timed")
-    lines += _section("as fast as every peer, or faster", faster(speed), "none timed")
-    lines += _section("other contenders", others(speed), "none timed")
+    lines += _section("as fast as every peer, or faster", faster(ours), "none timed")
+    title = "calls with options and the other code path"
+    lines += _section(f"{title}, slower than a peer", slower(rest), "none")
+    lines += _section(f"{title}, not slower", faster(rest), "none timed")
+    lines += _section("peers", others(speed), "none timed")
+    lines += _section("contenders and their packages", packages(speed), "none")
     lines += _section("refused or unsupported", refused(speed), "none")
     if models:
         lines += _section("losses of whole models", model_lines.losses(models), "none trained")
@@ -44,19 +50,21 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
 
 def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) -> str:
     """The same on one screen, for the end of a long output."""
-    speed = [row for row in of_run(read(folder / "speed.csv"), run) if is_ours(row)]
+    all_rows = of_run(read(folder / "speed.csv"), run)
+    speed = without_options(all_rows)
     failed = [what for outcome in outcomes for what in outcome.failed]
-    main = [speed_line(row) for row in _timed(speed)][:most]
+    main = [speed_line(row) for row in speed][:most]
     behind = slower(speed)
-    lines = ["", "== main cases, flashgen", *(main or ["(none timed)"])]
-    lines += ["== furthest behind a peer", *(behind[:most] or ["(none)"])]
+    lines = ["", "== furthest behind a peer", *(behind[:most] or ["(none)"])]
     if models := of_run(read(folder / "models.csv"), run):
         lines += ["== whole models", *(model_lines.compared(models)[:most] or ["(none timed)"])]
+    lines += ["== main cases, flashgen", *(main or ["(none timed)"])]
+    lines += ["== peers", *packages([row for row in all_rows if not is_ours(row)])]
     lines += ["== parts", *map(part_line, outcomes)]
     lines += ["== failed", *(what[:200] for what in failed[:most] or ["(nothing failed)"])]
     left = sum(len(outcome.skipped) for outcome in outcomes)
-    wrong = sum(row["status"] == "wrong" for row in speed)
-    ahead = len(_timed(speed)) - len(behind)
+    wrong = sum(row["status"] == "wrong" for row in all_rows if is_ours(row))
+    ahead = len(speed) - len(behind)
     lines += [
         f"{len(failed)} failed, {wrong} rows wrong, {len(behind)} slower than a peer, {ahead} not, "
         f"{left} left out; all of it: {folder.name}/summary-{run}.txt",
@@ -90,9 +98,10 @@ def problem(row: Row) -> str:
         else f"{row['heads_q']}/{row['heads_kv']}"
     )
     given = f" {row['scalars']}" if row["scalars"] else ""
+    second = f"/{row['head_dim_v']}" if row["head_dim_v"] != row["head_dim"] else ""
     return (
         f"{row['spec']}{given} B{row['batch']} H{heads} {row['seq_q']}x{row['seq_k']} "
-        f"d{row['head_dim']} {row['dtype']} {row['pass']}"
+        f"d{row['head_dim']}{second} {row['dtype']} {row['pass']}"
     )
 
 
@@ -100,7 +109,7 @@ def speed_line(row: Row) -> str:
     share = f" {float(row['of_matmul']):.0%} of matmul," if row["of_matmul"] else ""
     peer = f" {float(row['ratio']):.2f} x {row['peer']}" if row["ratio"] else " no peer"
     return (
-        f"{problem(row):<72} {row['contender']:<28} {float(row['ms_p50']):>9.4f} ms "
+        f"{problem(row):<72} {row['contender']:<32} {float(row['ms_p50']):>9.4f} ms "
         f"{float(row['tflops']):>7.1f} TFLOP/s,{share}{peer}"
     )
 
@@ -109,19 +118,34 @@ def _timed(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["ms_p50"]]
 
 
+def without_options(rows: list[Row]) -> list[Row]:
+    """What a call without options takes: the first code path, whose records come first."""
+    found: dict[str, Row] = {}
+    for row in _timed(rows):
+        if is_ours(row) and len(row["contender"].split()) == 2:
+            found.setdefault(problem(row), row)
+    return list(found.values())
+
+
 def slower(rows: list[Row]) -> list[str]:
-    """flashgen's cases that a peer is faster in, the worst first."""
-    found = [r for r in _timed(rows) if is_ours(r) and r["ratio"] and float(r["ratio"]) < 1]
+    """Rows of flashgen that a peer is faster in, the worst first."""
+    found = [row for row in _timed(rows) if row["ratio"] and float(row["ratio"]) < 1]
     return [speed_line(row) for row in sorted(found, key=lambda row: float(row["ratio"]))]
 
 
 def faster(rows: list[Row]) -> list[str]:
-    found = [r for r in _timed(rows) if is_ours(r) and (not r["ratio"] or float(r["ratio"]) >= 1)]
+    found = [row for row in _timed(rows) if not row["ratio"] or float(row["ratio"]) >= 1]
     return [speed_line(row) for row in found]
 
 
 def others(rows: list[Row]) -> list[str]:
     return [speed_line(row) for row in _timed(rows) if not is_ours(row)]
+
+
+def packages(rows: list[Row]) -> list[str]:
+    """The packages of each contender that was timed, with their versions."""
+    found = {row["contender"]: row["library"] for row in _timed(rows)}
+    return [f"{contender:<32} {library}" for contender, library in found.items()]
 
 
 def refused(rows: list[Row]) -> list[str]:

@@ -281,6 +281,7 @@ def run_part(
     deadline = begin + seconds
     journal = journal_of(settings.work, part.name)
     journal.touch()
+    earlier = len(entries(journal))  # of a run that is continued
     log = settings.work / f"{part.name}.log"
     ended = Ended(0)
     count = 0
@@ -312,7 +313,7 @@ def run_part(
         seconds,
         ended.reason,
         count,
-        [entry["what"] for entry in found if entry["event"] == "skipped"],
+        [entry["what"] for entry in found[earlier:] if entry["event"] == "skipped"],
         [entry["what"] for entry in found if entry["event"] == "failed"],
     )
     if outcome.state == "stopped":

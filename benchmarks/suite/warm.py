@@ -11,17 +11,22 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from benchmarks.suite.cases import Case, full_list, tiny_list
 from benchmarks.suite.check import make_inputs
-from benchmarks.suite.contenders.flex import Flex
+from benchmarks.suite.contenders import Contender
+from benchmarks.suite.contenders.cudnn_flex import CudnnFlex
+from benchmarks.suite.contenders.flash_attention import FlashAttention
+from benchmarks.suite.contenders.flashinfer import FlashInfer
+from benchmarks.suite.contenders.flex import flexes
 from benchmarks.suite.contenders.ours import flashgens, spec_of
-from benchmarks.suite.device import KINDS, Device, first_line, open_device, own_threads
+from benchmarks.suite.device import KINDS, first_line, open_device, own_threads
 from flashgen.kernels.pipeline import build, build_backward
 
-PROCESSES = 6
+PROCESSES = 10
 
 
 def main() -> None:
@@ -33,17 +38,27 @@ def main() -> None:
     device = open_device(options.device)
     cases = tiny_list() if options.tiny else full_list()
     archs = list(dict.fromkeys(contender.arch for contender in flashgens(device)))
-    distinct = list({(c.spec, c.head_dim, c.dtype): c for c in reversed(cases)}.values())[::-1]
+    distinct = list({kernel_of(case): case for case in reversed(cases)}.values())[::-1]
     if options.tiny:
         for case in distinct:
             compile_kernels(case, archs[0])
         return
     # Spawned, because a fork would copy a process that uses a GPU.
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(compile_kernels, case, arch) for case in distinct for arch in archs]
-        for case in cases:
-            if case.key:
-                compile_flex(case, device)
+        done = []
+        peers: list[Contender] = [FlashAttention(), CudnnFlex(), FlashInfer()]
+        for case in distinct:
+            done += [pool.submit(compile_kernels, case, arch) for arch in archs]
+            done += [
+                pool.submit(compile_peer, contender, shortened(case), options.device)
+                for contender in peers
+                if contender.supports(case, device) is None
+            ]
+        # torch's compiler has processes of its own, and compiles for lengths.
+        for case in distinct:
+            for contender in flexes():
+                if contender.supports(case, device) is None:
+                    compile_peer(contender, case, options.device)
         for future in done:
             future.result()
 
@@ -58,18 +73,31 @@ def compile_kernels(case: Case, arch: str) -> None:
         print(f"{case.spec}, d {case.head_dim}: {first_line(error)}", flush=True)
 
 
-def compile_flex(case: Case, device: Device) -> None:
-    flex = Flex()
-    if flex.supports(case, device) is not None:
-        return
+def kernel_of(case: Case) -> tuple[object, ...]:
+    """What the compilers of all contenders see of a case, but for lengths."""
+    share = case.heads_q // case.heads_kv
+    return case.spec, case.head_dim, case.head_dim_v, case.dtype, share, case.seq_q == 1
+
+
+def shortened(case: Case) -> Case:
+    """The same kernel on little memory, since other processes use the GPU too."""
+    rows, keys = min(case.seq_q, 1024), min(case.seq_k, 1024)
+    return replace(case, batch=1, seq_q=rows, seq_k=keys)
+
+
+def compile_peer(contender: Contender, case: Case, kind: str) -> None:
+    """Runs a peer once, whose compiler keeps on disk what it makes."""
     try:
-        prepared = flex.prepare(case, device)
+        device = open_device(kind)
+        prepared = contender.prepare(case, device)
         inputs = make_inputs(case, device.torch, seed=0)
-        torch.autograd.grad(prepared.attend(*inputs.learnt), inputs.learnt, inputs.dout)
+        out = prepared.attend(*inputs.learnt)
+        if "both" in prepared.passes:
+            torch.autograd.grad(out, inputs.learnt, inputs.dout)
         device.synchronize()
-        print(f"flex, {case.id}", flush=True)
+        print(f"{contender.name}, {case.id}", flush=True)
     except Exception as error:
-        print(f"flex, {case.id}: {first_line(error)}", flush=True)
+        print(f"{contender.name}, {case.id}: {first_line(error)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.suite.context import OutOfTime
 from benchmarks.suite.device import Device
 from benchmarks.suite.supervisor import Budget
 
@@ -31,10 +32,6 @@ DISTINCT = 8
 TRAIN, DECODE = "train", "decode"
 EAGER = "eager"
 CHECKED = 8
-
-
-class OutOfTime(Exception):
-    """The deadline came within a training or a decoding."""
 
 
 @dataclass(frozen=True)

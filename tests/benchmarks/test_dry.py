@@ -79,7 +79,8 @@ def test_a(): time.time = lambda: 1e12
 def test_b(): pass
 def test_c(): pass
 """
-    _, found = pytest_run(tmp_path, text)
+    code, found = pytest_run(tmp_path, text)
+    assert code == 0  # not that of a session that was interrupted, which would be started again
     assert outcomes_in(found) == {"test_a": "passed"}
     (collected,) = (e["tests"] for e in found if e["event"] == "collected")
     assert len(collected) == 3
@@ -124,6 +125,10 @@ def test_everything_runs_dry_and_nothing_fails(tmp_path: Path) -> None:
     assert {row["device"] for row in rows} == {"emulator"}
     timed = {row["contender"] for row in rows if row["ms_p50"]}
     assert {"flashgen sm_80", "flashgen sm_80 deterministic", "sdpa math", "flex"} <= timed
+    assert {"FlashAttention-4", "cuDNN graph", "cuDNN graph paged"} <= timed
+    assert {"cuDNN flex_attention", "FlashInfer paged", "flex flash", "flex max-autotune"} <= timed
+    assert all(row["library"] for row in rows)
+    assert "stand-in for flash-attn-4" in done.stdout
     assert not {row["status"] for row in rows} & {"wrong", "error", "crashed", "refused"}
     measured = {row["part"] for row in read(tmp_path / "measures.csv")}
     assert measured == {part.name for part in PARTS} - {"suite", "sparsity", "models"}

@@ -171,7 +171,7 @@ def test_a_peer_that_cannot_is_a_row_with_its_reason_and_flashgen_fails(
     assert rows["peer"]["status"] == "unsupported"
     assert rows["peer"]["note"] == "ValueError: no such thing"
     assert rows["flashgen"]["status"] == "error"
-    assert (rows["sdpa"]["status"], rows["sdpa"]["version"]) == ("ok", torch.__version__)
+    assert (rows["sdpa"]["status"], rows["sdpa"]["library"]) == ("ok", f"torch {torch.__version__}")
     assert len(failures(tmp_path)) == 1
 
 
@@ -215,7 +215,7 @@ def test_what_the_time_is_too_short_for_is_named_and_a_crash_is_a_row(tmp_path: 
 def model_row(backend: str, ms: float | None, **changes: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "model": "gpt2-like", "mode": "train", "dropout": 0.0, "batch": 16, "positions": 1024,
-        "backend": backend, "library": "torch", "version": "9", "status": "ok", "ms_p50": ms,
+        "backend": backend, "library": "torch 9", "status": "ok", "ms_p50": ms,
         "tokens_per_s": None if ms is None else 16384e3 / ms, "peak_bytes": 3 << 30,
         "losses": "9 8 7 6 5 4", "allowed": 1.0, "note": "n",
     }  # fmt: skip

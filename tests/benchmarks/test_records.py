@@ -19,10 +19,10 @@ STAMP = Stamp("20260101T000000Z", "abc123", "gpu", "NVIDIA Test", "580.1", "torc
 def speed_row(**changes: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": "grid", "spec": "causal", "batch": 2, "heads_q": 16, "heads_kv": 16,
-        "seq_q": 8192, "seq_k": 8192, "head_dim": 128, "dtype": "bfloat16", "live": 0.50006,
+        "seq_q": 8192, "seq_k": 8192, "head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16",
         "pass": "forward", "contender": "flashgen sm_80", "path": "sm_80", "status": "ok",
-        "samples": 40, "ms_p20": 1.0, "ms_p50": 1.23456789, "ms_p80": 1.5, "tflops": 400.0,
-        "of_matmul": 0.5, "peer": "sdpa cudnn", "ratio": 0.8,
+        "live": 0.50006, "samples": 40, "ms_p20": 1.0, "ms_p50": 1.23456789, "ms_p80": 1.5,
+        "tflops": 400.0, "of_matmul": 0.5, "peer": "sdpa cudnn", "ratio": 0.8,
     }  # fmt: skip
     return row | changes
 
@@ -159,9 +159,10 @@ def test_the_table_is_of_the_newest_run_on_a_gpu_and_counts_what_is_slower(tmp_p
     text = speed_table.block(tmp_path)
     assert "NVIDIA H200 (driver 580.2)" in text
     assert "commit def456" in text
-    assert "Of 2 cases a peer is faster in 1; 1 were wrong or failed." in text
+    assert "Of 2 cases a peer is faster in 1; 1 were wrong or failed." in " ".join(text.split())
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 2
+    assert rows[0].startswith("| causal, 2 x 16/16 heads, 8192 x 8192, d 128 | forward |")
     assert "| 412 | 50% | sdpa cudnn | 0.80 |" in rows[0]
     assert "| 700 | 50% | sdpa cudnn | 2.00 |" in rows[1]
 

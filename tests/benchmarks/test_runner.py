@@ -71,6 +71,17 @@ def test_the_default_run_has_all_parts_in_order_of_importance_and_fits_nine_minu
         assert callable(load(part))
 
 
+def test_a_second_command_of_a_run_has_the_three_minutes_of_the_models() -> None:
+    shares = [part.share for part in gpu.chosen_parts(["suite", "models"])]
+    left = 60 * 9.5
+    seconds: dict[str, float] = {}
+    for place, share in enumerate(shares):
+        seconds[share.name] = allowed(share, shares[place + 1 :], left)
+        left -= seconds[share.name]
+    assert seconds["models"] >= 180
+    assert seconds["suite"] >= 300
+
+
 def fake(name: str, weight: float = 1, least: float = 0.1, stall: float = 30) -> Part:
     return Part(Share(name, weight, least), name, stall, name)
 
@@ -228,15 +239,26 @@ def test_the_digest_says_on_one_screen_what_failed_and_what_is_slower(tmp_path: 
     row = {
         "spec": "causal", "contender": "flashgen sm_80", "status": "ok", "ms_p50": 2.0,
         "tflops": 300.0, "of_matmul": 0.4, "peer": "sdpa cudnn", "ratio": 0.5, "pass": "forward",
+        "library": "cuDNN 9.19; torch 2.11",
     }  # fmt: skip
     rows = [row, {**row, "spec": "full", "ratio": 1.5}, {**row, "contender": "sdpa cudnn"}]
+    # Calls with options are no losses of a call without: they stand apart in the whole summary.
+    rows += [{**row, "contender": "flashgen sm_80 deterministic", "ratio": 0.25}]
     Writer(tmp_path, stamp, "suite").speed(rows)
     outcome = Outcome("suite", "done", failed=[f"case {i}" for i in range(99)], skipped=["a", "b"])
     text = summary.digest("1", [outcome], tmp_path)
     assert len(text.splitlines()) < 60
     assert "99 failed, 0 rows wrong, 1 slower than a peer, 1 not, 2 left out" in text
     assert "0.50 x sdpa cudnn" in text
+    assert text.index("== furthest behind") < text.index("== main cases")
+    assert "sdpa cudnn                       cuDNN 9.19; torch 2.11" in text
     assert "case 0" in text
+    assert "0.25 x" not in text
+    whole = summary.text("1", [outcome], tmp_path)
+    _, losses, options = whole.split("slower than a peer (1)")
+    assert "0.50 x sdpa cudnn" in losses
+    assert "0.25 x sdpa cudnn" not in losses
+    assert "0.25 x sdpa cudnn" in options
 
 
 def test_a_journal_says_what_was_done_and_what_was_lost(tmp_path: Path) -> None:
@@ -255,6 +277,27 @@ def test_a_journal_says_what_was_done_and_what_was_lost(tmp_path: Path) -> None:
     assert again.lost("inner") == "ended by SIGSEGV"
     assert again.lost("outer") is None
     assert len(entries(path)) == 5
+
+
+def test_a_run_goes_on_behind_what_the_last_one_has_done(tmp_path: Path) -> None:
+    late = (
+        STEPS
+        + """
+step("one")
+if not Path(sys.argv[1]).with_suffix(".again").exists():
+    Path(sys.argv[1]).with_suffix(".again").touch()
+    journal.skipped("two")
+else:
+    step("two")
+"""
+    )
+    first = run_programs(tmp_path, {"part": late})["part"]
+    assert first.skipped == ["two"]
+    again = run_programs(tmp_path, {"part": late})["part"]
+    assert again.skipped == []
+    assert (tmp_path / "work" / "part.log").read_text().split() == ["one", "two"]
+    run = gpu.run_of(tmp_path / "kept")
+    assert gpu.run_of(tmp_path / "kept") == run
 
 
 def test_an_exception_leaves_a_step_open(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ ELSEWHERE = {
     "fit_duration.py": "test_fit_duration.py",
     "flex_inductor.py": "test_flex_kernels.py",
     "flex_kernels.py": "test_flex_kernels.py",
+    "peers.py": "test_peers.py",
 }
 
 

@@ -9,6 +9,7 @@ import torch
 import flashgen as fg
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders import Prepared, Tensor
+from benchmarks.suite.contenders.libraries import named
 from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.device import Device
 from flashgen.kernels.planner import plan_splits
@@ -26,6 +27,9 @@ class Served:
         self.name = f"flashgen {facts(arch).path} {'paged' if paged else 'split'}"
         self.arch = arch
         self.paged = paged
+
+    def library(self, device: Device) -> str:
+        return named("flashgen")
 
     def supports(self, case: Case, device: Device) -> str | None:
         if case.seq_q != 1:
@@ -46,10 +50,7 @@ class Served:
             options["split_size"] = plan_splits(paged, self.arch, case.heads_kv).size
             return Prepared(lambda q, k, v: op(q, k, v, **options), ("forward",))
         op = fg.attention(paged)
-        rows = case.seq_k // PAGE
-        starts = torch.arange(case.batch, dtype=torch.int32) * (case.heads_kv * rows)
-        table = starts[:, None] + torch.arange(rows, dtype=torch.int32)
-        options["page_table"] = table.to(device.torch)
+        options["page_table"] = table_of(case, device.torch)
         lengths = torch.full((case.batch,), case.seq_k, dtype=torch.int32)
         options["cache_seqlens"] = lengths.to(device.torch)
 
@@ -57,6 +58,13 @@ class Served:
             return op(q, pages_of(k), pages_of(v), **options)
 
         return Prepared(attend, ("forward",))
+
+
+def table_of(case: Case, device: torch.device) -> Tensor:
+    """int32 [batch, pages]: the numbers of each sequence's pages in what `pages_of` makes."""
+    rows = case.seq_k // PAGE
+    starts = torch.arange(case.batch, dtype=torch.int32) * (case.heads_kv * rows)
+    return (starts[:, None] + torch.arange(rows, dtype=torch.int32)).to(device)
 
 
 def pages_of(keys: Tensor) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from benchmarks.suite.cases import Case
-from benchmarks.suite.contenders import Prepared, Tensor
+from benchmarks.suite.contenders import Prepared, Tensor, learned
+from benchmarks.suite.contenders.libraries import named
 from benchmarks.suite.device import Device
 from flashgen.shared.dtypes import ITEMSIZE
 
@@ -20,6 +22,9 @@ class Standard:
     name = "standard"
     ours = False
 
+    def library(self, device: Device) -> str:
+        return named("torch")
+
     def supports(self, case: Case, device: Device) -> str | None:
         size = COPIES * ITEMSIZE[case.dtype] * case.scores
         if size > 0.25 * device.memory_bytes:
@@ -27,7 +32,8 @@ class Standard:
         return None
 
     def prepare(self, case: Case, device: Device) -> Prepared:
-        mods, scale = case.mods, case.head_dim**-0.5
+        captured, scale = case.tensors(device.torch), case.head_dim**-0.5
+        mods = case.mods_of({**dict(case.scalars), **captured})
         place: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
         groups = (case.batch, case.heads_kv, case.heads_q // case.heads_kv)
         b = torch.arange(case.batch, **place)[:, None, None, None, None]
@@ -39,8 +45,9 @@ class Standard:
         empty = None if dropped is None else dropped.all(dim=-1, keepdim=True)
         if empty is not None and not empty.any():
             empty = None
+        sink = None if mods.sink is None else mods.sink.view(*groups[1:], 1, 1)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, p: float = mods.dropout) -> Tensor:
             grouped = q.view(*groups, *q.shape[2:])
             scores = torch.matmul(grouped, k[:, :, None].mT) * scale
             if mods.score is not None:
@@ -49,9 +56,15 @@ class Standard:
                 scores = scores.masked_fill(dropped, -math.inf)
             if empty is not None:
                 scores = scores.masked_fill(empty, 0)
-            weights = torch.softmax(scores, dim=-1)
+            if sink is not None:
+                column = sink.to(q.dtype).expand(*scores.shape[:-1], 1)
+                scores = torch.cat((scores, column), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
+            if p:
+                weights = torch.nn.functional.dropout(weights, p)
             if empty is not None:
                 weights = weights.masked_fill(empty, 0)
-            return torch.matmul(weights, v[:, :, None]).reshape(q.shape)
+            return torch.matmul(weights, v[:, :, None]).reshape(*q.shape[:-1], v.shape[-1])
 
-        return Prepared(attend, materialises=True)
+        undropped = functools.partial(attend, p=0.0) if mods.dropout else None
+        return Prepared(attend, materialises=True, learned=learned(captured), undropped=undropped)

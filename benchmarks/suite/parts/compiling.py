@@ -11,20 +11,16 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.suite.contenders import contenders
-from benchmarks.suite.context import Context
+from benchmarks.suite.context import Context, OutOfTime
 from benchmarks.suite.supervisor import environment, watch
 
 SPECS = ("softcap", "causal", "sliding_window", "alibi")
-NAMES = ("flashgen", "flex")
+NAMES = ("flashgen sm_80", "flashgen sm_90a", "flex")
 CACHES = ("FLASHGEN_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def run(context: Context) -> None:
-    names = [
-        c.name
-        for c in contenders(context.device)
-        if c.name.split()[0] in NAMES and len(c.name.split()) <= 2
-    ]
+    names = [c.name for c in contenders(context.device) if c.name in NAMES]
     for spec in SPECS[:1] if context.tiny else SPECS:
         for name in names:
             step = f"{name}, {spec}"
@@ -33,8 +29,11 @@ def run(context: Context) -> None:
             if context.budget.left < 5:
                 context.journal.skipped(f"compile time of {step}")
                 continue
-            with context.journal.step(step):
-                _pair(context, name, spec)
+            try:
+                with context.journal.step(step):
+                    _pair(context, name, spec)
+            except OutOfTime as reason:
+                context.journal.skipped(f"compile time of {step}: {reason}")
 
 
 def _pair(context: Context, name: str, spec: str) -> None:
@@ -52,7 +51,11 @@ def _pair(context: Context, name: str, spec: str) -> None:
 def first_call(
     context: Context, name: str, spec: str, variables: dict[str, str], log: Path
 ) -> dict[str, float] | None:
-    """What `benchmarks.suite.first_call` prints; None when it did not finish."""
+    """What `benchmarks.suite.first_call` prints; None when it failed.
+
+    Raises:
+        OutOfTime: it did not finish.
+    """
     command = [sys.executable, "-m", "benchmarks.suite.first_call"]
     command += ["--device", context.device.kind, "--contender", name, "--spec", spec]
     if context.tiny:
@@ -60,8 +63,7 @@ def first_call(
     ended = watch(command, log=log, budget=context.budget, environment=variables)
     text = log.read_text(encoding="utf-8", errors="replace")
     if ended.out_of_time:
-        context.journal.skipped(f"compile time of {name}, {spec}: {ended.reason}")
-        return None
+        raise OutOfTime(ended.reason)
     if ended.code:
         ours = name.startswith("flashgen")
         report = context.journal.failed if ours else context.journal.skipped

@@ -7,6 +7,7 @@ FLASHGEN_GPU_DRY=1 makes the tests use the emulator as the device.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from benchmarks.suite.supervisor import RESTART, environment, watch
 STALL = 120.0
 """Seconds in which no test ended; the longest one and its compilation take less."""
 MOST_PROCESSES = 6
+DRY_SECONDS = 20.0
+"""In which tests begin in a dry run: all of them run without a GPU among the other tests too."""
 COMPLETE = (0, 1, 5)
 """Exit codes of pytest: all passed, some failed, nothing to run."""
 
@@ -50,6 +53,8 @@ def run_files(context: Context, files: Sequence[str]) -> None:
     variables = environment() | ({"FLASHGEN_GPU_DRY": "1"} if context.tiny else {})
     # A test that has begun is let finish: the process is stopped only well behind the deadline.
     deadline = context.budget.deadline - min(15.0, 0.2 * context.budget.left)
+    if context.tiny:
+        deadline = min(deadline, time.time() + DRY_SECONDS)
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.suite.pytest_outcomes"]
     command += ["--outcomes", str(outcomes), "--deadline", str(deadline), "-q", "--no-header"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]

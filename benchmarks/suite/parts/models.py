@@ -12,12 +12,12 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
 
 from benchmarks.suite.check import Verdict, distance, worst_of
-from benchmarks.suite.context import Context, Unusable
+from benchmarks.suite.contenders.libraries import named
+from benchmarks.suite.context import Context, OutOfTime, Unusable
 from benchmarks.suite.device import first_line
 from benchmarks.suite.records import Row
 from benchmarks.suite.statistics import timing_of
@@ -25,7 +25,6 @@ from benchmarks.suite.whole_models import (
     DTYPE,
     EAGER,
     TRAIN,
-    OutOfTime,
     Problem,
     Result,
     problems,
@@ -200,7 +199,7 @@ def every_kernel_compiled() -> None:
 def verdict_on(problem: Problem, result: Result, reference: Result) -> Verdict:
     """Whether a backend computes what the reference computes."""
     if problem.mode != TRAIN:
-        return distance("the logits of the last tokens", result.tensor, reference.tensor)
+        return distance("the vector of the last logits", result.tensor, reference.tensor)
     curve = curve_verdict(problem, result, reference)
     if problem.dropout:
         if not result.drops:
@@ -241,20 +240,6 @@ def kernels() -> str:
     return f"; ran on {', '.join(sorted(found))}"
 
 
-def version_of(backend: Backend) -> str:
-    """Of the package; empty where it is not installed."""
-    if backend.package == "flashgen":
-        from flashgen.version import __version__
-
-        return __version__
-    if backend.package == "torch":
-        return torch.__version__
-    try:
-        return metadata.version(backend.package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _row(problem: Problem, backend: Backend, result: Result | None = None) -> Row:
     row: Row = {
         "model": problem.model.name,
@@ -264,8 +249,7 @@ def _row(problem: Problem, backend: Backend, result: Result | None = None) -> Ro
         "positions": problem.model.positions,
         "dtype": str(DTYPE).removeprefix("torch."),
         "backend": backend.name,
-        "library": backend.package,
-        "version": version_of(backend),
+        "library": named(backend.package),
     }
     if result is not None:
         row |= {"parameters": result.parameters, "losses": in_short(result.losses)}

@@ -28,7 +28,7 @@ def run(context: Context) -> None:
     calls, rounds = (1, 2) if context.tiny else (100, 40)
     # To choose a backend of torch's attention takes the host longer than the call itself.
     chosen = [c for c in contenders(context.device) if c.name in NAMES]
-    for contender in (Sdpa("default", None), *chosen):
+    for contender in (Sdpa("sdpa default", None), *chosen):
         step = contender.name
         if contender.supports(case, context.device):
             continue

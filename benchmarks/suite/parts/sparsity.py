@@ -15,7 +15,7 @@ from benchmarks.suite.one_case import run_case
 
 SHARES = (0.05, 1.0, 0.25, 0.5, 0.1, 0.75)
 NOTE = "a window of this density, not a block-sparse layout"
-NAMES = ("flashgen", "flex", "sdpa")
+NAMES = ("flashgen", "flex", "sdpa", "cuDNN", "FlashAttention-4")
 
 
 def run(context: Context) -> None:
