@@ -20,6 +20,8 @@ FLASHGEN_EMULATOR_ORDER
 FLASHGEN_EMULATOR_SUMS
                       how tensor cores add in the emulator: "hardware", as those of the
                       architecture do, or "rounded", once to nearest (unset: "hardware")
+FLASHGEN_NATIVE       "0": calls are made in Python where `flashgen build-native` has been run too
+                      (unset or "1": by the native part, where it is built)
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
 FLASHGEN_TRUST        which code paths are taken on a GPU: "check" those that passed a trial there
@@ -50,6 +52,10 @@ BACKENDS = ("gpu", "emulator", "tiled")
 EMULATOR_SUMS = ("hardware", "rounded")
 TRUST = ("check", "always", "never")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
+
+NATIVE = "FLASHGEN_NATIVE"
+OF_NATIVE_CALLS = ("FLASHGEN_BACKEND", "FLASHGEN_ARCH", "FLASHGEN_OVERRIDE", "FLASHGEN_CHECK_READS")
+"""Variables that every call follows: where one is set, calls are made in Python."""
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
 
@@ -200,6 +206,18 @@ def check_reads() -> bool | None:
     if value is not None and value not in ("0", "1"):
         raise _refuse("FLASHGEN_CHECK_READS", value, "0 or 1")
     return None if value is None else value == "1"
+
+
+def native() -> bool:
+    """FLASHGEN_NATIVE: whether calls may use the native part.
+
+    Raises:
+        FlashgenError: the value is neither 0 nor 1.
+    """
+    value = _read(NATIVE)
+    if value not in (None, "0", "1"):
+        raise _refuse(NATIVE, str(value), "0 or 1")
+    return value != "0"
 
 
 def cache_dir() -> Path | None:

@@ -109,13 +109,13 @@ class Attention:
     @property
     def report(self) -> Report | None:
         """Backend, kernel and counters of the last call; None before the first call."""
-        done = self._used.done
+        done = self._used.last_forward()
         return None if done is None else forward.report(done)
 
     @property
     def backward_reports(self) -> tuple[Report, ...]:
         """A report for each kernel of the last backward pass; empty before the first pass."""
-        done = self._used.done_backward
+        done = self._used.last_backward()
         return () if done is None else backward.reports(done)
 
     @overload
@@ -273,11 +273,16 @@ class Attention:
             captured = ()
         if not traced:
             self._used = operator
+            if operator.native is not None:
+                native = operator.native.call(q, k, v, rng, captured, *options, return_lse)
+                if native is not None:
+                    return native
         if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
             if not traced:
                 refuse_jit_trace()
             result = dispatched_call(operator, operands, options)
             return result if return_lse else result[0]
+        given = rng
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
             operands = operands._replace(rng=rng)
@@ -293,6 +298,8 @@ class Attention:
             result = attend_plain(operator, options, q, k, v, rng, *captured)
         else:
             result = operator.compute(operands, options)
+        if operator.native is not None:
+            operator.learn(operands, options, given)
         return result if return_lse else result[0]
 
     def _variant(self, *fields: Any) -> Operator:
