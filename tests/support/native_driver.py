@@ -22,6 +22,7 @@ import torch
 from flashgen.calls import launch
 from flashgen.calls.launch.params import field_bytes
 from flashgen.calls.native import build, calls
+from flashgen.calls.ops import registration
 from flashgen.calls.runtime import backends, bound_kernel, prepared_call
 from flashgen.calls.trust import Decision
 from tests.support.fake_driver import FakeDriver
@@ -219,6 +220,7 @@ def native_gpu(arch: str = "sm_80", *, native: bool = True) -> Iterator[NativeDr
         mock.patch.object(prepared_call, "check_contents", lambda *_: None),
         mock.patch.object(prepared_call.PreparedCall, "_check_reads", lambda *_: None),
     )
+    _forget_calls()
     for each in patches:
         each.start()
     try:
@@ -226,3 +228,12 @@ def native_gpu(arch: str = "sm_80", *, native: bool = True) -> Iterator[NativeDr
     finally:
         for each in reversed(patches):
             each.stop()
+        _forget_calls()
+
+
+def _forget_calls() -> None:
+    """Prepared calls hold kernels that are loaded by one driver."""
+    for operator in registration._operators.values():
+        operator.native = None
+        operator._forwards.clear()
+        operator._backwards.clear()

@@ -14,6 +14,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -734,6 +735,18 @@ py::tuple functions_of(const CallsPointer& calls) {
   return made;
 }
 
+// An argument of an operation; a number in the place of a tensor is one as torch makes it.
+c10::IValue argument_of(const py::handle& value, const c10::TypePtr& type) {
+  const bool is_number = PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr());
+  if (type->kind() != c10::TypeKind::TensorType || !is_number) {
+    return torch::jit::toIValue(value, type);
+  }
+  const auto scalar = torch::jit::toIValue(value, c10::NumberType::get()).toScalar();
+  Tensor number = at::scalar_tensor(scalar, PyLong_Check(value.ptr()) ? at::kLong : at::kDouble);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return number;
+}
+
 template <class T>
 T function_at(uintptr_t address) {
   return reinterpret_cast<T>(address);
@@ -781,7 +794,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              torch::jit::Stack stack;
              const auto& declared = handle.schema().arguments();
              for (size_t i = 0; i < arguments.size(); ++i) {
-               stack.push_back(torch::jit::toIValue(arguments[i], declared[i].type()));
+               stack.push_back(argument_of(arguments[i], declared[i].type()));
              }
              std::vector<int> values;
              for (int i = 0; i < outputs; ++i) values.push_back(makes ? plan.values++ : -1);

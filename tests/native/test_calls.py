@@ -1,0 +1,187 @@
+"""Calls without Python launch what the Python path launches, with the same parameters.
+
+The library is compiled once for all runs of the tests with the same source, which takes half a
+minute: these tests are in the slow tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from tests.support.native_driver import NativeDriver, native_gpu
+
+pytestmark = pytest.mark.slow
+
+Tensor = torch.Tensor
+Call = Callable[[], dict[str, Tensor]]
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[NativeDriver]:
+    with native_gpu(request.param) as driver:
+        yield driver
+
+
+@pytest.fixture
+def one_gpu() -> Iterator[NativeDriver]:
+    with native_gpu() as driver:
+        yield driver
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+CAUSAL = fg.AttentionSpec(mask_mod=causal, head_dim=64, name="native_causal")
+
+
+def operands(
+    seq_q: int = 70,
+    seq_k: int = 70,
+    heads: tuple[int, int] = (2, 2),
+    batch: int = 1,
+    *,
+    rows_first: bool = False,
+    misaligned: bool = False,
+    learn: bool = True,
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    made = []
+    for count, rows in ((heads[0], seq_q), (heads[1], seq_k), (heads[1], seq_k)):
+        shape = (batch, rows, count, 64) if rows_first else (batch, count, rows, 64)
+        if misaligned:
+            flat = torch.randn(batch * count * rows * 64 + 1).half()
+            tensor = flat[1:].view(shape)
+        else:
+            tensor = torch.randn(shape).half()
+        tensor = tensor.transpose(1, 2) if rows_first else tensor
+        made.append(tensor.detach().requires_grad_(learn))
+    return made
+
+
+def spec_with(name: str, **options: Any) -> fg.AttentionSpec:
+    return fg.AttentionSpec(**{"mask_mod": causal, "head_dim": 64, "name": name, **options})
+
+
+def a_learned_bias() -> tuple[Any, dict[str, Any]]:
+    bias = fg.Tensor("bias", ("heads", 70), "float32", grad=True)
+    spec = spec_with("native_bias", score_mod=lambda s, b, h, q, k: s + bias[h, k])
+    return spec, {"bias": torch.randn(2, 70).requires_grad_()}
+
+
+def documents() -> tuple[Any, dict[str, Any]]:
+    ids = fg.Tensor("ids", ("batch", "tokens"), "int32")
+    spec = spec_with("native_documents", mask_mod=lambda b, h, q, k: ids[b, q] == ids[b, k])
+    return spec, {"ids": (torch.arange(70, dtype=torch.int32) // 20)[None]}
+
+
+def a_sink() -> tuple[Any, dict[str, Any]]:
+    sink = fg.Tensor("sink", ("heads",), "float32", grad=True)
+    return spec_with("native_sink", sink=sink), {"sink": torch.randn(2).requires_grad_()}
+
+
+def packed() -> tuple[Any, dict[str, Any]]:
+    spec = spec_with("native_packed", packed=True)
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+    return spec, {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+
+
+def dropped() -> tuple[Any, dict[str, Any]]:
+    spec = spec_with("native_dropout", dropout=True)
+    return spec, {"dropout_p": 0.25, "rng": torch.tensor([3, 5])}
+
+
+def drawn() -> tuple[Any, dict[str, Any]]:
+    return dropped()[0], {"dropout_p": 0.25}
+
+
+def offset() -> tuple[Any, dict[str, Any]]:
+    return CAUSAL, {"q_offset": torch.tensor([3], dtype=torch.int32)}
+
+
+def windowed(width: int = 30) -> tuple[Any, dict[str, Any]]:
+    size = fg.Scalar("size", "int32")
+    spec = spec_with("native_window", mask_mod=lambda b, h, q, k: (q >= k) & (q - k < size))
+    return spec, {"size": width}
+
+
+def alibi() -> tuple[Any, dict[str, Any]]:
+    return spec_with("native_alibi", score_mod=lambda s, b, h, q, k: s - 0.1 * (q - k)), {}
+
+
+def blocks() -> tuple[Any, dict[str, Any]]:
+    sparse = fg.BlockSparse(lambda b, h, q, k: (q // 64 + k // 64) % 2 == 0, 64, 64)
+    return spec_with("native_blocks", block_sparse=sparse), {}
+
+
+CASES: dict[str, Any] = {
+    "causal": (lambda: (CAUSAL, {}), {}),
+    "a scale of its own": (lambda: (CAUSAL, {"scale": 0.25}), {}),
+    "positions": (lambda: (CAUSAL, {"q_offset": 30}), {"seq_q": 40}),
+    "a window by a number": (windowed, {}),
+    "alibi": (alibi, {}),
+    "grouped heads": (lambda: (CAUSAL, {}), {"heads": (4, 2)}),
+    "rows before heads": (lambda: (CAUSAL, {}), {"rows_first": True}),
+    "misaligned": (lambda: (CAUSAL, {}), {"misaligned": True}),
+    "deterministic": (lambda: (CAUSAL, {"deterministic": True}), {}),
+    "a learned bias": (a_learned_bias, {}),
+    "a learned bias, deterministic": (lambda: (a_learned_bias()[0], {**a_learned_bias()[1], "deterministic": True}), {}),
+    "documents": (documents, {}),
+    "a sink": (a_sink, {}),
+    "packed": (packed, {}),
+    "dropout": (dropped, {}),
+    "drawn dropout": (drawn, {}),
+    "offsets on the device": (offset, {}),
+    "a block layout": (blocks, {"seq_q": 256, "seq_k": 256}),
+    "no keys": (lambda: (CAUSAL, {}), {"seq_k": 0}),
+}
+
+
+def both_paths(driver: NativeDriver, call: Call, hits: Callable[[], tuple[int, int]]) -> Any:
+    """The launches from Python, at the first call, and those without it, at the fifth."""
+    found = []
+    for turn in range(5):
+        driver.reset()
+        torch.manual_seed(7)
+        before = hits()
+        named = call()
+        after = hits()
+        if turn in (0, 4):
+            addresses = {tensor.data_ptr(): name for name, tensor in named.items()}
+            found.append(driver.launched(addresses))
+    made = tuple(b - a for a, b in zip(before, after, strict=True))
+    return *found, made
+
+
+def described(op: Any) -> str:
+    return op.host_path
+
+
+@pytest.mark.parametrize("dlse", ["no dlse", "dlse", "dlse alone"])
+@pytest.mark.parametrize("case", CASES)
+def test_native_and_python_launch_the_same(gpu: NativeDriver, case: str, dlse: str) -> None:
+    make, sizes = CASES[case]
+    spec, options = make()
+    op = fg.attention(spec)
+    tensors = operands(**sizes)
+    learned = [x for x in (*tensors, *options.values()) if getattr(x, "requires_grad", False)]
+    given = {f"argument {name}": x for name, x in options.items() if isinstance(x, Tensor)}
+
+    def call() -> dict[str, Tensor]:
+        out, lse = op(*tensors, return_lse=True, **options)
+        results = {"no dlse": [out], "dlse": [out, lse], "dlse alone": [lse]}[dlse]
+        gradients = [torch.ones_like(x) for x in results]
+        found = torch.autograd.grad(results, learned, gradients, allow_unused=True)
+        named = dict(zip("qkv", tensors, strict=True)) | given | {"out": out, "lse": lse}
+        named |= {f"gradient {i}": x for i, x in enumerate(gradients)}
+        return named | {f"result {i}": x for i, x in enumerate(found) if x is not None}
+
+    in_python, without, made = both_paths(gpu, call, lambda: op._used.native.hits if op._used.native else (0, 0))
+    assert made == (1, 1), op._used.native.reasons
+    assert without == in_python
+    assert in_python or case == "no keys"
