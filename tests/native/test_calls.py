@@ -74,6 +74,11 @@ def a_learned_bias() -> tuple[Any, dict[str, Any]]:
     return spec, {"bias": torch.randn(2, 70).requires_grad_()}
 
 
+def exact_sums() -> tuple[Any, dict[str, Any]]:
+    spec, options = a_learned_bias()
+    return spec, {**options, "deterministic": True}
+
+
 def documents() -> tuple[Any, dict[str, Any]]:
     ids = fg.Tensor("ids", ("batch", "tokens"), "int32")
     spec = spec_with("native_documents", mask_mod=lambda b, h, q, k: ids[b, q] == ids[b, k])
@@ -130,7 +135,7 @@ CASES: dict[str, Any] = {
     "misaligned": (lambda: (CAUSAL, {}), {"misaligned": True}),
     "deterministic": (lambda: (CAUSAL, {"deterministic": True}), {}),
     "a learned bias": (a_learned_bias, {}),
-    "a learned bias, deterministic": (lambda: (a_learned_bias()[0], {**a_learned_bias()[1], "deterministic": True}), {}),
+    "exact sums of a learned bias": (exact_sums, {}),
     "documents": (documents, {}),
     "a sink": (a_sink, {}),
     "packed": (packed, {}),
@@ -142,8 +147,13 @@ CASES: dict[str, Any] = {
 }
 
 
+def hits(op: Any) -> tuple[int, int]:
+    native = op._used.native
+    return (0, 0) if native is None else native.hits
+
+
 def both_paths(driver: NativeDriver, call: Call, hits: Callable[[], tuple[int, int]]) -> Any:
-    """The launches from Python, at the first call, and those without it, at the fifth."""
+    """The launches of the first call, by Python, and of the fifth, and how it was made."""
     found = []
     for turn in range(5):
         driver.reset()
@@ -156,10 +166,6 @@ def both_paths(driver: NativeDriver, call: Call, hits: Callable[[], tuple[int, i
             found.append(driver.launched(addresses))
     made = tuple(b - a for a, b in zip(before, after, strict=True))
     return *found, made
-
-
-def described(op: Any) -> str:
-    return op.host_path
 
 
 @pytest.mark.parametrize("dlse", ["no dlse", "dlse", "dlse alone"])
@@ -181,7 +187,56 @@ def test_native_and_python_launch_the_same(gpu: NativeDriver, case: str, dlse: s
         named |= {f"gradient {i}": x for i, x in enumerate(gradients)}
         return named | {f"result {i}": x for i, x in enumerate(found) if x is not None}
 
-    in_python, without, made = both_paths(gpu, call, lambda: op._used.native.hits if op._used.native else (0, 0))
+    in_python, without, made = both_paths(gpu, call, lambda: hits(op))
     assert made == (1, 1), op._used.native.reasons
     assert without == in_python
     assert in_python or case == "no keys"
+
+
+def paged() -> tuple[Any, dict[str, Any], list[Tensor]]:
+    spec = spec_with("native_paged", paged=True)
+    q, _, _ = operands(1, 1, batch=2, learn=False)
+    _, k, v = operands(1, 32, batch=6, learn=False)
+    table = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
+    lengths = torch.tensor([40, 33], dtype=torch.int32)
+    return spec, {"page_table": table, "cache_seqlens": lengths, "split_size": 32}, [q, k, v]
+
+
+INFERENCE: dict[str, Any] = {
+    "pages and split keys": paged,
+    "split keys": lambda: (CAUSAL, {"split_size": 32}, operands(learn=False)),
+    "a split sink": lambda: (*a_sink(), operands(learn=False)),
+}
+
+
+@pytest.mark.parametrize("case", INFERENCE)
+def test_native_and_python_launch_the_same_in_inference(gpu: NativeDriver, case: str) -> None:
+    spec, options, tensors = INFERENCE[case]()
+    if case == "a split sink":
+        options |= {"split_size": 32}
+    op = fg.attention(spec)
+    given = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+
+    def call() -> dict[str, Tensor]:
+        out, lse = op(*tensors, return_lse=True, **options)
+        return dict(zip("qkv", tensors, strict=True)) | given | {"out": out, "lse": lse}
+
+    with torch.inference_mode():
+        in_python, without, made = both_paths(gpu, call, lambda: hits(op))
+    assert made == (1, 0), op._used.native.reasons
+    assert without == in_python
+
+
+def test_autocast_needs_no_python_after_its_casts(gpu: NativeDriver) -> None:
+    op = fg.attention(CAUSAL)
+    tensors = [tensor.float().detach().requires_grad_() for tensor in operands()]
+
+    def call() -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = op(*tensors)
+        torch.autograd.grad(out.sum(), tensors)
+        return {"out": out}
+
+    in_python, without, made = both_paths(gpu, call, lambda: hits(op))
+    assert made == (1, 1)
+    assert [(x.kernel, x.grid) for x in without] == [(x.kernel, x.grid) for x in in_python]
