@@ -44,6 +44,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flashgen.shared.errors import FlashgenError, called_by_users
 
@@ -52,10 +53,6 @@ BACKENDS = ("gpu", "emulator", "tiled")
 EMULATOR_SUMS = ("hardware", "rounded")
 TRUST = ("check", "always", "never")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
-
-NATIVE = "FLASHGEN_NATIVE"
-OF_NATIVE_CALLS = ("FLASHGEN_BACKEND", "FLASHGEN_ARCH", "FLASHGEN_OVERRIDE", "FLASHGEN_CHECK_READS")
-"""Variables that every call follows: where one is set, calls are made in Python."""
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
 
@@ -214,10 +211,37 @@ def native() -> bool:
     Raises:
         FlashgenError: the value is neither 0 nor 1.
     """
-    value = _read(NATIVE)
+    value = _read("FLASHGEN_NATIVE")
     if value not in (None, "0", "1"):
-        raise _refuse(NATIVE, str(value), "0 or 1")
+        raise _refuse("FLASHGEN_NATIVE", str(value), "0 or 1")
     return value != "0"
+
+
+class VariablesOfCalls(NamedTuple):
+    """What native calls look up in the environment, which they follow as calls in Python do.
+
+    Attributes:
+        environment: the variables, which Python changes in place.
+        in_python: the names of variables with which calls are made in Python.
+        switch, off: the name of FLASHGEN_NATIVE, and the value that turns native calls off.
+    """
+
+    environment: dict[Any, Any]
+    in_python: list[Any]
+    switch: Any
+    off: Any
+
+
+def variables_of_calls() -> VariablesOfCalls:
+    key: Any = os.environ.encodekey
+    names = [*_OF_CALLS, key("FLASHGEN_CHECK_READS")]
+    data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    return VariablesOfCalls(data, names, key("FLASHGEN_NATIVE"), os.environ.encodevalue("0"))
+
+
+def cxx() -> tuple[str, tuple[str, ...]]:
+    """The C++ compiler of the variable CXX, "" where it is unset, and the flags of CXXFLAGS."""
+    return os.environ.get("CXX", "").strip(), tuple(os.environ.get("CXXFLAGS", "").split())
 
 
 def cache_dir() -> Path | None:

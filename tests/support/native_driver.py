@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -54,7 +53,8 @@ class Result(enum.IntEnum):
 def native_library() -> Any:
     """The native part, compiled once for all test runs with this source."""
     file = KEPT / f"{build._NAME}.{build.key(build.flags())}.so"
-    with mock.patch.object(build, "path", lambda: file):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "path", lambda: file)
         if not file.exists():
             if shutil.which("c++") is None and not os.environ.get("CXX"):
                 pytest.skip("there is no C++ compiler")
@@ -203,32 +203,25 @@ def native_gpu(arch: str = "sm_80", *, native: bool = True) -> Iterator[NativeDr
         made(self, kernel, arguments, *rest, **more)
 
     properties = SimpleNamespace(multi_processor_count=132)
-    patches = (
-        mock.patch.dict(backends.TAKES, gpu="cpu"),
-        mock.patch.dict(backends.DEFAULTS, cpu="gpu"),
-        mock.patch.object(backends, "index_of", lambda device: 0),
-        mock.patch.object(backends, "decide", lambda index, capturing: Decision(arch, "a stub")),
-        mock.patch.object(bound_kernel, "current_stream", lambda index: STREAM + index),
-        mock.patch.object(bound_kernel.BoundKernel, "__init__", noted),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda index: properties),
-        mock.patch.object(launch, "load", driver.load),
-        mock.patch.object(launch.params, "real_driver", lambda: driver),
-        mock.patch.object(launch.params, "device_facts", driver.device),
-        mock.patch.object(calls, "driver_functions", driver.functions),
-        mock.patch.object(build, "load", lambda: library),
-        # On a GPU the host does not read the contents of tensors.
-        mock.patch.object(prepared_call, "check_contents", lambda *_: None),
-        mock.patch.object(prepared_call.PreparedCall, "_check_reads", lambda *_: None),
-    )
     _forget_calls()
-    for each in patches:
-        each.start()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backends.TAKES, "gpu", "cpu")
+        patch.setitem(backends.DEFAULTS, "cpu", "gpu")
+        patch.setattr(backends, "index_of", lambda device: 0)
+        patch.setattr(backends, "decide", lambda index, capturing: Decision(arch, "a stub"))
+        patch.setattr(bound_kernel, "current_stream", lambda index: STREAM + index)
+        patch.setattr(bound_kernel.BoundKernel, "__init__", noted)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        patch.setattr(launch, "load", driver.load)
+        patch.setattr(launch.params, "real_driver", lambda: driver)
+        patch.setattr(launch.params, "device_facts", driver.device)
+        patch.setattr(calls, "driver_functions", driver.functions)
+        patch.setattr(build, "load", lambda: library)
+        # On a GPU the host does not read the contents of tensors.
+        patch.setattr(prepared_call, "check_contents", lambda *_: None)
+        patch.setattr(prepared_call.PreparedCall, "_check_reads", lambda *_: None)
         yield driver
-    finally:
-        for each in reversed(patches):
-            each.stop()
-        _forget_calls()
+    _forget_calls()
 
 
 def _forget_calls() -> None:

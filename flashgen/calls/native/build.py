@@ -13,7 +13,6 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -40,11 +39,7 @@ _SECONDS = 900.0
 def flags() -> tuple[str, ...]:
     """The flags of the compiler, with those of the environment variable CXXFLAGS."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return (*_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *shlex.split(_variable("CXXFLAGS")))
-
-
-def _variable(name: str) -> str:
-    return os.environ.get(name, "")
+    return (*_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *config.cxx()[1])
 
 
 @functools.lru_cache(maxsize=8)
@@ -114,8 +109,9 @@ def compiler() -> str:
     Raises:
         CompileError: there is none.
     """
-    names = [_variable("CXX")] if _variable("CXX") else ["c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, (name.split()[0] for name in names))), None)
+    given, _ = config.cxx()
+    names = [given] if given else ["c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise CompileError(
             "the native part cannot be built without a C++ compiler",

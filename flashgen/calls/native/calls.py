@@ -1,9 +1,8 @@
-"""The native calls of one operator: their plans, their errors, and their backward pass in Python."""
+"""The native calls of one operator: how they get plans, and what Python does for them."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,15 +45,8 @@ class NativeCalls:
                 gradients are needed, and whether to make a plan.
         """
         self._library = library
-        names = [os.environ.encodekey(name) for name in config.OF_NATIVE_CALLS]  # type: ignore[attr-defined]
         self._calls = library.Calls(
-            driver_functions(),
-            os.environ._data,  # type: ignore[attr-defined]
-            names,
-            os.environ.encodekey(config.NATIVE),  # type: ignore[attr-defined]
-            os.environ.encodevalue("0"),  # type: ignore[attr-defined]
-            differentiate,
-            explain,
+            driver_functions(), *config.variables_of_calls(), differentiate, explain
         )
         self.call, self._wants_plan, self._keep_plan = self._calls.functions()
         self.reasons: list[str] = []

@@ -34,9 +34,7 @@ _EMPTY = {
     _aten.new_empty_strided.default,
 }
 _ZEROS = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
-_ON_THE_HOST = {
-    *(_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default),
-}
+_OF_CONTENTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class NoPlan(Exception):
@@ -60,7 +58,7 @@ class Recorded(Tensor):
         Args:
             misaligned: bytes by which the address exceeds a multiple of 16.
         """
-        made: Recorded = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Recorded = Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -74,14 +72,14 @@ class Recorded(Tensor):
 
     def data_ptr(self) -> int:
         """An address of which only the alignment means something."""
-        return 16 + self._misaligned + self.storage_offset() * self.element_size()
+        return 16 + self._misaligned + int(self.storage_offset()) * self.element_size()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise NoPlan(f"{func} runs where it is not recorded")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds the operations and the launches of a call to a plan.
 
     Attributes:
@@ -94,7 +92,7 @@ class Recorder(TorchDispatchMode):
             plan: a Plan of `native.cpp`.
             inputs: the tensors of the call; None for one that it does not have.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         first = inputs[0]
         assert first is not None, "q is an operand"
         self._plan = plan
@@ -167,7 +165,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _ON_THE_HOST or torch.Tag.data_dependent_output in func.tags:
+        if not _OF_CONTENTS.isdisjoint(func.tags):
             raise NoPlan(f"the host reads the contents of tensors ({func})")
         if torch.device(kwargs.get("device") or self._device) != self._device:
             raise NoPlan(f"tensors go to another device ({func})")

@@ -274,9 +274,10 @@ class Attention:
         if not traced:
             self._used = operator
             if operator.native is not None:
-                native = operator.native.call(q, k, v, rng, captured, *options, return_lse)
-                if native is not None:
-                    return native
+                made: Tensor | tuple[Tensor, Tensor] | None
+                made = operator.native.call(q, k, v, rng, captured, *options, return_lse)
+                if made is not None:
+                    return made
         if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
             if not traced:
                 refuse_jit_trace()

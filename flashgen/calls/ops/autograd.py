@@ -87,7 +87,8 @@ def gradients_of(
         and is_plain(*results[:3])
         and are_plain(captured)
     ):
-        options = operator.numbers_in(options)
+        if any(isinstance(value, Tensor) for value in operator.floats_of(options)):
+            options = operator.numbers_in(options)
         gradients = operator.compute_backward(operands, results, options, needed)
     else:
         tensors = (q, k, v, *results, rng, *captured)
@@ -98,6 +99,31 @@ def gradients_of(
         return wanted
     learned = dict(zip(operator.learned, rest, strict=True))
     return (*wanted, *[learned[i] if need else None for i, need in enumerate(of_captured)])
+
+
+def differentiate_native(
+    operator: Operator,
+    options: CallOptions,
+    tensors: tuple[Any, ...],
+    needs: tuple[bool, ...],
+    learn: bool,
+) -> tuple[tuple[Tensor | None, ...], Any]:
+    """The backward pass of a native call that has no plan for it.
+
+    Args:
+        tensors: q, k, v, out, lse, dout, dlse, rng and the captured tensors.
+        needs: for q, k, v and each captured tensor, whether its gradient is needed.
+        learn: whether to make a plan.
+
+    Returns:
+        The gradients, and the plan or None.
+    """
+    q, k, v, *of_out, rng = tensors[:8]
+    operands = Operands(q, k, v, tensors[8:], rng)
+    results = OutputGradients(*of_out)
+    found = gradients_of(operator, options, operands, results, needs)
+    made = operator.backward_plan(operands, results, options, needs) if learn else None
+    return found, made
 
 
 class Attend(torch.autograd.Function):

@@ -63,6 +63,7 @@ class Operator:
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
+        differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
             native part is not used.
@@ -70,6 +71,7 @@ class Operator:
 
     overload: Any
     overload_backward: Any
+    differentiate: Any
 
     def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
         signature = program_of(spec).signature
@@ -184,7 +186,7 @@ class Operator:
             if call.target.settled:
                 _cache(self._forwards, key, call)
             if self.native is None and call.target.backend == "gpu":
-                self.native = native_calls.attach(self._differentiate)
+                self.native = native_calls.attach(self.differentiate)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         out, lse, self.done = call.run(operands)
@@ -244,52 +246,31 @@ class Operator:
         if self.native is not None:
             self.native.learn(operands, options, rng, prepared)
 
-    def _differentiate(
+    def backward_plan(
         self,
+        operands: Operands,
+        gradients: OutputGradients,
         options: CallOptions,
-        tensors: tuple[Any, ...],
-        needs: tuple[bool, ...],
-        learn: bool,
-    ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """The backward pass of a native call in Python.
+        needs: Sequence[bool],
+    ) -> Any:
+        """The plan of a backward call that `compute_backward` has made; None where it has none.
 
         Args:
-            tensors: q, k, v, out, lse, dout, dlse, rng and the captured tensors.
             needs: for q, k, v and each captured tensor, whether its gradient is needed.
-            learn: whether to make a plan, for later passes without Python.
-
-        Returns:
-            The gradients, and the plan; None where there is none.
         """
-        from flashgen.calls.ops.autograd import gradients_of
-
-        q, k, v, *of_out, rng = tensors[:8]
-        operands = Operands(q, k, v, tensors[8:], rng)
-        gradients = OutputGradients(*of_out)
-        found = gradients_of(self, options, operands, gradients, needs)
-        if not learn or self.native is None:
-            return found, None
-        needed = tuple(needs[3 + index] for index in self.learned)
-        call = self._backwards.get(
-            (
-                settled(options.deterministic),
-                _key(operands, _with_probability(options)),
-                _key_of_gradients(gradients),
-                needed,
-            )
-        )
-        if call is None:
-            return found, None
+        needed = tuple([needs[3 + index] for index in self.learned])
+        key = _key(operands, _with_probability(options)), _key_of_gradients(gradients), needed
+        call = self._backwards.get((settled(options.deterministic), *key))
+        if call is None or self.native is None:
+            return None
 
         def in_place(results: Sequence[Tensor]) -> list[Tensor | None]:
             names = ("q", "k", "v", *(each.name for each in call.signature.learned))
-            by_name = dict(zip(names, results, strict=True))
-            return [
-                by_name[name] if need else None
-                for name, need in zip(("q", "k", "v", *self.tensors), needs, strict=True)
-            ]
+            found = dict(zip(names, results, strict=True))
+            wanted = zip(("q", "k", "v", *self.tensors), needs, strict=True)
+            return [found[name] if need else None for name, need in wanted]
 
-        return found, self.native.backward_plan(call, operands, gradients, in_place)
+        return self.native.backward_plan(call, operands, gradients, in_place)
 
     def last_forward(self) -> forward.ForwardOutcome | None:
         """The record of the last forward call, for reports."""

@@ -364,11 +364,12 @@ def _sweep(root: Path, *, older_than: float) -> None:
 _OURS = re.compile(
     rf"{re.escape(META)}|[\w.-]+\.(cu|cuh|cubin|ptx)"
     r"|\w+\.[0-9a-f]{16}\.sm_\w+\.\w+\.bh\d+-g\d+-q\d+-k\d+\.json|sm_\w+\.[0-9a-f]{24}\.json"
+    r"|\.?flashgen_native[.-]\w+\.so"
     rf"|([0-9a-f]{{2}}|trust-[0-9a-f]{{24}})\.lock|\.{_TEMPORARY}[a-z0-9_]{{8}}",
     re.ASCII,
 )
-"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of the native part, of locks,
-and of those that are being written."""
+"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of the
+native part, of locks, and of those that are being written."""
 
 
 def _remove(folder: Path) -> bool:
