@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
+from flashgen.calls.native.build import missing
 from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
@@ -117,6 +118,20 @@ class Attention:
         """A report for each kernel of the last backward pass; empty before the first pass."""
         done = self._used.last_backward()
         return () if done is None else backward.reports(done)
+
+    @property
+    def native_calls(self) -> str:
+        """How many calls were made without Python, in words; the reason where none can be.
+
+        The numbers are those of the variant of the last call.
+        """
+        native = self._used.native
+        if native is None:
+            return missing() or "no call has run on a GPU"
+        forward_calls, backward_calls = native.hits
+        said = f"{forward_calls:,} forward and {backward_calls:,} backward calls without Python"
+        reasons = "".join(f"; in Python: {reason}" for reason in dict.fromkeys(native.reasons))
+        return said + reasons
 
     @overload
     def __call__(
