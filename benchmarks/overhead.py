@@ -22,6 +22,11 @@ beside fg.attention with the same expression, and what the mod adds to the latte
     cold            the first call with a mod; its kernels have been compiled
     torch           flex_attention of torch on CPU tensors of the same shape, which computes it
 
+A third table has calls without Python (`flashgen build-native`), with a driver in C that does
+nothing, and its limits; the rows are those of the first table. "engine" is what torch takes for
+torch.autograd.grad of a sum of two tensors, most of which is also in "both". The table is left out
+where the native part is not built.
+
 Fails when a limit is exceeded: 10 us without gradients, 20 us forward with gradients; for what a
 mod adds, 30 us where it is proved and 150 us where it is recorded.
 
@@ -61,10 +66,16 @@ from flashgen.frontends.flex import known_mods  # noqa: E402
 from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
 
 LIMITS = {"no gradients": 10.0, "forward": 20.0}  # us
+NATIVE = {"no gradients": 4.0, "forward": 6.0, "both": 30.0}  # us
 ADDED = {"proved": 30.0, "recorded": 150.0}  # us
 
 
-def median_us(call: Callable[[], Any], calls: int, rounds: int) -> float:
+def median_us(
+    call: Callable[[], Any],
+    calls: int,
+    rounds: int,
+    of_rounds: Callable[[list[float]], float] = statistics.median,
+) -> float:
     """Median over rounds of the mean CPU time of some calls, in microseconds."""
     for _ in range(calls):
         call()
@@ -74,7 +85,7 @@ def median_us(call: Callable[[], Any], calls: int, rounds: int) -> float:
         for _ in range(calls):
             call()
         found.append((time.process_time() - start) / calls)
-    return statistics.median(found) * 1e6
+    return of_rounds(found) * 1e6
 
 
 def idle_driver() -> Any:
@@ -104,6 +115,7 @@ def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kern
 
 def pretend_a_gpu() -> None:
     """CPU tensors take the place of GPU tensors, and a launch does nothing."""
+    os.environ["FLASHGEN_NATIVE"] = "0"
     backends.TAKES["gpu"] = "cpu"
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
@@ -195,12 +207,64 @@ def flex_table(operands: list[torch.Tensor], calls: int, rounds: int) -> list[st
     return broken
 
 
+def native_rows() -> dict[str, Callable[[], Any]]:
+    """The calls of the third table, made a few times, after which they need no Python."""
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, name="overhead_native")
+    op = fg.attention(spec)
+    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
+    learnt = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.zeros_like(plain[0])
+    total = learnt[0] + learnt[1]
+    rows: dict[str, Callable[[], Any]] = {
+        "no gradients": lambda: op(*plain),
+        "forward": lambda: op(*learnt),
+        "both": lambda: torch.autograd.grad(op(*learnt), learnt, dout),
+        "engine": lambda: torch.autograd.grad(total, learnt[:2], dout, retain_graph=True),
+    }
+    for _ in range(5):
+        before = op.native_calls
+        for call in rows.values():
+            call()
+    assert op.native_calls != before, f"made in Python: {before}"
+    return rows
+
+
+def native_table(calls: int, rounds: int) -> list[str]:
+    """Prints the third table, and returns the limits that are exceeded."""
+    from flashgen.calls.native import build
+
+    library = build.load()
+    if library is None:
+        print(f"no calls without Python: {build.missing()}")
+        return []
+    from tests.support.native_driver import native_gpu
+
+    table = Table(title="overhead of a call without Python, us (least)")
+    for column in ("", "sm_80", "sm_90a", "limit"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows: dict[str, list[float]] = {}
+    for arch in ("sm_80", "sm_90a"):
+        with native_gpu(arch, library=library) as driver:
+            driver.set("fake_keeps", 0)
+            for name, call in native_rows().items():
+                rows.setdefault(name, []).append(median_us(call, calls, rounds, min))
+    broken = []
+    for name, found in rows.items():
+        limit = NATIVE.get(name)
+        table.add_row(name, *(f"{took:.1f}" for took in found), f"{limit:.0f}" if limit else "")
+        if limit is not None and max(found) > limit:
+            broken.append(f"{name} without Python: {max(found):.1f} us, at most {limit:.0f}")
+    Console().print(table)
+    return broken
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
 
+    broken = native_table(options.calls, options.rounds)
     prepare = launch.Launch
     pretend_a_gpu()
     spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, head_dim=64, name="overhead")
@@ -221,7 +285,6 @@ def main() -> int:
     table = Table(title="overhead of a call, us (median)")
     for column in ("", "op", "torch.ops", "limit"):
         table.add_column(column, justify="left" if not column else "right")
-    broken = []
     for name, (direct, dispatched) in calls.items():
         took = median_us(direct, options.calls, options.rounds)
         through = median_us(dispatched, options.calls, options.rounds)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import flashgen as fg
 from flashgen.shared.errors import InputError, LaunchError
@@ -63,7 +64,8 @@ def test_the_backward_pass_launches_while_another_thread_holds_the_gil(gpu: Nati
     first launch of the first node takes 50 ms, in which that thread takes the GIL."""
     tensors = operands()
     op = known(tensors)
-    out = op(op(*tensors), *tensors[1:])
+    inner = op(*tensors)  # torch needs the GIL to free a tensor that Python has seen
+    out = op(inner, *tensors[1:])
     held: list[int] = []
     ready, started = threading.Event(), threading.Event()
     usleep = ctypes.PyDLL(None).usleep  # a PyDLL keeps the GIL
@@ -202,6 +204,33 @@ def test_a_refused_launch_has_the_error_of_the_python_path(gpu: NativeDriver) ->
         torch.autograd.grad(node.sum(), tensors)
     gpu.set("fake_fails", 0)
     assert hits_of(op, lambda: op(*tensors).sum().backward()) == (1, 1)
+
+
+def test_a_refused_tensor_map_has_the_error_of_the_python_path() -> None:
+    with native_gpu("sm_90a") as gpu:
+        op = fg.attention(CAUSAL)
+        tensors, kept, errors = operands(learn=False), [], []
+        for turn in range(5):
+            gpu.set("fake_map_fails", 1 if turn in (0, 4) else 0)
+            kept.append(given := [x.clone() for x in tensors])  # other addresses
+            try:
+                op(*given)
+            except LaunchError as error:
+                errors.append(str(error))
+        gpu.set("fake_map_fails", 0)
+        assert len(errors) == 2
+        assert errors[0] == errors[1]
+
+
+def test_checkpoints_recompute_without_python(gpu: NativeDriver) -> None:
+    tensors = operands()
+    op = fg.attention(CAUSAL)
+    for turn in range(5):
+        out = torch.utils.checkpoint.checkpoint(op, *tensors, use_reentrant=False)
+        gpu.reset()
+        torch.autograd.grad(out, tensors, torch.ones_like(out))
+        assert len(gpu.records) == 4, turn
+    assert op._used.native.hits[1] >= 2
 
 
 def test_the_primary_context_is_pushed_where_it_is_not_current(gpu: NativeDriver) -> None:

@@ -188,14 +188,14 @@ class NativeDriver:
 
 
 @contextmanager
-def native_gpu(arch: str = "sm_80", *, native: bool = True) -> Iterator[NativeDriver]:
-    """A GPU of this architecture that CPU tensors are on.
+def native_gpu(arch: str = "sm_80", *, library: Any = None) -> Iterator[NativeDriver]:
+    """A GPU of this architecture that CPU tensors are on, and on which calls need no Python.
 
     Args:
-        native: whether operators that are made in it use the native part.
+        library: the native part; None for that of the tests.
     """
     driver = NativeDriver()
-    library = native_library() if native else None
+    library = library or native_library()
     made = bound_kernel.BoundKernel.__init__
 
     def noted(self: Any, kernel: Any, arguments: Any, *rest: Any, **more: Any) -> None:

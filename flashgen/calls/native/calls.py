@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.launch import Launch
 from flashgen.calls.launch.device import check, real_driver
 from flashgen.calls.launch.params import describe_map
 from flashgen.calls.native import build
@@ -17,6 +18,7 @@ from flashgen.calls.runtime.forward import ForwardOutcome, PreparedForward
 from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.shared import config
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.tensormap import TensorMapSpec
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor | None, ...]
@@ -160,29 +162,34 @@ def _without_tensors(run: KernelRun) -> KernelRun:
 def attach(differentiate: Differentiate) -> NativeCalls | None:
     """The native calls of an operator; None where the native part is not used."""
     library = build.load()
-    return None if library is None else NativeCalls(library, differentiate)
+    try:
+        return None if library is None else NativeCalls(library, differentiate)
+    except OSError:
+        return None  # a stand-in for a GPU, without a driver
 
 
 def driver_functions() -> tuple[int, ...]:
     """The addresses of the driver's functions, and of one that gives torch's current stream: 0,
     for torch's own.
 
-    Kernels were launched from Python before, so that the driver's library is loaded.
+    Raises:
+        OSError: there is no driver.
     """
     library = ctypes.CDLL("libcuda.so.1")
-    found = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS)
-    return (*(address or 0 for address in found), 0)
+    found = (getattr(library, name, None) for name in _FUNCTIONS)
+    return (*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found), 0)
 
 
-def explain(status: int, function: str, launch: Any, place: int) -> None:
+def explain(
+    status: int, function: str, known: tuple[Launch, Sequence[TensorMapSpec]] | None, place: int
+) -> None:
     """Raises the LaunchError of the Python path for a status of the driver.
 
     Args:
-        launch: the `Launch` of the kernel; None for a function that concerns none.
-        place: the number of the kernel's tensor map that the driver refuses; -1 for none.
+        known: the launch and the tensor maps of the kernel; None for a function that concerns none.
+        place: the number of the tensor map that the driver refuses; -1 for none.
     """
-    driver = real_driver() if launch is None else launch.kernel.driver
-    where = function if launch is None else str(launch)
-    if place >= 0:
-        where = describe_map(launch.maps[place])
+    driver, where = (known[0].kernel.driver, str(known[0])) if known else (real_driver(), function)
+    if known and place >= 0:
+        where = describe_map(known[1][place])
     check(driver, (driver.CUresult(status),), where)

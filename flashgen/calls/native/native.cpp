@@ -210,7 +210,7 @@ struct Kernel {
   std::string parameters;
   std::vector<Pointer> pointers;
   std::vector<TensorMap> maps;
-  py::object launch;  // the Launch of Python, which explains errors
+  py::object known;  // the launch and its tensor maps in Python, for errors
 };
 
 struct Allocation {
@@ -483,7 +483,7 @@ struct Calls {
 
   // Raises in Python what the Python path raises. Needs the GIL.
   void raise(const DriverError& error) const {
-    explain(error.status, error.function, error.kernel ? error.kernel->launch : py::none(),
+    explain(error.status, error.function, error.kernel ? error.kernel->known : py::none(),
             error.map);
   }
 };
@@ -807,7 +807,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("kernel",
            [](Plan& plan, uintptr_t function, const std::array<unsigned, 7>& sizes,
               const py::bytes& parameters,
-              const std::vector<std::tuple<size_t, int, int64_t>>& pointers, py::object launch) {
+              const std::vector<std::tuple<size_t, int, int64_t>>& pointers, py::object known) {
              auto kernel = std::make_unique<Kernel>();
              kernel->function = reinterpret_cast<void*>(function);
              std::copy(sizes.begin(), sizes.end(), kernel->sizes);
@@ -816,7 +816,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              for (const auto& [offset, value, skip] : pointers) {
                kernel->pointers.push_back({offset, value, skip});
              }
-             kernel->launch = std::move(launch);
+             kernel->known = std::move(known);
              plan.steps.push_back({Step::kernel, int(plan.kernels.size()), -1});
              plan.kernels.push_back(std::move(kernel));
            })

@@ -233,7 +233,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             at += width
         sizes = (*launch.grid, *launch.block, launch.smem)
         packed = pack(arguments.params, values)
-        self._plan.kernel(int(launch.kernel.function), sizes, packed, pointers, launch)
+        known = launch, arguments.maps
+        self._plan.kernel(int(launch.kernel.function), sizes, packed, pointers, known)
         for offset, value, skip, spec in maps:
             kinds = map_kinds(spec, launch.kernel.driver)
             self._plan.map(offset, value, skip, kinds, spec.dims, spec.strides, spec.box)
@@ -250,6 +251,9 @@ def recording(prepared: Any, recorder: Recorder) -> Any:
     """A copy of a prepared call whose launches go to the recorder, and none to a GPU."""
     made = copy.copy(prepared)
     made.target = replace(prepared.target, backend="recorded", recorder=recorder)
+    for name in ("_kernels", "_bound"):  # a kernel that is bound to tensors without memory is lost
+        if hasattr(made, name):
+            setattr(made, name, dict(getattr(made, name)))
     made._reads_inside = True  # on a GPU only FLASHGEN_CHECK_READS asks for that check
     if getattr(made, "_splits", None) is not None:
         made._splits = copy.copy(made._splits)
