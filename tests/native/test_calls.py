@@ -6,6 +6,7 @@ minute: these tests are in the slow tier.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.calls.launch.params import field_bytes
 from tests.support.native_driver import NativeDriver, native_gpu
 
 pytestmark = pytest.mark.slow
@@ -240,3 +242,103 @@ def test_autocast_needs_no_python_after_its_casts(gpu: NativeDriver) -> None:
     in_python, without, made = both_paths(gpu, call, lambda: hits(op))
     assert made == (1, 1)
     assert [(x.kernel, x.grid) for x in without] == [(x.kernel, x.grid) for x in in_python]
+
+
+def variants() -> dict[str, Any]:
+    """Calls that differ from the first in one thing, each with the arguments of the call."""
+    q, k, v = operands(learn=False)
+    wide = torch.zeros(1, 2, 70, 128, dtype=torch.float16)[..., :64]
+    return {
+        "the first": ([q, k, v], {}),
+        "other keys": ([q, k[:, :, :64], v[:, :, :64]], {}),
+        "other strides": ([wide, k, v], {}),
+        "another order in memory": ([q.transpose(1, 2).contiguous().transpose(1, 2), k, v], {}),
+        "another dtype": ([x.bfloat16() for x in (q, k, v)], {}),
+        "another alignment": (operands(misaligned=True, learn=False), {}),
+        "a scale of 1": ([q, k, v], {"scale": 1.0}),
+        "a scale of 2": ([q, k, v], {"scale": 2.0}),
+        "an offset": ([q, k, v], {"q_offset": 1}),
+        "another offset": ([q, k, v], {"q_offset": 2}),
+        "an offset of the keys": ([q, k, v], {"k_offset": 1}),
+        "gradients": ([x.detach().requires_grad_() for x in (q, k, v)], {}),
+    }
+
+
+def test_calls_that_differ_in_one_thing_are_told_apart(one_gpu: NativeDriver) -> None:
+    op = fg.attention(spec_with("native_of_any_dtype", dtype=None))
+    calls = variants()
+
+    def launches(name: str) -> Any:
+        tensors, options = calls[name]
+        one_gpu.reset()
+        out, lse = op(*tensors, return_lse=True, **options)
+        named = dict(zip("qkv", tensors, strict=True)) | {"out": out, "lse": lse}
+        return one_gpu.launched({x.data_ptr(): name for name, x in named.items()}), out.stride()
+
+    in_python = {name: launches(name) for name in calls}
+    for _ in range(2):
+        for name in calls:
+            launches(name)
+    before = hits(op)[0]
+    assert {name: launches(name) for name in calls} == in_python
+    assert hits(op)[0] - before == len(calls)
+    tensors = calls["the first"][0]
+    for wrong in ({"scale": True}, {"q_offset": 1.0}, {"deterministic": 1}, {"arch": 80}):
+        with pytest.raises(fg.InputError):
+            op(*tensors, **wrong)
+
+
+def test_what_is_refused_in_python_is_refused_after_a_known_call(one_gpu: NativeDriver) -> None:
+    spec, options = dropped()
+    op = fg.attention(spec)
+    q, k, v = operands(learn=False)
+    for _ in range(4):
+        op(q, k, v, **options)
+    assert hits(op)[0] > 0
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k, v), {**options, "rng": torch.tensor([3, 5], dtype=torch.int32)}),
+        ((q, k, v), {**options, "rng": torch.tensor([3, 5, 7])}),
+        ((q, k, v), {**options, "dropout_p": 1.0}),
+        ((q, k, v), {**options, "return_lse": 1}),
+        ((q, k, v[:, :, :60]), options),
+        ((q, k, v.float()), options),
+        ((q, k, v[..., ::2]), options),
+        ((q, k, None), options),
+        ((q, k, v, q), options),
+    ]
+    for arguments, given in wrong:
+        with pytest.raises(fg.InputError):
+            op(*arguments, **given)
+
+
+def test_a_call_without_python_draws_what_python_draws(one_gpu: NativeDriver) -> None:
+    op = fg.attention(dropped()[0])
+    tensors = operands()
+    states, drawn = [], []
+    for _ in range(4):
+        torch.manual_seed(11)
+        out = op(*tensors, dropout_p=0.25)
+        states.append(torch.get_rng_state())
+        (address,) = {
+            int.from_bytes(bytes(record.params)[at : at + 8], "little")
+            for record in one_gpu.records[-1:]
+            for at in [field_offset(one_gpu, record, "rng")]
+        }
+        drawn.append(list((ctypes.c_int64 * 2).from_address(address)))
+        del out
+    assert hits(op)[0] > 0
+    assert all(torch.equal(state, states[0]) for state in states)
+    torch.manual_seed(11)
+    expected = torch.randint(2**63 - 1, (2,)).tolist()
+    assert drawn == [expected] * 4
+
+
+def field_offset(driver: NativeDriver, record: Any, name: str) -> int:
+    at = 0
+    for param in driver.params[driver.binaries[record.function].key]:
+        width = field_bytes(param.ctype)
+        at += -at % width
+        if param.name == name:
+            return at
+        at += width
+    raise KeyError(name)

@@ -54,10 +54,10 @@ struct Driver {
   void* (*stream)(int);  // the current stream of a device; null: ask torch
 };
 
-// torch's current stream as a CUstream. Newer versions of torch give the handle through the
-// interface of all devices. Before, it is c10::cuda::CUDAStream::stream(), a member function that
-// is found by its name in the process, since torch without CUDA has no such library. The only
-// member of a CUDAStream is the Stream, so that the address of one is that of the other.
+// torch's current stream as a CUstream. Since torch 2.11 the interface of all devices has the
+// handle. In 2.10 it is that of c10::cuda::CUDAStream::stream(), a member function that is found by
+// its name, because the headers and the library of CUDA are not there everywhere. The only member of
+// a CUDAStream is the Stream, so that the address of one is that of the other.
 template <class Guard>
 auto handle_of(const Guard& guard, c10::Stream stream, int)
     -> decltype(guard.getStreamNativeHandle(stream)) {
@@ -67,8 +67,8 @@ auto handle_of(const Guard& guard, c10::Stream stream, int)
 template <class Guard>
 void* handle_of(const Guard&, c10::Stream stream, long) {
   using Function = void* (*)(const c10::Stream*);
-  static const auto function =
-      reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "_ZNK3c104cuda10CUDAStream6streamEv"));
+  static const auto function = reinterpret_cast<Function>(dlsym(
+      dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD), "_ZNK3c104cuda10CUDAStream6streamEv"));
   TORCH_CHECK(function, "this build of torch has no c10::cuda::CUDAStream::stream()");
   return function(&stream);
 }
