@@ -182,6 +182,19 @@ def test_hooks_run(gpu: NativeDriver) -> None:
     out.sum().backward()
     assert len(packed) == 5
 
+    def refuse(tensor: Tensor) -> Tensor:
+        raise ValueError("not kept")
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(refuse, lambda tensor: tensor),
+        pytest.raises(ValueError, match="not kept"),
+    ):
+        op(*tensors)
+    out = op(*tensors)
+    out.register_hook(refuse)
+    with pytest.raises(ValueError, match="not kept"):
+        out.sum().backward()
+
 
 def test_a_refused_launch_has_the_error_of_the_python_path(gpu: NativeDriver) -> None:
     tensors = operands()

@@ -176,7 +176,7 @@ def driver_functions() -> tuple[int, ...]:
         OSError: there is no driver.
     """
     library = ctypes.CDLL("libcuda.so.1")
-    found = (getattr(library, name, None) for name in _FUNCTIONS)
+    found: list[Any] = [getattr(library, name, None) for name in _FUNCTIONS]
     return (*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found), 0)
 
 
