@@ -55,9 +55,9 @@ struct Driver {
 };
 
 // torch's current stream as a CUstream. Since torch 2.11 the interface of all devices has the
-// handle. In 2.10 it is that of c10::cuda::CUDAStream::stream(), a member function that is found by
-// its name, because the headers and the library of CUDA are not there everywhere. The only member of
-// a CUDAStream is the Stream, so that the address of one is that of the other.
+// handle. In 2.10 it is that of c10::cuda::CUDAStream::stream(), a member function that is found
+// by its name, because the headers and the library of CUDA are not there everywhere. The only
+// member of a CUDAStream is the Stream, so that the address of one is that of the other.
 template <class Guard>
 auto handle_of(const Guard& guard, c10::Stream stream, int)
     -> decltype(guard.getStreamNativeHandle(stream)) {
@@ -473,6 +473,11 @@ struct Calls {
     last.swap(plan);  // the old one is freed after the lock
   }
 
+  py::object record(const PlanPointer& last) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return last ? last->record : py::none();
+  }
+
   bool environment_is_ordinary() const {
     for (const auto& name : variables) {
       if (PyDict_Contains(environment.ptr(), name.ptr())) return PyErr_Clear(), false;
@@ -577,7 +582,8 @@ struct AttendBackward : ta::Node {
         results.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
       }
       if (learn) {
-        plan->backwards->keep(*words, answer[1].is_none() ? nullptr : answer[1].cast<PlanPointer>());
+        const py::object made = answer[1];
+        plan->backwards->keep(*words, made.is_none() ? nullptr : made.cast<PlanPointer>());
       }
       return results;
     });
@@ -861,15 +867,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("functions", &functions_of)
       .def("forget_backward", [](Calls& calls) { calls.note(calls.last_backward, nullptr); })
       .def_property_readonly("last_forward",
-                             [](Calls& calls) -> py::object {
-                               const std::lock_guard<std::mutex> lock(calls.mutex);
-                               return calls.last_forward ? calls.last_forward->record : py::none();
-                             })
+                             [](Calls& calls) { return calls.record(calls.last_forward); })
       .def_property_readonly("last_backward",
-                             [](Calls& calls) -> py::object {
-                               const std::lock_guard<std::mutex> lock(calls.mutex);
-                               return calls.last_backward ? calls.last_backward->record : py::none();
-                             })
+                             [](Calls& calls) { return calls.record(calls.last_backward); })
       .def_property_readonly("hits", [](Calls& calls) {
         return std::pair(calls.forward_hits.load(), calls.backward_hits.load());
       })
