@@ -28,7 +28,12 @@ beside fg.attention with the same expression, and what the mod adds to the latte
     cold            the first call with a mod; its kernels have been compiled
     torch           flex_attention of torch on CPU tensors of the same shape, which computes it
 
-Fails when a limit is exceeded: those of `LIMITS` and, for what a mod adds, of `ADDED`.
+A third table has calls without Python (`flashgen build-native`), with a driver in C that does
+nothing; the rows are those of the first table. "engine" is what torch takes for torch.autograd.grad
+of a sum of two tensors, most of which is also in "both". The table is left out where the native
+part is not built.
+
+Fails when a limit is exceeded: those of `LIMITS` and `NATIVE` and, for what a mod adds, of `ADDED`.
 
     python benchmarks/overhead.py [--calls 100] [--rounds 200]
 """
@@ -75,10 +80,16 @@ LIMITS = {
     ("sm_90a", "no gradients"): 10.0,
     ("sm_90a", "forward"): 15.0,
 }  # us
+NATIVE = {"no gradients": 4.0, "forward": 6.0, "both": 30.0}  # us
 ADDED = {"proved": 30.0, "recorded": 150.0}  # us
 
 
-def median_us(call: Callable[[], Any], calls: int, rounds: int) -> float:
+def median_us(
+    call: Callable[[], Any],
+    calls: int,
+    rounds: int,
+    of_rounds: Callable[[list[float]], float] = statistics.median,
+) -> float:
     """Median over rounds of the mean CPU time of some calls, in microseconds."""
     for _ in range(calls):
         call()
@@ -88,7 +99,7 @@ def median_us(call: Callable[[], Any], calls: int, rounds: int) -> float:
         for _ in range(calls):
             call()
         found.append((time.process_time() - start) / calls)
-    return statistics.median(found) * 1e6
+    return of_rounds(found) * 1e6
 
 
 def idle_driver() -> Any:
@@ -117,7 +128,9 @@ def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kern
 
 
 def pretend_a_gpu(path: str) -> None:
-    """CPU tensors take the place of tensors of a GPU that takes a code path."""
+    """CPU tensors take the place of tensors of a GPU that takes a code path, and calls are made in
+    Python."""
+    os.environ["FLASHGEN_NATIVE"] = "0"
     backends.TAKES["gpu"] = "cpu"
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
@@ -290,6 +303,57 @@ def calls_of_torch(
     }
 
 
+def native_rows() -> dict[str, Callable[[], Any]]:
+    """The calls of the third table, made a few times, after which they need no Python."""
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, name="overhead_native")
+    op = fg.attention(spec)
+    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
+    learnt = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.zeros_like(plain[0])
+    total = learnt[0] + learnt[1]
+    rows: dict[str, Callable[[], Any]] = {
+        "no gradients": lambda: op(*plain),
+        "forward": lambda: op(*learnt),
+        "both": lambda: torch.autograd.grad(op(*learnt), learnt, dout),
+        "engine": lambda: torch.autograd.grad(total, learnt[:2], dout, retain_graph=True),
+    }
+    for _ in range(5):
+        before = op.native_calls
+        for call in rows.values():
+            call()
+    assert op.native_calls != before, f"made in Python: {before}"
+    return rows
+
+
+def native_table(calls: int, rounds: int) -> list[str]:
+    """Prints the third table, and returns the limits that are exceeded."""
+    from flashgen.calls.native import build
+
+    library = build.load()
+    if library is None:
+        print(f"no calls without Python: {build.missing()}")
+        return []
+    from tests.support.native_driver import native_gpu
+
+    table = Table(title="overhead of a call without Python, us (least)")
+    for column in ("", *PATHS, "limit"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows: dict[str, list[float]] = {}
+    for path in PATHS:
+        with native_gpu(path, library=library) as driver:
+            driver.set("fake_keeps", 0)
+            for name, call in native_rows().items():
+                rows.setdefault(name, []).append(median_us(call, calls, rounds, min))
+    broken = []
+    for name, found in rows.items():
+        limit = NATIVE.get(name)
+        table.add_row(name, *(f"{took:.1f}" for took in found), f"{limit:.0f}" if limit else "")
+        if limit is not None and max(found) > limit:
+            broken.append(f"{name} without Python: {max(found):.1f} us, at most {limit:.0f}")
+    Console().print(table)
+    return broken
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100)
@@ -297,7 +361,8 @@ def main() -> int:
     options = parser.parse_args()
 
     plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
-    broken = operator_table(plain, options.calls, options.rounds)
+    broken = native_table(options.calls, options.rounds)
+    broken += operator_table(plain, options.calls, options.rounds)
     broken += flex_table(plain, options.calls, options.rounds)
     for promise in broken:
         print(f"over the limit: {promise}")

@@ -55,6 +55,7 @@ NOT_EXECUTED = {
     "python docs/": "would run this program inside of itself",
     "flashgen emit specs": "writes files; its tests run it in an empty folder",
     "flashgen report specs": "writes a page; its tests run it in an empty folder",
+    "flashgen build-native": "compiles for half a minute; its tests compile once",
     "flashgen export specs": "writes files; its tests run it in an empty folder",
     "cmake": "needs a C compiler; its test runs it where there is one",
 }

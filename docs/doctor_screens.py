@@ -37,6 +37,7 @@ BARE = MachineFacts(
     torch_sees=True,
     nvrtc=Nvrtc("13.0", "nvidia/cu13/lib/libnvrtc.so.13", ARCHS, 0.02),
     cache=Cache("~/.cache/flashgen", 57, 21_394_116),
+    native="it is not built: run `flashgen build-native`",
 )
 
 
@@ -70,7 +71,7 @@ def old_driver() -> Diagnosis:
 
 
 def all_well() -> Diagnosis:
-    machine = replace(BARE, gpus=(A100,))
+    machine = replace(BARE, gpus=(A100,), native="")
     path = PathOfGpu("sm_80", True, "sm_80 passed on this GPU, driver and compiler")
     return Diagnosis(machine, A100, (path,), results("sm_80"), unfit(machine))
 

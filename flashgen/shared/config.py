@@ -20,6 +20,8 @@ FLASHGEN_EMULATOR_ORDER
 FLASHGEN_EMULATOR_SUMS
                       how tensor cores add in the emulator: "hardware", as those of the
                       architecture do, or "rounded", once to nearest (unset: "hardware")
+FLASHGEN_NATIVE       "0": calls are made in Python where `flashgen build-native` has been run too
+                      (unset or "1": by the native part, where it is built)
 FLASHGEN_OVERRIDE     an edited .cu file, compiled as it stands in place of the emitted file
                       that has the same name
 FLASHGEN_TRUST        which code paths are taken on a GPU: "check" those that passed a trial there
@@ -42,6 +44,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flashgen.shared.errors import FlashgenError, called_by_users
 
@@ -200,6 +203,45 @@ def check_reads() -> bool | None:
     if value is not None and value not in ("0", "1"):
         raise _refuse("FLASHGEN_CHECK_READS", value, "0 or 1")
     return None if value is None else value == "1"
+
+
+def native() -> bool:
+    """FLASHGEN_NATIVE: whether calls may use the native part.
+
+    Raises:
+        FlashgenError: the value is neither 0 nor 1.
+    """
+    value = _read("FLASHGEN_NATIVE")
+    if value not in (None, "0", "1"):
+        raise _refuse("FLASHGEN_NATIVE", str(value), "0 or 1")
+    return value != "0"
+
+
+class VariablesOfCalls(NamedTuple):
+    """What native calls look up in the environment, which they follow as calls in Python do.
+
+    Attributes:
+        environment: the variables, which Python changes in place.
+        in_python: the names of variables with which calls are made in Python.
+        switch, off: the name of FLASHGEN_NATIVE, and the value that turns native calls off.
+    """
+
+    environment: dict[Any, Any]
+    in_python: list[Any]
+    switch: Any
+    off: Any
+
+
+def variables_of_calls() -> VariablesOfCalls:
+    key: Any = os.environ.encodekey
+    names = [*_OF_CALLS, key("FLASHGEN_CHECK_READS")]
+    data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    return VariablesOfCalls(data, names, key("FLASHGEN_NATIVE"), os.environ.encodevalue("0"))
+
+
+def cxx() -> tuple[str, tuple[str, ...]]:
+    """The C++ compiler of the variable CXX, "" where it is unset, and the flags of CXXFLAGS."""
+    return os.environ.get("CXX", "").strip(), tuple(os.environ.get("CXXFLAGS", "").split())
 
 
 def cache_dir() -> Path | None:

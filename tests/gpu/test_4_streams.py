@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.calls.native import build
 from tests.support import gpu_device as gpu
 from tests.support.gpu_problems import NAMES, Mode, Problem, path_of, problem, same_bits
 from tests.support.shapes import Case
@@ -228,3 +229,36 @@ def test_a_graph_in_which_the_operator_draws_follows_torch_generator() -> None:
         assert 0.45 < float(left.float().mean()) < 0.55
     shared = float((first[0] == first[1]).float().mean())
     assert 0.45 < shared < 0.55, "replays drop the same elements"
+
+
+def test_graphed_callables_give_the_results_of_calls() -> None:
+    """torch.cuda.make_graphed_callables captures both passes, made with or without Python."""
+    one = one_of(0.0)
+    attend = fg.attention(one.spec)
+    learnt = [x.detach().clone().requires_grad_() for x in (one.q, one.k, one.v)]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return attend(*tensors, deterministic=True, backend=gpu.BACKEND)
+
+    def both(function: Callable[..., Tensor]) -> Results:
+        out = function(*learnt)
+        return (out.detach(), *torch.autograd.grad(out, learnt, one.dout))
+
+    expected = both(call)
+    graphed = gpu.graphed(call, learnt)
+    for _ in range(2):
+        found = both(graphed)
+        assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.17])
+def test_native_calls_give_the_bits_of_python(p: float) -> None:
+    """Where `flashgen build-native` has been run; a dry run has no calls on a GPU."""
+    one = one_of(p)
+    call = one.operator()
+    expected = call()
+    for _ in range(4):
+        found = call()
+    assert not differing(found, expected)
+    if not gpu.DRY and not build.missing():
+        assert not fg.attention(one.spec).native_calls.startswith(("no call", "0 forward"))

@@ -121,6 +121,7 @@ SYMBOLS = "compares symbolic sizes"
 PROXIES = "marks the random state so that both passes of a compiled graph drop alike"
 SUBCLASSES = "records mods by tensors of its own class"
 UNWRAP = "reads the blocks of a BlockMask inside of transforms"
+RECORDS = "records what a call does, for later calls without Python"
 ALONE = "runs an operation of a mod without the modes and transforms around it"
 UNTRACED = "keeps Dynamo out of a function without the import of torch._dynamo"
 REDISPATCH = "continues behind the keys of autograd"
@@ -218,6 +219,7 @@ USES = {
     "torch._ops.OpOverloadPacket": Use(OWN, lambda kind: type(torch.ops.aten.add) is kind),
     "torch.ops.aten._to_copy": Use("reads conversions in graphs of ATen", lambda op: op.default),
     "torch.overrides._pop_mode_temporarily": Use(ALONE, popped),
+    "torch.utils._python_dispatch.TorchDispatchMode": Use(RECORDS, callable),
     "torch.utils._python_dispatch._disable_current_modes": Use(
         ALONE, lambda disable: without(disable, C._len_torch_dispatch_stack)
     ),

@@ -79,6 +79,7 @@ def test_without_a_home_the_error_names_the_variable(monkeypatch: pytest.MonkeyP
         ("FLASHGEN_EMULATOR_ORDER", "4294967296", "0 to 4294967295"),
         ("FLASHGEN_EMULATOR_ORDER", "first", "0 to 4294967295"),
         ("FLASHGEN_EMULATOR_SUMS", "exact", "'hardware' or 'rounded'"),
+        ("FLASHGEN_NATIVE", "off", "0 or 1"),
         ("FLASHGEN_DEBUG", "6", "5 PTX"),
         ("FLASHGEN_DEBUG", "-1", "0 nothing"),
         ("FLASHGEN_DEBUG", "yes", "2 timings"),

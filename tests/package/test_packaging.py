@@ -20,6 +20,7 @@ def test_the_wheel_holds_every_module_and_every_template(wheel: zipfile.ZipFile)
     for path in sorted((ROOT / "flashgen").rglob("*.py")):
         assert path.relative_to(ROOT).as_posix() in names
     assert {"flashgen/py.typed", "flashgen/calls/trust/proven.json"} <= names
+    assert "flashgen/calls/native/native.cpp" in names
     templates = sorted(path for path in (ROOT / "templates").glob("*/*") if path.is_file())
     assert {".j2", ".html", ".css", ".js"} <= {path.suffix for path in templates}
     for path in templates:
@@ -34,7 +35,7 @@ def test_the_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
         for name in wheel.namelist()
         if not re.fullmatch(
             r"ptx_emulator/.*\.py|flashgen/(.*\.py|py\.typed|templates/\w+/[^/]+)"
-            r"|flashgen/calls/trust/proven\.json",
+            r"|flashgen/calls/trust/proven\.json|flashgen/calls/native/native\.cpp",
             name,
         )
         and not re.fullmatch(r"flashgen-[^/]+\.dist-info/.*", name)

@@ -252,6 +252,14 @@ class Graph:
         return tuple(output.clone() for output in self.outputs)
 
 
+def graphed(call: Callable[..., Tensor], arguments: list[Tensor]) -> Callable[..., Tensor]:
+    """The call with both passes captured into CUDA graphs; in a dry run the call itself."""
+    if DRY:
+        return call
+    made: Callable[..., Tensor] = torch.cuda.make_graphed_callables(call, tuple(arguments))
+    return made
+
+
 def memory_gib() -> float:
     """Free memory in GiB, with the memory that torch caches; in a dry run a large number."""
     if DRY:

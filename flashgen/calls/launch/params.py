@@ -179,17 +179,7 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
     spec.check_address(address)
     driver = driver or real_driver()
 
-    where = f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
-
-    def named(kind: str, name: str) -> int:
-        # Such as CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B.
-        words = {
-            "DataType": "DATA_TYPE",
-            "L2promotion": "L2_PROMOTION",
-            "FloatOOBfill": "FLOAT_OOB_FILL",
-        }.get(kind, kind.upper())
-        return int(getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}"))
-
+    where = describe_map(spec)
     # cuda.bindings would write to memory of Python's allocator, which aligns to 16 bytes.
     memory = ctypes.create_string_buffer(2 * MAP_BYTES)
     start = -ctypes.addressof(memory) % MAP_BYTES
@@ -201,20 +191,39 @@ def encode(spec: TensorMapSpec, address: int, device: int = 0, *, driver: Any = 
             numbers="cuTensorMapEncodeTiled of CUDA 12.0",
             way_out=f"{fitting_driver(12)}, or use arch='sm_80'",
         )
+    kinds = map_kinds(spec, driver)
     with current(device_facts(device, driver), driver):
         status = _ENCODE(int(function))(
             ctypes.addressof(memory) + start,
-            named("DataType", spec.dtype.upper()),
+            kinds[0],
             len(spec.dims),
             address,
             (ctypes.c_uint64 * len(spec.dims))(*spec.dims),
             (ctypes.c_uint64 * len(spec.strides))(*spec.strides),
             (ctypes.c_uint32 * len(spec.box))(*spec.box),
             (ctypes.c_uint32 * len(spec.box))(*(1 for _ in spec.box)),
-            named("Interleave", "NONE"),
-            named("Swizzle", _SWIZZLES[spec.swizzle]),
-            named("L2promotion", "L2_128B"),
-            named("FloatOOBfill", "NONE"),
+            *kinds[1:],
         )
     check(driver, (driver.CUresult(status),), where)
     return memory.raw[start : start + MAP_BYTES]
+
+
+def describe_map(spec: TensorMapSpec) -> str:
+    """The place of an error about a tensor map."""
+    return f"tensor map of {spec.dtype}, dims {spec.dims}, box {spec.box}"
+
+
+def map_kinds(spec: TensorMapSpec, driver: Any) -> tuple[int, int, int, int, int]:
+    """The driver's numbers for the dtype, interleave, swizzle, L2 promotion and fill of a map."""
+
+    def named(kind: str, words: str, name: str) -> int:
+        # Such as CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B.
+        return int(getattr(getattr(driver, f"CUtensorMap{kind}"), f"CU_TENSOR_MAP_{words}_{name}"))
+
+    return (
+        named("DataType", "DATA_TYPE", spec.dtype.upper()),
+        named("Interleave", "INTERLEAVE", "NONE"),
+        named("Swizzle", "SWIZZLE", _SWIZZLES[spec.swizzle]),
+        named("L2promotion", "L2_PROMOTION", "L2_128B"),
+        named("FloatOOBfill", "FLOAT_OOB_FILL", "NONE"),
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
+from flashgen.calls.native.build import missing
 from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
@@ -109,14 +110,28 @@ class Attention:
     @property
     def report(self) -> Report | None:
         """Backend, kernel and counters of the last call; None before the first call."""
-        done = self._used.done
+        done = self._used.last_forward()
         return None if done is None else forward.report(done)
 
     @property
     def backward_reports(self) -> tuple[Report, ...]:
         """A report for each kernel of the last backward pass; empty before the first pass."""
-        done = self._used.done_backward
+        done = self._used.last_backward()
         return () if done is None else backward.reports(done)
+
+    @property
+    def native_calls(self) -> str:
+        """How many calls were made without Python, in words; the reason where none can be.
+
+        The numbers are those of the variant of the last call.
+        """
+        native = self._used.native
+        if native is None:
+            return missing() or "no call has run on a GPU"
+        forward_calls, backward_calls = native.hits
+        said = f"{forward_calls:,} forward and {backward_calls:,} backward calls without Python"
+        reasons = "".join(f"; in Python: {reason}" for reason in dict.fromkeys(native.reasons))
+        return said + reasons
 
     @overload
     def __call__(
@@ -287,11 +302,17 @@ class Attention:
             captured = ()
         if not traced:
             self._used = operator
+            if operator.native is not None:
+                made: Tensor | tuple[Tensor, Tensor] | None
+                made = operator.native.call(q, k, v, rng, captured, *options, return_lse)
+                if made is not None:
+                    return made
         if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
             if not traced:
                 refuse_jit_trace()
             result = dispatched_call(operator, operands, options)
             return result if return_lse else result[0]
+        given = rng
         if rng is None and operator.dropout:
             rng = draw_rng(dropout_p, q.device)
             operands = operands._replace(rng=rng)
@@ -307,6 +328,8 @@ class Attention:
             result = attend_plain(operator, options, q, k, v, rng, *captured)
         else:
             result = operator.compute(operands, options)
+        if operator.native is not None:
+            operator.learn(operands, options, given)
         return result if return_lse else result[0]
 
     def _variant(self, *fields: Any) -> Operator:

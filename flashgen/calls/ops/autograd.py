@@ -68,6 +68,67 @@ def _save(ctx: Any, operator: Operator, options: CallOptions, *tensors: Any) -> 
     ctx.set_materialize_grads(False)
 
 
+def gradients_of(
+    operator: Operator,
+    options: CallOptions,
+    operands: Operands,
+    results: OutputGradients,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and of each captured tensor; None for those that are not needed.
+
+    Args:
+        options: floats may be tensors.
+    """
+    q, k, v, captured, rng = operands
+    need_q, need_k, need_v, *of_captured = needs
+    needed = tuple([of_captured[index] for index in operator.learned])
+    if (
+        not torch.is_grad_enabled()
+        and is_plain(q, k, v)
+        and not q.is_meta
+        and is_plain(*results[:3])
+        and are_plain(captured)
+    ):
+        if any(isinstance(value, Tensor) for value in operator.floats_of(options)):
+            options = operator.numbers_in(options)
+        gradients = operator.compute_backward(operands, results, options, needed)
+    else:
+        tensors = (q, k, v, *results, rng, *captured)
+        gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]
+    dq, dk, dv, *rest = gradients
+    wanted = (dq if need_q else None, dk if need_k else None, dv if need_v else None)
+    if not captured:
+        return wanted
+    learned = dict(zip(operator.learned, rest, strict=True))
+    return (*wanted, *[learned[i] if need else None for i, need in enumerate(of_captured)])
+
+
+def differentiate_native(
+    operator: Operator,
+    options: CallOptions,
+    tensors: tuple[Any, ...],
+    needs: tuple[bool, ...],
+    learn: bool,
+) -> tuple[tuple[Tensor | None, ...], Any]:
+    """The backward pass of a native call that has no plan for it.
+
+    Args:
+        tensors: q, k, v, out, lse, dout, dlse, rng and the captured tensors.
+        needs: for q, k, v and each captured tensor, whether its gradient is needed.
+        learn: whether to make a plan.
+
+    Returns:
+        The gradients, and the plan or None.
+    """
+    q, k, v, *of_out, rng = tensors[:8]
+    operands = Operands(q, k, v, tensors[8:], rng)
+    results = OutputGradients(*of_out)
+    found = gradients_of(operator, options, operands, results, needs)
+    made = operator.backward_plan(operands, results, options, needs) if learn else None
+    return found, made
+
+
 class Attend(torch.autograd.Function):
     """out and lse of one operator. The tensors are q, k, v, rng and the captured tensors."""
 
@@ -107,28 +168,11 @@ class Attend(torch.autograd.Function):
             floats = zip(saved, operator.floats_of(options), strict=True)
             options = operator.with_floats(options, [x if t is None else t for t, x in floats])
         _, _, need_q, need_k, need_v, _, *needs = ctx.needs_input_grad
-        needed = tuple([needs[index] for index in operator.learned]) if needs else ()
         operands = Operands(q, k, v, tuple(captured), rng)
         results = OutputGradients(out, lse, dout, dlse)
-        if (
-            not torch.is_grad_enabled()
-            and is_plain(q, k, v)
-            and not q.is_meta
-            and is_plain(out, lse, dout)
-            and are_plain(captured)
-        ):
-            options = operator.numbers_in(options) if saved else options
-            gradients = operator.compute_backward(operands, results, options, needed)
-        else:
-            tensors = (*operands[:3], *results, rng, *captured)
-            gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]
-        dq, dk, dv, *rest = gradients
-        wanted = (dq if need_q else None, dk if need_k else None, dv if need_v else None)
-        if not needs:
-            return (None, None, *wanted, None)
-        learned = dict(zip(operator.learned, rest, strict=True))
-        of_captured = [learned[i] if need else None for i, need in enumerate(needs)]
-        return (None, None, *wanted, None, *of_captured)
+        needs = need_q, need_k, need_v, *needs
+        found = gradients_of(operator, options, operands, results, needs)
+        return (None, None, *found[:3], None, *found[3:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:

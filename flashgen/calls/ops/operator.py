@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashgen.calls.native import calls as native_calls
+from flashgen.calls.native.calls import NativeCalls
 from flashgen.calls.runtime import backends, backward, forward
 from flashgen.calls.runtime.arguments.options import (
     check_rng,
@@ -61,11 +63,15 @@ class Operator:
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
-        done, done_backward: records of the last calls, for reports; None before the first.
+        differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
+        done, done_backward: records of the last calls in Python; None before the first.
+        native: the calls that need no Python; None before the first call on a GPU, and where the
+            native part is not used.
     """
 
     overload: Any
     overload_backward: Any
+    differentiate: Any
 
     def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
         signature = program_of(spec).signature
@@ -84,6 +90,7 @@ class Operator:
         self.takes_layout = signature.call_layout is not None
         self.done: tuple[Any, ...] | None = None
         self.done_backward: backward.BackwardOutcome | None = None
+        self.native: NativeCalls | None = None
         self._last: tuple[Any, Any] = (None, None)  # the key and the checked call used last
         self._forwards: dict[Any, forward.PreparedForward] = {}
         self._backwards: dict[Any, backward.PreparedBackward] = {}
@@ -184,6 +191,8 @@ class Operator:
             call = forward.prepare(self.spec, operands, options)
             if call.target.settled and key is not None:
                 _cache(self._forwards, key, call)
+            if self.native is None and call.target.backend == "gpu":
+                self.native = native_calls.attach(self.differentiate)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         out, lse, self.done = call.run(operands)
@@ -214,6 +223,8 @@ class Operator:
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         results, self.done_backward = call.run(operands, gradients)
+        if self.native is not None:
+            self.native.forget_backward()
         if all(needed):
             return results
         computed = dict(zip((x.name for x in call.signature.learned), results[3:], strict=True))
@@ -224,6 +235,56 @@ class Operator:
             for i, wanted in learned
         )
         return (*results[:3], *rest)
+
+    # Calls without Python.
+
+    def learn(self, operands: Operands, options: CallOptions, rng: Tensor | None) -> None:
+        """After a call in Python that `native` did not make: the next ones need no Python.
+
+        Args:
+            operands: with the rng that was used.
+            rng: that was given; None where it was drawn.
+        """
+
+        def prepared() -> forward.PreparedForward | None:
+            return self._forwards.get(_key(operands, _with_probability(options)))
+
+        if self.native is not None:
+            self.native.learn(operands, options, rng, prepared)
+
+    def backward_plan(
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
+        needs: Sequence[bool],
+    ) -> Any:
+        """The plan of a backward call that `compute_backward` has made; None where it has none.
+
+        Args:
+            needs: for q, k, v and each captured tensor, whether its gradient is needed.
+        """
+        needed = tuple([needs[3 + index] for index in self.learned])
+        key = _key(operands, _with_probability(options)), _key_of_gradients(gradients), needed
+        call = self._backwards.get((settled(options.deterministic), *key))
+        if call is None or self.native is None:
+            return None
+
+        def in_place(results: Sequence[Tensor]) -> list[Tensor | None]:
+            names = ("q", "k", "v", *(each.name for each in call.signature.learned))
+            found = dict(zip(names, results, strict=True))
+            wanted = zip(("q", "k", "v", *self.tensors), needs, strict=True)
+            return [found[name] if need else None for name, need in wanted]
+
+        return self.native.backward_plan(call, operands, gradients, in_place)
+
+    def last_forward(self) -> tuple[Any, ...] | None:
+        """The record of the last forward call, for reports."""
+        return (self.native and self.native.last_forward()) or self.done
+
+    def last_backward(self) -> backward.BackwardOutcome | None:
+        """The record of the last backward call, for reports."""
+        return (self.native and self.native.last_backward()) or self.done_backward
 
 
 def _with_probability(options: CallOptions) -> CallOptions:

@@ -11,6 +11,7 @@ tensor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from flashgen.calls.ops.autograd import attend, differentiate
+from flashgen.calls.ops.autograd import attend, differentiate, differentiate_native
 from flashgen.calls.ops.flops import register_flops
 from flashgen.calls.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.calls.ops.vmap import map_call
@@ -166,6 +167,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
 
+    operator.differentiate = functools.partial(differentiate_native, operator)
     overload = getattr(torch.ops.flashgen, name).default
     overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
 

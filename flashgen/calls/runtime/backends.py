@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ class Target:
         arch_reason: why this architecture.
         order_seed: from which the emulator draws its order, as the backend names it.
         settled: whether later calls with the same arguments have the same target.
+        recorder: what takes the launches instead: a `flashgen.calls.native.record.Recorder`.
     """
 
     backend: str
@@ -40,6 +42,7 @@ class Target:
     arch_reason: str = ""
     settled: bool = True
     order_seed: int | None = None
+    recorder: Any = None
 
     @property
     def sms(self) -> int | None:

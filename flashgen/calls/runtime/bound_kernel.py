@@ -60,6 +60,8 @@ class BoundKernel:
             tensors: the tensors by the names of the kernel's pointers; None is a null pointer.
             launch: the options of the emulator.
         """
+        if target.recorder is not None:
+            return target.recorder.launch(self, tensors)
         if target.backend != "gpu":
             if launch.order_seed is None and target.order_seed is not None:
                 launch = replace(launch, order_seed=target.order_seed)

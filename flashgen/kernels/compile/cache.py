@@ -7,6 +7,7 @@
                   /tmp-*                       entries being written
                   /tuned/                      measured tiles, not kernels
                   /trust/                      verdicts on code paths, not kernels
+                  /native/                     the native part of calls
 
 An entry is written under a temporary name and renamed into place, so that it exists entirely or not
 at all. ``meta.json`` holds the SHA-256 of every file and of itself; an entry that does not
@@ -40,6 +41,7 @@ SCHEMA = 2  # part of every key: increase it when the contents of entries change
 META = "meta.json"
 TUNED = "tuned"  # folder of the tiles that were measured: `flashgen.calls.runtime.tuned_tiles`
 TRUST = "trust"  # folder of the verdicts on code paths: `flashgen.calls.trust.verdicts`
+NATIVE = "native"  # folder of the native part of calls: `flashgen.calls.native.build`
 _LOCKS = "locks"
 _TEMPORARY = "tmp-"
 _LOCK_SECONDS = 120.0  # far longer than any compilation: the holder of the lock hangs
@@ -287,7 +289,7 @@ def clear(root: Path) -> int:
         removed += _remove(path)
     _sweep(root, older_than=0.0)
     # A process that still holds one of the locks compiles concurrently, which is harmless.
-    for name in (TUNED, TRUST, _LOCKS):
+    for name in (TUNED, TRUST, NATIVE, _LOCKS):
         _remove(root / name)
     return removed
 
@@ -362,11 +364,12 @@ def _sweep(root: Path, *, older_than: float) -> None:
 _OURS = re.compile(
     rf"{re.escape(META)}|[\w.-]+\.(cu|cuh|cubin|ptx)"
     r"|\w+\.[0-9a-f]{16}\.sm_\w+\.\w+\.bh\d+-g\d+-q\d+-k\d+\.json|sm_\w+\.[0-9a-f]{24}\.json"
+    r"|\.?flashgen_native[.-]\w+\.so"
     rf"|([0-9a-f]{{2}}|trust-[0-9a-f]{{24}})\.lock|\.{_TEMPORARY}[a-z0-9_]{{8}}",
     re.ASCII,
 )
-"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of locks,
-and of those that are being written."""
+"""The names of all files in the folders of the cache: of entries, of tiles and verdicts, of the
+native part, of locks, and of those that are being written."""
 
 
 def _remove(folder: Path) -> bool:

@@ -309,6 +309,15 @@ class CacheClearArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BuildNativeArguments:
+    """Compile the native part of calls into the cache: calls then spend less time on the host.
+
+    It needs a C++ compiler (CXX, or g++), about half a minute, and the headers of Python. Without
+    it, calls are made in Python.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorArguments:
     """Check versions, the compiler and each code path of a GPU: the screen for a bug report.
 
@@ -363,6 +372,7 @@ COMMANDS = (
     CacheListArguments,
     CachePruneArguments,
     CacheClearArguments,
+    BuildNativeArguments,
     DoctorArguments,
 )
 """The commands in the order of the help."""

@@ -39,7 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
     epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    "FLASHGEN_EMULATOR_ORDER, FLASHGEN_EMULATOR_SUMS, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. "
+    "FLASHGEN_EMULATOR_ORDER, FLASHGEN_EMULATOR_SUMS, FLASHGEN_NATIVE, FLASHGEN_OVERRIDE, "
+    "FLASHGEN_TRUST. "
     f"Exit status: {EXIT_CODES}",
 )
 groups: dict[str, typer.Typer] = {}
@@ -50,7 +51,8 @@ def command(made_of: type[Any]) -> None:
     """Registers the command of a dataclass: its fields are the options, its docstring is the help.
 
     ``CacheListArguments`` is the command ``cache list``, which is the function ``cache_list`` of
-    the module ``cache``. The module is imported when the command runs, so that --help and `plan` do
+    the module ``cache``; ``BuildNativeArguments`` is ``build-native``, because no group has the
+    name ``build``. The module is imported when the command runs, so that --help and `plan` do
     not load torch.
     """
     words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", made_of.__name__).lower())[:-1]
@@ -64,8 +66,10 @@ def command(made_of: type[Any]) -> None:
             raise _of_options(error, made_of) from None
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
-    parent = app if len(words) == 1 else _group(words[0])
-    parent.command(words[-1], help=made_of.__doc__)(run)
+    if words[0] in declared.GROUPS:
+        _group(words[0]).command(words[-1], help=made_of.__doc__)(run)
+    else:
+        app.command("-".join(words), help=made_of.__doc__)(run)
 
 
 def _of_options(error: InputError, made_of: type[Any]) -> InputError:

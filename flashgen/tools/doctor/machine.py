@@ -10,6 +10,7 @@ from typing import Any
 
 from flashgen.calls import launch
 from flashgen.calls.launch import Gpu, fitting_driver, fitting_versions, loads
+from flashgen.calls.native import build
 from flashgen.kernels.compile import cache, nvrtc
 from flashgen.kernels.compile.ownership import hindrance
 from flashgen.shared import config
@@ -69,6 +70,8 @@ class MachineFacts:
         torch_cuda: the CUDA version that torch is built for; None for a build without CUDA.
         torch_sees: whether torch can use a GPU.
         nvrtc: None where it cannot be loaded or compiles nothing; ``broken`` has the reason.
+        native: why calls are made in Python; "" where the native part of `flashgen build-native`
+            makes them.
         gpus: empty where there are none; ``no_gpu`` has the reason.
     """
 
@@ -83,6 +86,7 @@ class MachineFacts:
     torch_sees: bool
     nvrtc: Nvrtc | None
     cache: Cache
+    native: str = ""
     gpus: tuple[Gpu, ...] = ()
     no_gpu: str = ""
     broken: tuple[Finding, ...] = ()
@@ -119,6 +123,7 @@ def inspect(driver: Any = None) -> MachineFacts:
         torch_sees=torch.cuda.is_available(),
         nvrtc=attempt(_nvrtc, None),
         cache=attempt(_cache, Cache(None)),
+        native=attempt(build.missing, "its settings are wrong"),
         gpus=gpus,
         no_gpu=no_gpu,
         broken=tuple(broken),

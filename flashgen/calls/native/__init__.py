@@ -1,0 +1,1 @@
+"""Calls without Python, where `flashgen build-native` has been run: see docs/native.md."""
