@@ -60,7 +60,7 @@ def tiles_of(report: Report) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block", "density"), itertools.product(["tiles", "48"], DENSITIES))
+@pytest.mark.parametrize(("block", "density"), list(itertools.product(["tiles", "48"], DENSITIES)))
 def test_products_are_those_of_the_tiles_that_touch_a_live_block(
     block: str, density: float
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_small_sram_also_works_for_other_head_dims(head_dim, size):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "head_dim", "deterministic"),
-    itertools.product(CONSUMER, [192, 256], [False, True]),
+    list(itertools.product(CONSUMER, [192, 256], [False, True])),
 )
 def test_large_head_dims_fit_in_99_kib_forward_and_backward(head_dim, arch, deterministic):
     assert facts(arch).smem_per_block == 99 * KIB

@@ -230,3 +230,4 @@ def _forget_calls() -> None:
         operator.native = None
         operator._forwards.clear()
         operator._backwards.clear()
+        operator._last = None, None

@@ -122,7 +122,7 @@ def test_choosing_a_line_keeps_its_links_and_brings_them_in_view(opened: Opened)
 
 def test_a_line_of_python_is_linked_with_the_functions_made_of_it(opened: Opened) -> None:
     opened.page.locator(f"{SHOWN} .pane-python .l", has_text="return q >= k").click()
-    marked = opened.page.locator(f"{SHOWN} .pane-cuda .l.linked").all_inner_texts()
+    marked = opened.page.locator(f"{SHOWN} .pane-cuda .l.linked").all_text_contents()
     assert any("Range row_keys" in text for text in marked)
     assert rows(opened, "ptx", "linked via")
     opened.page.locator(f"{SHOWN} .pane-cuda .l.linked").first.click()

@@ -103,7 +103,8 @@ class NativeCalls:
             plan = self._library.Plan(len(inputs), call.target.index, draws, options)
 
             def run(made: Any, q: Any, k: Any, v: Any, rng: Any, *captured: Any) -> Any:
-                *results, outcome = made.run(Operands(q, k, v, captured, rng))
+                *results, fields = made.run(Operands(q, k, v, captured, rng))
+                outcome = ForwardOutcome(*fields)
                 return results, outcome._replace(
                     call=call,
                     build_seconds=0.0,
