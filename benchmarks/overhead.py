@@ -223,37 +223,40 @@ def flex_table(operands: list[torch.Tensor], calls: int, rounds: int) -> list[st
     return broken
 
 
+def rows_of(
+    op: Callable[..., torch.Tensor], plain: list[torch.Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """The kinds of calls of an operator."""
+    learnt = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.zeros_like(plain[0])
+    return {
+        "no gradients": partial(op, *plain),
+        "forward": partial(op, *learnt),
+        "both": lambda: torch.autograd.grad(op(*learnt), learnt, dout),
+    }
+
+
 def operator_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[str]:
     """Prints the first table, and returns the limits that are exceeded."""
     table = Table(title="overhead of a call, us (median)")
     for column in ("", "op", "torch.ops", "limit"):
         table.add_column(column, justify="left" if not column else "right")
     broken = []
-    learnt = [tensor.clone().requires_grad_() for tensor in plain]
-    dout = torch.zeros_like(plain[0])
-
-    def both(call: Callable[..., torch.Tensor]) -> None:
-        torch.autograd.grad(call(*learnt), learnt, dout)
-
     for path in PATHS:
         pretend_a_gpu(path)
         spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, name=f"overhead_{path}")
         op = fg.attention(spec)
         overload = getattr(torch.ops.flashgen, op.name)
-        of_path: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "no gradients": (partial(op, *plain), partial(overload, *plain)),
-            "forward": (partial(op, *learnt), partial(overload, *learnt)),
-            "both": (partial(both, op), partial(both, lambda *t, f=overload: f(*t)[0])),
-        }
-        for name, (direct, dispatched) in of_path.items():
+        dispatched = rows_of(lambda *operands, f=overload: f(*operands)[0], plain)
+        for name, direct in rows_of(op, plain).items():
             took = median_us(direct, calls, rounds)
-            through = median_us(dispatched, calls, rounds)
+            through = median_us(dispatched[name], calls, rounds)
             limit = LIMITS.get((path, name))
             given = f"{limit:.1f}" if limit else ""
             table.add_row(f"{path}, {name}", f"{took:.1f}", f"{through:.1f}", given)
             if limit is not None and took > limit:
                 broken.append(f"{path}, {name}: {took:.1f} us, at most {limit:.1f}")
-    for name, call in {**parts_of_calls(spec, plain), **calls_of_torch(both)}.items():
+    for name, call in {**parts_of_calls(spec, plain), **calls_of_torch(plain)}.items():
         table.add_row(name, f"{median_us(call, calls, rounds):.1f}", "", "")
     Console().print(table)
     return broken
@@ -275,10 +278,8 @@ def parts_of_calls(
     return {"results": allocated, "launcher": partial(launched, packed)}
 
 
-def calls_of_torch(
-    both: Callable[[Callable[..., torch.Tensor]], None],
-) -> dict[str, Callable[[], Any]]:
-    """Calls of torch's own ways to an operator, whose kernels do nothing."""
+def calls_of_torch(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """Calls of torch's own ways to an operator, whose kernels do next to nothing."""
 
     @torch.library.custom_op("flashgen_overhead::attention", mutates_args=())
     def custom(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -291,32 +292,23 @@ def calls_of_torch(
         ctx.save_for_backward(*inputs)
 
     custom.register_autograd(backward, setup_context=keep)
-    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
     tiny = [torch.zeros(1, 1, 1, 16) for _ in range(3)]
-    learnt = [tensor.clone().requires_grad_() for tensor in tiny]
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    return {
-        "custom op, no gradients": partial(custom, *plain),
-        "custom op, both": partial(both, custom),
-        "sdpa, no gradients": partial(sdpa, *tiny),
-        "sdpa, both": lambda: torch.autograd.grad(sdpa(*learnt), learnt, tiny[0]),
-    }
+    found = {}
+    for name, op, operands in (("custom op", custom, plain), ("sdpa", sdpa, tiny)):
+        rows = rows_of(op, operands)
+        found |= {f"{name}, {kind}": rows[kind] for kind in ("no gradients", "both")}
+    return found
 
 
-def native_rows() -> dict[str, Callable[[], Any]]:
+def native_rows(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     """The calls of the third table, made a few times, after which they need no Python."""
     spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=64, name="overhead_native")
     op = fg.attention(spec)
-    plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
-    learnt = [tensor.clone().requires_grad_() for tensor in plain]
-    dout = torch.zeros_like(plain[0])
-    total = learnt[0] + learnt[1]
-    rows: dict[str, Callable[[], Any]] = {
-        "no gradients": lambda: op(*plain),
-        "forward": lambda: op(*learnt),
-        "both": lambda: torch.autograd.grad(op(*learnt), learnt, dout),
-        "engine": lambda: torch.autograd.grad(total, learnt[:2], dout, retain_graph=True),
-    }
+    pair = [tensor.clone().requires_grad_() for tensor in plain[:2]]
+    total, gradient = pair[0] + pair[1], torch.zeros_like(plain[0])
+    rows = rows_of(op, plain)
+    rows["engine"] = lambda: torch.autograd.grad(total, pair, gradient, retain_graph=True)
     for _ in range(5):
         before = op.native_calls
         for call in rows.values():
@@ -325,7 +317,7 @@ def native_rows() -> dict[str, Callable[[], Any]]:
     return rows
 
 
-def native_table(calls: int, rounds: int) -> list[str]:
+def native_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[str]:
     """Prints the third table, and returns the limits that are exceeded."""
     from flashgen.calls.native import build
 
@@ -342,7 +334,7 @@ def native_table(calls: int, rounds: int) -> list[str]:
     for path in PATHS:
         with native_gpu(path, library=library) as driver:
             driver.set("fake_keeps", 0)
-            for name, call in native_rows().items():
+            for name, call in native_rows(plain).items():
                 rows.setdefault(name, []).append(median_us(call, calls, rounds, min))
     broken = []
     for name, found in rows.items():
@@ -361,7 +353,7 @@ def main() -> int:
     options = parser.parse_args()
 
     plain = [torch.zeros(1, 2, 32, 64, dtype=torch.float16) for _ in range(3)]
-    broken = native_table(options.calls, options.rounds)
+    broken = native_table(plain, options.calls, options.rounds)
     broken += operator_table(plain, options.calls, options.rounds)
     broken += flex_table(plain, options.calls, options.rounds)
     for promise in broken:

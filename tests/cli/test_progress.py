@@ -67,11 +67,10 @@ def test_the_work_of_a_call_is_known_before_it_runs(deterministic):
 @pytest.mark.slow
 def test_ctrl_c_ends_an_emulated_run_without_a_traceback():
     line = [sys.executable, "-m", "flashgen", "run", CAUSAL, "--shape", "1,64,4096", "--no-check"]
-    # The children of a shell's background job ignore the signal, unless they are told otherwise.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    run = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed
-    )
+    # A process that a shell starts in the background ignores SIGINT, and so do its children.
+    restored = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(line, **pipes, text=True, cwd=ROOT, preexec_fn=restored)
     assert run.stderr is not None
     for said in run.stderr:
         if "takes about" in said:

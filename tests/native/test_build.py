@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashgen.calls.native import build
+from flashgen.kernels.compile import cache
 from flashgen.shared.errors import CompileError
 from flashgen.tools.doctor.machine import inspect
 from tests.support.commands import flashgen
@@ -60,7 +61,7 @@ def test_without_a_compiler_the_command_says_what_is_missing(
         build.build()
     assert "calls are made in Python" in caught.value.numbers
     assert "g++" in caught.value.way_out
-    assert list((root / build.FOLDER).iterdir()) == []
+    assert list((root / cache.NATIVE).iterdir()) == []
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = flashgen("build-native")
     assert result.exit_code != 0
@@ -71,7 +72,7 @@ def test_a_compiler_that_fails_leaves_nothing(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(CompileError, match="rejects the native part"):
         build.build()
-    assert list((root / build.FOLDER).iterdir()) == []
+    assert list((root / cache.NATIVE).iterdir()) == []
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", "off")
     with pytest.raises(CompileError, match="cannot be kept"):
         build.build()

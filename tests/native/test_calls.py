@@ -15,7 +15,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.launch.params import field_bytes
-from tests.support.native_driver import NativeDriver, native_gpu
+from tests.support.native_driver import CAUSAL, NativeDriver, causal, native_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -33,13 +33,6 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[NativeDriver]:
 def one_gpu() -> Iterator[NativeDriver]:
     with native_gpu() as driver:
         yield driver
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-CAUSAL = fg.AttentionSpec(mask_mod=causal, head_dim=64, name="native_causal")
 
 
 def operands(
@@ -182,10 +175,11 @@ def test_native_and_python_launch_the_same(gpu: NativeDriver, case: str, dlse: s
 
     def call() -> dict[str, Tensor]:
         out, lse = op(*tensors, return_lse=True, **options)
+        named = dict(zip("qkv", tensors, strict=True)) | given | {"out": out, "lse": lse}
+        gpu.end_pass(named)
         results = {"no dlse": [out], "dlse": [out, lse], "dlse alone": [lse]}[dlse]
         gradients = [torch.ones_like(x) for x in results]
         found = torch.autograd.grad(results, learned, gradients, allow_unused=True)
-        named = dict(zip("qkv", tensors, strict=True)) | given | {"out": out, "lse": lse}
         named |= {f"gradient {i}": x for i, x in enumerate(gradients)}
         return named | {f"result {i}": x for i, x in enumerate(found) if x is not None}
 

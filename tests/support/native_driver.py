@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashgen as fg
 from flashgen.calls import launch
 from flashgen.calls.launch.params import field_bytes
 from flashgen.calls.native import build, calls
@@ -29,6 +30,13 @@ from tests.support.fake_driver import FakeDriver
 CONTEXT, STREAM = 0xC0, 77
 KEPT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "native"
 _SOURCE = Path(__file__).with_suffix(".c")
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+CAUSAL = fg.AttentionSpec(mask_mod=causal, head_dim=64, name="native_causal")
 
 
 class Record(ctypes.Structure):
@@ -98,6 +106,7 @@ class NativeDriver:
         self.params: dict[str, Any] = {}
         self.binaries: dict[int, Any] = {}
         self._handles: dict[str, int] = {}
+        self._of_passes: list[Launched] = []
         known = FakeDriver()
         for kind in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill"):
             setattr(self, f"CUtensorMap{kind}", getattr(known, f"CUtensorMap{kind}"))
@@ -145,7 +154,19 @@ class NativeDriver:
         return launch.device.Device(index, CONTEXT, (9, 0), 1024, 232_448, 65_536)
 
     def reset(self) -> None:
+        self._of_passes = []
         self.c.fake_reset()
+
+    def end_pass(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the launches until now, whose addresses are those of tensors that still live: a
+        later pass may get the memory of those that have been freed.
+
+        Args:
+            tensors: the tensors that have names.
+        """
+        kept = self.launched({tensor.data_ptr(): name for name, tensor in tensors.items()})
+        self.reset()
+        self._of_passes = kept
 
     @property
     def records(self) -> list[Record]:
@@ -159,14 +180,15 @@ class NativeDriver:
         """The launches since `reset`.
 
         Args:
-            names: the names of addresses; others are numbered in the order of their occurrence.
+            names: the names of addresses; others are numbered in the order of their occurrence,
+                those of each pass by themselves.
         """
         known = {0: "null", **names}
 
         def named(address: int) -> str:
             return known.setdefault(address, f"#{len(known) - len(names)}")
 
-        found = []
+        found = [*self._of_passes]
         for record in self.records:
             binary = self.binaries[record.function]
             packed, fields, at = bytes(record.params[: record.bytes]), [], 0

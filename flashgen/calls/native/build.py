@@ -17,8 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +28,6 @@ from flashgen.shared import config
 from flashgen.shared.errors import CompileError
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FOLDER = cache.NATIVE
 _NAME = "flashgen_native"
 _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 _SECONDS = 900.0
@@ -57,7 +54,7 @@ def key(flags: tuple[str, ...]) -> str:
 def path() -> Path | None:
     """The file of the library for this process, which need not exist; None without a cache."""
     root = config.cache_dir()
-    return None if root is None else root / FOLDER / f"{_NAME}.{key(flags())}.so"
+    return None if root is None else root / cache.NATIVE / f"{_NAME}.{key(flags())}.so"
 
 
 def missing() -> str:
@@ -156,36 +153,31 @@ def build() -> Path:
     file = path()
     if file is None:
         raise _unwritable("FLASHGEN_CACHE_DIR is off")
-    temporary = None
     try:
         make_folder(file.parent)
         reason = hindrance(file.parent)
         if reason:
             raise _unwritable(reason)
-        handle, temporary = tempfile.mkstemp(prefix=f".{_NAME}-", suffix=".so", dir=file.parent)
-        os.close(handle)
-        line = command(Path(temporary))
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=False)
-        if done.returncode:
-            first = [text for text in done.stderr.splitlines() if "error" in text][:3]
-            raise CompileError(
-                "the C++ compiler rejects the native part",
-                where=" ".join(line[:1]),
-                numbers="; ".join(first) or f"exit status {done.returncode}",
-                way_out="use g++ 11 or newer (CXX=...), or go on without it: calls are made in "
-                "Python",
-            )
-        os.chmod(temporary, 0o700)  # whatever the umask is
-        os.replace(temporary, file)
+        with cache.replacing(file) as temporary:
+            _compile(command(temporary))
+            temporary.chmod(0o700)  # whatever the umask is
     except OSError as error:
         raise _unwritable(error.strerror or str(error)) from None
     except subprocess.TimeoutExpired:
         raise _unwritable(f"the compiler runs longer than {_SECONDS:.0f} s") from None
-    finally:
-        if temporary is not None:  # it exists still after an error or Ctrl-C
-            with suppress(OSError):
-                os.unlink(temporary)
     return file
+
+
+def _compile(line: list[str]) -> None:
+    done = subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        first = [text for text in done.stderr.splitlines() if "error" in text][:3]
+        raise CompileError(
+            "the C++ compiler rejects the native part",
+            where=line[0],
+            numbers="; ".join(first) or f"exit status {done.returncode}",
+            way_out="use g++ 11 or newer (CXX=...), or go on without it: calls are made in Python",
+        )
 
 
 def _unwritable(reason: str) -> CompileError:

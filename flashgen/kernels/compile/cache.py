@@ -193,24 +193,34 @@ def write(path: Path, meta: Meta, files: dict[str, bytes]) -> bool:
     return True
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path``, which takes its place in one step at the end of the block.
+
+    Raises:
+        OSError: it cannot be made, or cannot take the place.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=f".{_TEMPORARY}", dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(temporary)
+        os.replace(temporary, path)
+    finally:  # it exists still after an error or Ctrl-C
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
 def replace_text(path: Path, text: str) -> str | None:
     """Writes a small file in one step; returns why that is impossible, None when it is done."""
-    temporary = None
     try:
         make_folder(path.parent)
         reason = hindrance(path.parent)
         if reason:
             return reason
-        handle, temporary = tempfile.mkstemp(prefix=f".{_TEMPORARY}", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         return error.strerror or str(error)
-    finally:
-        if temporary is not None:  # it exists still after an error or Ctrl-C
-            with suppress(OSError):
-                os.unlink(temporary)
     return None
 
 
@@ -364,7 +374,7 @@ def _sweep(root: Path, *, older_than: float) -> None:
 _OURS = re.compile(
     rf"{re.escape(META)}|[\w.-]+\.(cu|cuh|cubin|ptx)"
     r"|\w+\.[0-9a-f]{16}\.sm_\w+\.\w+\.bh\d+-g\d+-q\d+-k\d+\.json|sm_\w+\.[0-9a-f]{24}\.json"
-    r"|\.?flashgen_native[.-]\w+\.so"
+    r"|flashgen_native\.\w+\.so"
     rf"|([0-9a-f]{{2}}|trust-[0-9a-f]{{24}})\.lock|\.{_TEMPORARY}[a-z0-9_]{{8}}",
     re.ASCII,
 )
