@@ -329,7 +329,7 @@ def test_a_call_without_python_draws_what_python_draws(one_gpu: NativeDriver) ->
 
 def field_offset(driver: NativeDriver, record: Any, name: str) -> int:
     at = 0
-    for param in driver.params[driver.binaries[record.function].key]:
+    for param in driver.arguments[driver.binaries[record.function].key].params:
         width = field_bytes(param.ctype)
         at += -at % width
         if param.name == name:

@@ -24,6 +24,7 @@ from flashgen.calls.launch.params import field_bytes
 from flashgen.calls.native import build, calls
 from flashgen.calls.ops import registration
 from flashgen.calls.runtime import backends, bound_kernel, prepared_call
+from flashgen.calls.runtime.kernel_arguments import KernelArguments
 from flashgen.calls.trust import Decision
 from tests.support.fake_driver import FakeDriver
 
@@ -103,7 +104,7 @@ class NativeDriver:
 
     def __init__(self) -> None:
         self.c = driver_library()
-        self.params: dict[str, Any] = {}
+        self.arguments: dict[str, KernelArguments] = {}  # of the last call with this binary
         self.binaries: dict[int, Any] = {}
         self._handles: dict[str, int] = {}
         self._of_passes: list[Launched] = []
@@ -153,6 +154,11 @@ class NativeDriver:
     def device(self, index: int, driver: Any = None) -> launch.device.Device:
         return launch.device.Device(index, CONTEXT, (9, 0), 1024, 232_448, 65_536)
 
+    def stream(self, index: int) -> int:
+        """The handle of the current stream, of which each thread has its own."""
+        self.c.fake_stream.restype = ctypes.c_void_p
+        return int(self.c.fake_stream(index))
+
     def reset(self) -> None:
         self._of_passes = []
         self.c.fake_reset()
@@ -192,7 +198,7 @@ class NativeDriver:
         for record in self.records:
             binary = self.binaries[record.function]
             packed, fields, at = bytes(record.params[: record.bytes]), [], 0
-            for param in self.params[binary.key]:
+            for param in self.arguments[binary.key].params:
                 width = field_bytes(param.ctype)
                 at += -at % width
                 value: Any = packed[at : at + width]
@@ -221,7 +227,7 @@ def native_gpu(arch: str = "sm_80", *, library: Any = None) -> Iterator[NativeDr
     made = bound_kernel.BoundKernel.__init__
 
     def noted(self: Any, kernel: Any, arguments: Any, *rest: Any, **more: Any) -> None:
-        driver.params[kernel.binary.key] = arguments.params
+        driver.arguments[kernel.binary.key] = arguments
         made(self, kernel, arguments, *rest, **more)
 
     properties = SimpleNamespace(multi_processor_count=132)
@@ -231,7 +237,7 @@ def native_gpu(arch: str = "sm_80", *, library: Any = None) -> Iterator[NativeDr
         patch.setitem(backends.DEFAULTS, "cpu", "gpu")
         patch.setattr(backends, "index_of", lambda device: 0)
         patch.setattr(backends, "decide", lambda index, capturing: Decision(arch, "a stub"))
-        patch.setattr(bound_kernel, "current_stream", lambda index: STREAM + index)
+        patch.setattr(bound_kernel, "current_stream", driver.stream)
         patch.setattr(bound_kernel.BoundKernel, "__init__", noted)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         patch.setattr(launch, "load", driver.load)
