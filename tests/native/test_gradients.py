@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch._dynamo import compiled_autograd
 
 import flashgen as fg
 from flashgen.shared.errors import InputError, LaunchError
@@ -143,6 +144,25 @@ def test_a_gradient_of_a_gradient_is_refused_as_in_python(gpu: NativeDriver) -> 
     first = torch.autograd.grad(out.sum(), tensors, create_graph=True)
     with pytest.raises(InputError, match="cannot be differentiated again"):
         first[0].sum().backward()
+
+
+def test_compiled_autograd_is_refused_with_a_way_out(
+    gpu: NativeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = operands()
+    op = known(tensors)
+
+    def gradients() -> None:
+        out = op(*tensors)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            out.backward(torch.ones_like(out))
+
+    with pytest.raises(InputError, match="compiled autograd cannot compile") as caught:
+        gradients()
+    assert "FLASHGEN_NATIVE=0" in caught.value.way_out
+    monkeypatch.setenv("FLASHGEN_NATIVE", "0")
+    gradients()
+    assert all(tensor.grad is not None for tensor in tensors)
 
 
 def test_forward_mode_is_refused_as_in_python(gpu: NativeDriver) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
@@ -359,6 +361,30 @@ def test_a_memory_budget_of_0_takes_no_random_state_made_in_the_graph():
         out = compiled(q, k, v, torch.tensor([3, 4]))
         (dv,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close((dv * v).sum(), out.sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_compiled_autograd_has_one_node_for_the_backward_pass(p):
+    rng, targets, found = torch.tensor([3, 4]), [], []
+
+    def compiler(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def compiled():
+        return compiled_autograd._enable(torch.compile(backend=compiler, fullgraph=True))
+
+    for context in (nullcontext, compiled):
+        tensors = operands()
+        out = attend(*tensors, p, 16, 5, rng)
+        with context():
+            out.square().sum().backward()
+        found.append([tensor.grad for tensor in tensors])
+    assert [name for name in targets if "flashgen" in name] == [
+        f"flashgen.{OP.name}_backward.default"
+    ]
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_an_exported_program_can_be_saved(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +18,7 @@ from flashgen.calls.runtime.forward import ForwardOutcome, PreparedForward
 from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.shared import config
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.errors import InputError
 from flashgen.shared.tensormap import TensorMapSpec
 
 Tensor = torch.Tensor
@@ -179,6 +180,15 @@ def driver_functions() -> tuple[int, ...]:
     library = ctypes.CDLL("libcuda.so.1")
     found: list[Any] = [getattr(library, name, None) for name in _FUNCTIONS]
     return (*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found), 0)
+
+
+def refuse_compiled_autograd() -> NoReturn:
+    raise InputError(
+        "compiled autograd cannot compile the backward pass of a call without Python",
+        where="the backward pass under torch's compiled autograd",
+        numbers="the forward call was made by the native part",
+        way_out="set FLASHGEN_NATIVE=0 before the forward call",
+    )
 
 
 def explain(

@@ -511,8 +511,10 @@ struct AttendBackward : ta::Node {
   }
 
   void compiled_args(ta::CompiledNodeArgs&) const override {
-    TORCH_CHECK(false, "compiled autograd does not know the native node of flashgen: set "
-                       "FLASHGEN_NATIVE=0 before the forward call");
+    with_python([] {
+      py::module_::import("flashgen.calls.native.calls").attr("refuse_compiled_autograd")();
+      return ta::variable_list();
+    });
   }
 
   ta::variable_list apply(ta::variable_list&& gradients) override {

@@ -83,7 +83,9 @@ def gradients_of(
     q, k, v, captured, rng = operands
     need_q, need_k, need_v, *of_captured = needs
     needed = tuple([of_captured[index] for index in operator.learned])
-    if (
+    if torch.compiler.is_compiling():  # by compiled autograd
+        gradients = operator.dispatch_backward(operands, results, options, needed)
+    elif (
         not torch.is_grad_enabled()
         and is_plain(q, k, v)
         and not q.is_meta
