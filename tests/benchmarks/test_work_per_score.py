@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -200,6 +201,11 @@ def gate(built: Build) -> None:
     if plan.kernel == "fused":  # dQ is added from shared memory, or from registers
         assert ("UBLKRED" if plan.score_warps == 1 else "REDG") in found
     assert not found & {"LDL", "STL", "HMMA", "LDGSTS"}
+    if "is_removed(" in built.source.text:  # P is computed while the tensor cores compute dP
+        kinds = [" ".join((i.op, i.operands)) for i in instructions(listing)]
+        waits = [n for n, kind in enumerate(kinds) if re.match(r"WARPGROUP.DEPBAR.*, 0x0$", kind)]
+        exponentials = [n for n, kind in enumerate(kinds) if kind.startswith("MUFU.EX2")]
+        assert exponentials[-1] < waits[0]
     assert {i.base for i in work_of(built, listing).full} >= {"HGMMA", "SYNCS", "MUFU"}
 
 
