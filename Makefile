@@ -80,7 +80,7 @@ share: $(VENV)/dev.stamp
 # Each release of NVRTC has a virtual environment of its own, without torch.
 NVRTC := 12.8 12.9 13.0
 NVRTC_PACKAGE = nvidia-cuda-nvrtc$(if $(filter 12.%,$*),-cu12)
-CORE := filelock jinja2 numpy rich sympy typer
+CORE := filelock jinja2 numpy rich sympy typer nvidia-cuda-nvdisasm
 
 $(VENV)/nvrtc-%/stamp:
 	@$(PYTHON) -m venv $(@D)

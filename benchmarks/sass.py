@@ -20,6 +20,7 @@ LABEL = re.compile(r"^\s*(\.L_[\w$]+):")
 PLACE = re.compile(r'^\s*//## File "[^"]*", line (\d+)')
 LEAVES = ("EXIT", "RET", "KILL")
 TENSOR = ("HMMA", "HGMMA")
+MASKS_P = "is_removed("  # in kernels that mask P before they wait for dP
 WAIT_AT_MOST = 16  # instructions of a loop that polls a barrier
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -88,6 +89,16 @@ def listing_of(cubin: bytes, kernel: str, arch: str) -> str:
 def instructions(listing: str) -> list[Instruction]:
     """All instructions of a listing, in the order of their addresses."""
     return [instruction for block in _blocks(listing)[0] for instruction in block]
+
+
+def late_exponentials(listing: str) -> int:
+    """Exponentials behind the first wait for all wgmma products: while those run, they are free."""
+    waits = False
+    late = 0
+    for each in instructions(listing):
+        waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")
+        late += waits and each.op == "MUFU.EX2"
+    return late
 
 
 def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
