@@ -291,6 +291,6 @@ def _end(lines: list[str], at: int) -> int:
         return next(n for n in range(at, len(lines)) if not lines[n].endswith("\\")) + 1
     while not _OPENED_OR_ENDED.match(lines[at]):
         at += 1
-    if "{" not in lines[at] or lines[at].rstrip().endswith(("}", "};")):
+    if "{" not in lines[at] or _code(lines[at]).endswith(("}", "};")):
         return at + 1
     return next(n for n in range(at, len(lines)) if lines[n] in ("}", "};")) + 1
