@@ -66,7 +66,8 @@ def tidy(text: str) -> str:
         if line.lstrip().startswith("#"):
             line = line.lstrip()
         opens = bool(lines) and lines[-1].endswith("{") and lines[-1] != "{"
-        if not line and (not lines or not lines[-1] or opens):
+        heads = bool(lines) and lines[-1].startswith("// ----")
+        if not line and (not lines or not lines[-1] or opens or heads):
             continue
         if line.strip() in ("}", "};") and lines and not lines[-1]:
             lines.pop()
