@@ -9,7 +9,6 @@
 //   S = scale Q K^T    P = mask_mod ? exp(S - LSE) : 0    dP = dO V^T
 //   delta = rowsum(dO * O) - dLSE    dS = P * (dP - delta)
 //   dV = P^T dO    dK = scale dS^T Q
-//
 //   mask_mod  = q >= k
 //
 // plan      dkdv  block_q 112  block_k 64  warps 4  blocks per SM 2
@@ -20,7 +19,6 @@
 // launch    grid (ceil(seq_k / 64), heads_kv, batch)  block 128  dynamic shared memory 61,184 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 112;  // query rows per step of the main loop
 constexpr int BLOCK_K = 64;  // keys per block
 constexpr int HEAD_DIM = 64;  // columns of Q and K
@@ -63,9 +61,7 @@ constexpr int QUERIES = BLOCK_Q;  // queries whose scores one warp computes
 #define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   const Element* q;  // [batch, heads_q, seq_q, HEAD_DIM]
   const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
@@ -106,12 +102,13 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
+struct Range { int lo, hi; };  // queries [lo, hi) from the first of the call
 
-// The queries [lo, hi), counted from the first position of the call.
-struct Range { int lo, hi; };
+// Functions of floats that are one instruction.
+#define UNARY(name, op) \
+  DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// n / by rounded up, for n >= 0.
-DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // specs/causal.py:11
 //   def causal(b, h, q, k):
@@ -126,13 +123,7 @@ DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_o
 DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
@@ -141,8 +132,7 @@ DEVICE unsigned pack(float first, float second) {
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -207,8 +197,7 @@ DEVICE void load_vector(unsigned to, const char* from, bool valid) {
 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
-template <typename T>
-DEVICE void keep(T& x) {
+template <typename T> DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -218,8 +207,7 @@ DEVICE void keep(T& x) {
 
 // The vectors of a tile that a thread copies, with G vectors per row: one column, and every
 // PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
+template <int G> struct CopyPlace {
   static constexpr int PASS_ROWS = THREADS / G;
   static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
   int row;          // row of the first pass
@@ -260,8 +248,7 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 DEVICE void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Start copying ROWS pairs of numbers; zeros from `valid` on.
-template <int ROWS>
-DEVICE void load_rows(unsigned to, const float* from, int valid) {
+template <int ROWS> DEVICE void load_rows(unsigned to, const float* from, int valid) {
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
                  :: "r"(to + 8 * i), "l"(from + 2 * i), "r"(i < valid ? 8 : 0) : "memory");
@@ -311,22 +298,19 @@ DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
-template <int G>
-DEVICE unsigned at_column(unsigned lane_address, int column) {
+template <int G> DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
 
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
-template <int G>
-DEVICE unsigned a_lane_offset(int first_row, int lane) {
+template <int G> DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
-template <int G>
-DEVICE unsigned b_lane_offset(int lane) {
+template <int G> DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
@@ -336,14 +320,12 @@ template <int G>
 DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
-template <int G>
-DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+template <int G> DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
-template <int G>
-DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
+template <int G> DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -351,8 +333,7 @@ DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column
 }
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+template <int G> DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -364,13 +345,7 @@ DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
-// One instruction, with an error below 2^-22 of the result.
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
@@ -440,15 +415,13 @@ DEVICE void multiply_columns(float (&sum)[GROUPS][TILES][4], const Operand& oper
 }
 
 // A operand from accumulators: 8 columns each of TILES tiles become the depth.
-template <int GROUPS, int TILES>
-struct Accumulated {
+template <int GROUPS, int TILES> struct Accumulated {
   const float (&s)[GROUPS][TILES][4];
   DEVICE void operator()(FragmentA& a, int g, int n) const { p_fragment(a, &s[g][2 * n]); }
 };
 
 // Whether one of ROWS queries is far. Each lane looks at one of every 32.
-template <int ROWS>
-DEVICE bool any_far(unsigned rows, int lane) {
+template <int ROWS> DEVICE bool any_far(unsigned rows, int lane) {
   const unsigned own = rows + 8 * (lane % ROWS);
   bool far = false;
   UNROLL for (int first = 0; first < ROWS; first += 32) {
@@ -461,11 +434,10 @@ DEVICE bool any_far(unsigned rows, int lane) {
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  const unsigned smem_base = shared_address(smem);
+  const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
 
   // 1. The keys of this block: grid (key tiles, key heads, batch).
   // The first tiles reach the most queries: they start first, so that no long one runs at

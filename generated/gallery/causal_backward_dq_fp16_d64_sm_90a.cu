@@ -9,7 +9,6 @@
 //   S = scale Q K^T    P = mask_mod ? exp(S - LSE) : 0    dP = dO V^T
 //   delta = rowsum(dO * O) - dLSE    dS = P * (dP - delta)
 //   dQ = scale dS K
-//
 //   mask_mod  = q >= k
 //
 // plan      dq  block_q 128  block_k 128  warps 8  blocks per SM 1
@@ -19,7 +18,6 @@
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 98,408 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 128;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
@@ -30,8 +28,7 @@ constexpr int CONSUMERS = 2;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int STAGES = 2;  // buffers for K, and for V
 
-// A tile is stored in panels of PANEL columns, the width of a swizzle. Columns past the head dim
-// are 0.
+// Tiles are panels of PANEL columns, the width of a swizzle. Columns past the head dim are 0.
 constexpr int PANEL = 64;  // for Q and K
 constexpr int PANELS = 1;
 constexpr int PANEL_V = 64;  // for V and dO
@@ -65,12 +62,8 @@ static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
 #define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
-
-// A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(128) TensorMap { unsigned long long opaque[16]; };
-
+struct alignas(128) TensorMap { unsigned long long opaque[16]; };  // of a tensor, for TMA
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   TensorMap q_map;  // [batch, heads_q, seq_q, HEAD_DIM], read by TMA
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
@@ -95,12 +88,13 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
-// The keys [lo, hi), counted from the first position of the call.
-struct Range { int lo, hi; };
+// Functions of floats that are one instruction.
+#define UNARY(name, op) \
+  DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// n / by rounded up, for n >= 0.
-DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // specs/causal.py:11
 //   def causal(b, h, q, k):
@@ -119,13 +113,7 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
@@ -134,8 +122,7 @@ DEVICE unsigned pack(float first, float second) {
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -184,16 +171,13 @@ DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_r
   }
 }
 
-// The index of this thread among the consumers. The assembly is volatile, so that each call reads
-// it again, and no value derived from it is kept in registers.
-DEVICE int thread_index() {
+DEVICE int thread_index() {  // among the consumers; volatile, so that no register keeps it
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index - WARPGROUP;
 }
 
-// A phase of an mbarrier completes when all arrivals have occurred and all announced bytes have
-// arrived.
+// The phase of an mbarrier completes after all arrivals and all announced bytes.
 DEVICE void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -212,17 +196,13 @@ DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
                :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Consecutive mbarriers of 8 bytes: one for each buffer, or for each warpgroup.
-struct Barriers {
+struct Barriers {  // consecutive mbarriers of 8 bytes, one for each buffer or warpgroup
   unsigned first;
   DEVICE unsigned operator[](int index) const { return first + 8 * index; }
 };
-
-// The current buffer of a pipeline, and the parity of the mbarrier phase that fills it.
-struct Stage {
+struct Stage {  // the current buffer of a pipeline, and the parity of the phase that fills it
   int index = 0;
   unsigned parity = 0;
-
   DEVICE void next() {
     if (++index == STAGES) {
       index = 0;
@@ -231,10 +211,8 @@ struct Stage {
   }
 };
 
-// The named barrier of all consumers; __syncthreads uses barrier 0.
-constexpr int BARRIER_CONSUMERS = 1;
-
-// A barrier of `threads` threads of a block, which wait at it or only arrive.
+// Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
+constexpr int BARRIER_CONSUMERS = 1;  // that of all consumers
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -264,11 +242,10 @@ DEVICE Tile read_tile(unsigned address) {
 template <int PANELS, int PANEL, int ROWS>
 DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h, int b) {
   UNROLL for (int panel = 0; panel < PANELS; ++panel) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-        :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+                 ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+                    "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
 
@@ -278,8 +255,7 @@ typedef unsigned long long Descriptor;  // where wgmma finds an operand in share
 // rows, whose 16-byte vectors are XORed with the row as TMA wrote them. The same tile serves
 // products along its rows and, transposed, along its columns. Only the low half of the descriptor
 // is stored, because the high half is a constant.
-template <int SWIZZLE, int ROWS>
-struct Operand {
+template <int SWIZZLE, int ROWS> struct Operand {
   static constexpr int PANEL_BYTES = ROWS * SWIZZLE;
   unsigned low;
   DEVICE explicit Operand(unsigned address)
@@ -304,31 +280,23 @@ struct Operand {
   DEVICE Descriptor rows(int n) const { return at(16 * n * SWIZZLE); }
 };
 
-// Order the products that follow after ordinary writes to their registers. It also begins each
-// group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
+// Order products after ordinary writes to their registers and, as ptxas does (C7519), after waits.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most the GROUPS groups committed last are pending.
-template <int GROUPS>
-DEVICE void wgmma_wait() {
+template <int GROUPS> DEVICE void wgmma_wait() {  // until at most the last GROUPS are pending
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 // Keep the compiler from moving arithmetic on accumulators across a wait.
-template <int N>
-DEVICE void pin(float (&x)[N][4]) {
+template <int N> DEVICE void pin(float (&x)[N][4]) {
   UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
-// A lane's elements of columns 8 n to 8 n + 7 of D, as operands that are read and written.
-#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-
+#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])  // 8 columns of D
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
 DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descriptor b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
-      "%30, %31"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
       : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
@@ -336,24 +304,20 @@ DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descripto
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
 DEVICE void multiply_rows(float (&d)[16][4], Descriptor a, Descriptor b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
-      "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
-      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
-      "%60, %61, %62, %63"
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63"
       "}, %64, %65, add, 1, 1, 0, 0;\n}"
-      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10),
-        D8(11), D8(12), D8(13), D8(14), D8(15)
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10), D8(11),
+        D8(12), D8(13), D8(14), D8(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
-// Round accumulators: each 16 columns become the operand A of a product, which also consists of
-// four matrices of 8 x 8.
-template <int N>
-DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+// Round accumulators: each 16 columns become an operand A, four matrices of 8 x 8 as well.
+template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
   UNROLL for (int n = 0; n < N / 2; ++n) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const float* pair = from[2 * n + i / 2] + i % 2 * 2;
@@ -373,13 +337,7 @@ DEVICE bool is_removed(float prob) {
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
-// One instruction, with an error below 2^-22 of the result.
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
@@ -406,12 +364,10 @@ DEVICE void subtract_lse(float (&s)[4], float unit, const float (&base)[2], cons
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(WARPGROUP + THREADS, 1)
 causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  const unsigned smem_base = shared_address(smem);
-  const bool is_producer = threadIdx.x < WARPGROUP;  // the first warpgroup
+  const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
   const unsigned resident = smem_base + SMEM_BARRIERS;  // Q and dO have arrived
   const Barriers k_full{resident + 8}, k_empty{k_full[STAGES]};
   const Barriers v_full{k_empty[STAGES]}, v_empty{v_full[STAGES]};
@@ -441,18 +397,17 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
   // 3. The producer needs few registers. One thread of its first warp issues the TMA copies and
   //    publishes the tile; all lanes of the warp take part in the walk.
-  if (is_producer) {
+  if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
 
-    // 3a. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+    // 3a. The key tiles [tile, tile_end) that the mask can reach from here.
     const int q_lo = p.q_offset + q_start;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    // Tiles inside this range are full: the mask is true and is not evaluated.
-    const Range full = tile_full(p, q_lo);
+    const Range full = tile_full(p, q_lo);  // of full tiles
 
     // 3b. The end of the walk is a stage without a copy.
     const bool copies = threadIdx.x == 0;

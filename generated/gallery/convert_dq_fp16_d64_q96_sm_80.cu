@@ -10,7 +10,6 @@
 // launch    grid (ceil(seq_q / 96), heads_q, batch)  block 128  dynamic shared memory 12,288 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 96;  // rows per block, those of a step of the main kernel
 constexpr int HEAD_DIM = 64;  // columns of dQ
 constexpr int WARPS = 4;
@@ -26,9 +25,7 @@ static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q, "plan and code disagree: dQ 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   Element* dq;  // [batch, heads_q, seq_q, HEAD_DIM]
   float* dq_sum;  // [batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows
@@ -43,13 +40,7 @@ struct Params {
 };
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
@@ -58,8 +49,7 @@ DEVICE unsigned pack(float first, float second) {
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -88,7 +78,6 @@ DEVICE void store_rows(Element* to, long long stride, unsigned tile, int valid_r
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -119,6 +108,6 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   // 3. Copy dQ out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();
   Element* dq_rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + q_start * p.dq_stride_n;
-  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, shared_address(smem), p.seq_q - q_start,
-                               threadIdx.x);
+  const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
+  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, stage, p.seq_q - q_start, threadIdx.x);
 }

@@ -11,7 +11,6 @@
 // launch    grid (seq_q / 128 + batch, heads_q, 1)  block 128  dynamic shared memory 16,384 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 128;  // rows per block, those of a step of the main kernel
 constexpr int HEAD_DIM = 64;  // columns of dQ
 constexpr int WARPS = 4;
@@ -33,9 +32,7 @@ static_assert(BLOCK_Q % DQ_QUERIES == 0, "plan and code disagree: queries of a s
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   Element* dq;  // [1, heads_q, seq_q, HEAD_DIM]
   float* dq_sum;  // [1, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled
@@ -56,7 +53,6 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
@@ -73,7 +69,6 @@ DEVICE int read_cu_seqlens_k(const Params& p, int i) {
 }
 
 // ---- packed sequences --------------------------------------------------------------------------
-
 // The first row of sequence i along q or k; for i past the last sequence, the end of the last one.
 DEVICE int start_q(const Params& packed, int i) {
   return inside(read_cu_seqlens_q(packed, i), packed.seq_q + 1);
@@ -122,13 +117,7 @@ DEVICE Params sequence_of(const Params& packed, int b) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
@@ -137,8 +126,7 @@ DEVICE unsigned pack(float first, float second) {
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -175,7 +163,6 @@ DEVICE unsigned transposed(unsigned pair) {
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -209,6 +196,6 @@ convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
   // 3. Copy dQ out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();
   Element* dq_rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + q_start * p.dq_stride_n;
-  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, shared_address(smem), p.seq_q - q_start,
-                               threadIdx.x);
+  const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
+  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, stage, p.seq_q - q_start, threadIdx.x);
 }

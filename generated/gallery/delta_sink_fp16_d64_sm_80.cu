@@ -10,7 +10,6 @@
 // launch    grid (ceil(seq_q / 64), heads_q, batch)  block 128  dynamic shared memory 0 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 64;  // rows per block
 constexpr int HEAD_DIM_V = 64;  // columns of O and dO
 constexpr int WARPS = 4;
@@ -30,9 +29,7 @@ static_assert(BLOCK_Q % ROWS == 0, "plan and code disagree: rows per block");
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   const Element* o;  // [batch, heads_q, seq_q, HEAD_DIM_V]
   const Element* dout;  // [batch, heads_q, seq_q, HEAD_DIM_V]
@@ -59,7 +56,6 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
@@ -70,7 +66,6 @@ DEVICE float read_sink(const Params& p, int i) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
@@ -115,7 +110,6 @@ DEVICE void add_product(Sum& sum, Vector a, Vector b) {
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 delta_sink_fp16_d64(const __grid_constant__ Params p) {
   // 1. The rows of this block: grid (row tiles, heads, batch).

@@ -7,7 +7,6 @@
 // target    sm_90a  dtype float16  head_dim 64  forward
 //
 //   S = scale Q K^T    P = softmax(mask_mod ? S : -inf)    O = P V    LSE = log(sum(exp(S)))
-//
 //   mask_mod  = (abs(minimum(height - radius - 1, maximum(radius, (q // width))) - (k // width)) <=
 //       radius) & (abs(minimum(width - radius - 1, maximum(radius, (q % width))) - (k % width)) <=
 //       radius)
@@ -20,7 +19,6 @@
 // launch    grid (blocks)  block 512  dynamic shared memory 73,840 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
@@ -32,15 +30,13 @@ constexpr int CONSUMERS = 3;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int STAGES = 2;  // buffers for K, and for V
 
-// A tile is stored in panels of PANEL columns, the width of a swizzle. Columns past the head dim
-// are 0.
+// Tiles are panels of PANEL columns, the width of a swizzle. Columns past the head dim are 0.
 constexpr int PANEL = 64;  // for Q and K
 constexpr int PANELS = 1;
 constexpr int PANEL_V = 64;  // for V
 constexpr int PANELS_V = 1;
 constexpr int PANEL_BYTES = PANEL * ELEMENT_BYTES;  // bytes of a row of a panel
 constexpr int PANEL_V_BYTES = PANEL_V * ELEMENT_BYTES;
-
 // Bytes of a warpgroup's rows of Q, and of a tile of K and of V.
 constexpr int Q_BYTES = 64 * PANELS * PANEL_BYTES;
 constexpr int K_BYTES = BLOCK_K * PANELS * PANEL_BYTES;
@@ -66,12 +62,8 @@ static_assert(SMEM_BYTES == SMEM_NEXT_TILE + 8, "plan and code disagree: V tiles
 #define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
-
-// A tensor map: the description of a tensor for TMA, encoded by the host.
-struct alignas(128) TensorMap { unsigned long long opaque[16]; };
-
+struct alignas(128) TensorMap { unsigned long long opaque[16]; };  // of a tensor, for TMA
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   TensorMap q_map;  // [batch, heads_q, seq_q, HEAD_DIM], read by TMA
   TensorMap k_map;  // [batch, heads_kv, seq_k, HEAD_DIM], read by TMA
@@ -99,12 +91,13 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
-// The keys [lo, hi), counted from the first position of the call.
-struct Range { int lo, hi; };
+// Functions of floats that are one instruction.
+#define UNARY(name, op) \
+  DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// n / by rounded up, for n >= 0.
-DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
 // the high half its shift, both made by the host: runtime/fast_division.py.
@@ -122,15 +115,9 @@ DEVICE int fast_floor_div(int n, long long by) {
 DEVICE int fast_floor_mod(int n, int d, long long by) { return n - d * fast_floor_div(n, by); }
 
 // -1, 0 or 1.
-template <typename T>
-DEVICE T sign(T x) { return T(x > T(0)) - T(x < T(0)); }
+template <typename T> DEVICE T sign(T x) { return T(x > T(0)) - T(x < T(0)); }
 
-// 1 / x within 1 unit in the last place; subnormal x counts as 0.
-DEVICE float rcp(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 struct MaskQuery {
   int clamped_q_div_width;
@@ -288,29 +275,20 @@ DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
 }
 
-// The index of this thread among the consumers. The assembly is volatile, so that each call reads
-// it again, and no value derived from it is kept in registers.
-DEVICE int thread_index() {
+DEVICE int thread_index() {  // among the consumers; volatile, so that no register keeps it
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index - WARPGROUP;
 }
 
-// A phase of an mbarrier completes when all arrivals have occurred and all announced bytes have
-// arrived.
+// The phase of an mbarrier completes after all arrivals and all announced bytes.
 DEVICE void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -329,17 +307,13 @@ DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
                :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Consecutive mbarriers of 8 bytes: one for each buffer, or for each warpgroup.
-struct Barriers {
+struct Barriers {  // consecutive mbarriers of 8 bytes, one for each buffer or warpgroup
   unsigned first;
   DEVICE unsigned operator[](int index) const { return first + 8 * index; }
 };
-
-// The current buffer of a pipeline, and the parity of the mbarrier phase that fills it.
-struct Stage {
+struct Stage {  // the current buffer of a pipeline, and the parity of the phase that fills it
   int index = 0;
   unsigned parity = 0;
-
   DEVICE void next() {
     if (++index == STAGES) {
       index = 0;
@@ -347,22 +321,17 @@ struct Stage {
     }
   }
 };
-// The stage of tile `number`, counted over all work tiles.
-DEVICE Stage stage_of(unsigned number) { return {int(number % STAGES), number / STAGES % 2}; }
+DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES % 2}; }
 
-// Named barriers, one for each consumer warpgroup; __syncthreads uses barrier 0.
-constexpr int BARRIER_PING_PONG = 1;
-
-// A barrier of `threads` threads of a block, which wait at it or only arrive.
+// Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
+constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 DEVICE void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
-
-// A number that is equal in all lanes of a warp, read from lane 0, so that the compiler treats it
-// as uniform: loops that depend on it do not diverge, and it is held in a uniform register.
+// A number that is equal in all lanes, read from lane 0: the compiler then treats it as uniform.
 DEVICE int uniform(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
 // The producer's next work tile, or a number past the last. Lane 0 draws it from the tile counter
@@ -380,7 +349,6 @@ DEVICE int next_work_tile(const Params& p, int* next_tile, unsigned full, unsign
   parity ^= 1;
   return uniform(work_tile);
 }
-
 // The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, unsigned empty,
                               unsigned& parities) {
@@ -392,13 +360,8 @@ DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, u
   return work_tile;
 }
 
-struct WorkTile {
-  int tile;   // of the queries
-  int h;      // the head
-  int entry;  // the batch entry
-};
-
-// The work tile of a number: tiles of queries count first, then heads, then batch entries.
+// A tile of queries, its head, and its batch entry; they count in this order.
+struct WorkTile { int tile, h, entry; };
 DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
   const int number = uniform(work_tile % p.tiles_per_group);
   const int batch_head = uniform(work_tile / p.tiles_per_group);
@@ -412,37 +375,30 @@ DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
 template <int PANELS, int PANEL, int ROWS>
 DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h, int b) {
   UNROLL for (int panel = 0; panel < PANELS; ++panel) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-        :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-           "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+                 ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+                    "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
 
 typedef unsigned long long Descriptor;  // where wgmma finds an operand in shared memory
-
 // An operand in shared memory: rows of SWIZZLE bytes in groups of 8, as TMA wrote them. Where a row
 // is a key and the columns are the product's, further columns begin `panel_bytes` later.
-template <int SWIZZLE>
-DEVICE Descriptor operand(unsigned address, unsigned panel_bytes) {
+template <int SWIZZLE> DEVICE Descriptor operand(unsigned address, unsigned panel_bytes) {
   constexpr Descriptor PATTERN = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3;
   return PATTERN << 62 | Descriptor(8 * SWIZZLE / 16) << 32 | Descriptor(panel_bytes / 16) << 16
          | (address & 0x3ffff) / 16;
 }
 
-// Order the products that follow after ordinary writes to their registers. It also begins each
-// group of products after a wait for a barrier, where the compiler otherwise inserts it (C7519).
+// Order products after ordinary writes to their registers and, as ptxas does (C7519), after waits.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most the GROUPS groups committed last are pending.
-template <int GROUPS>
-DEVICE void wgmma_wait() {
+template <int GROUPS> DEVICE void wgmma_wait() {  // until at most the last GROUPS are pending
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
 }
 // Keep the compiler from moving arithmetic on accumulators across a wait.
-template <int N>
-DEVICE void pin(float (&x)[N][4]) {
+template <int N> DEVICE void pin(float (&x)[N][4]) {
   UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
@@ -460,22 +416,17 @@ DEVICE void transpose_in_quad(unsigned (&x)[4], int lane) {
   }
 }
 
-// Write 16 bytes to global memory.
 DEVICE void store_words(Element* to, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// A lane's elements of columns 8 n to 8 n + 7 of D, as operands that are read and written.
-#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-
+#define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])  // 8 columns of D
 // D += A B, 16 columns of A, from registers, and rows of B, from shared memory.
 DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descriptor b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
-      "%30, %31"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
       : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
@@ -483,23 +434,18 @@ DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descripto
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
 DEVICE void multiply_rows(float (&d)[12][4], Descriptor a, Descriptor b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-      "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
-      "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, "
-      "%45, %46, %47"
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
       "}, %48, %49, add, 1, 1, 0, 0;\n}"
-      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10),
-        D8(11)
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10), D8(11)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
-// Round accumulators: each 16 columns become the operand A of a product, which also consists of
-// four matrices of 8 x 8.
-template <int N>
-DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
+// Round accumulators: each 16 columns become an operand A, four matrices of 8 x 8 as well.
+template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float (&from)[N][4]) {
   UNROLL for (int n = 0; n < N / 2; ++n) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const float* pair = from[2 * n + i / 2] + i % 2 * 2;
@@ -514,7 +460,6 @@ constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 constexpr float LOWEST = -3.402823466e38f;  // the lowest finite score; -inf - LOWEST is -inf
 constexpr float MAX_LAG = 8.0f;  // row_max may lag by this power of two: P <= 2^8
-
 // A row of the accumulator lies in the four lanes of a quad.
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -527,49 +472,33 @@ DEVICE float quad_sum(float x) {
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
-// One instruction, with an error below 2^-22 of the result.
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
+UNARY(log2_approx, "lg2.approx.ftz.f32")
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// A row's base is its maximum times the scale, rounded. P of the maximum is 2^e, where e is the
-// rounding error of that product. In O the factor cancels, but rounding P to the operand type does
-// not if e reaches the rounding error of that type, and from 2^24 on P may overflow. In a far row
-// the maximum is therefore subtracted from the scores first, which is exact near the maximum, and
-// the base is 0. There are no more instructions per score: few warps ever have a far row.
+// A row's base is its maximum times the scale, rounded: P of the maximum is 2^e for the rounding
+// error e, which is too large where the row is far. There the maximum is subtracted from the scores
+// first, which is exact near it, and the base is 0. Few warps ever have a far row.
 DEVICE bool is_far(float row_max, float scale) { return fabsf(row_max * scale) > NEAR; }
 DEVICE float base_of(float top, float scale) { return is_far(top, scale) ? 0.0f : top * scale; }
-
 // What is subtracted from the scores of a row first. Before the first key the maximum is -inf.
 DEVICE float shift_of(float row_max, float scale) {
   return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
 }
-
 // Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
 DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
   return (tile_max - row_max) * scale > lag;
 }
-
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
 DEVICE float rescale_factor(float row_max, float new_max, float scale) {
   const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
   return exp2_approx(fmaf(shift, scale, base_of(row_max, scale) - base_of(new_max, scale)));
 }
-
-// LSE, the natural logarithm of a row's sum of exponentials. `unit` is the factor from scores to
-// their exponents, so that LSE of a far row is rounded once.
+// LSE, the natural logarithm of a row's sum. `unit` is the factor from scores to exponents, so that
+// LSE of a far row is rounded once.
 DEVICE float log_sum(float row_max, float scale, float unit, float sum) {
   const float above = log2_approx(sum) * LN2;
   return is_far(row_max, scale) ? fmaf(row_max, unit, above) : fmaf(row_max * scale, LN2, above);
@@ -580,10 +509,9 @@ using Rows = float[ROW_GROUPS][2];  // a number for each row
 using Scores = float[ROW_GROUPS][BLOCK_K / 8][4];
 using Output = float[ROW_GROUPS][HEAD_DIM_V / 8][4];
 
-// Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled: whether
-// a row of the warp exceeds its running maximum by more than `lag` powers of two.
-DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, float scale,
-                        float lag) {
+// Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled, as a row
+// of the warp exceeds its running maximum by more than `lag` powers of two.
+DEVICE bool find_maxima(Rows& top, const Scores& s, const Rows& row_max, float scale, float lag) {
   bool any = false;
   UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
@@ -591,17 +519,15 @@ DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, fl
     UNROLL for (int n = 1; n < BLOCK_K / 8; ++n) {
       m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
-    tile_max[g][r] = m;
+    top[g][r] = m;
     any |= exceeds(lag, row_max[g][r], m, scale);
   }
   return __any_sync(0xffffffffu, any);
 }
 
-// Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
-// decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
-// by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each
-// tile of such a row takes the branch that subtracts its maximum.
+// Updates the running maxima, the row sums, and the factor of O. A maximum that lags by at most
+// MAX_LAG stays, so that the bits of a row do not depend on the other rows of the warp.
+// Returns the lag for the next tile: none where a row is far, whose maximum is subtracted.
 DEVICE float update_maxima(Rows& row_max, Rows& row_base, Rows& row_sum, Rows& factor,
                            const Rows& tile_max, float scale) {
   bool far = false;
@@ -630,20 +556,11 @@ DEVICE void subtract_far(Scores& s, const Rows& row_max, float scale) {
   }
 }
 
-// Multiply the rows of O by their rescale factors.
-DEVICE void rescale_rows(Output& o, const Rows& factor) {
-  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
-    UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
-  }
-}
-
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(WARPGROUP + THREADS, 1)
 natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  const unsigned smem_base = shared_address(smem);
-  const bool is_producer = threadIdx.x < WARPGROUP;  // the first warpgroup
+  const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
   const Barriers q_full{smem_base + SMEM_BARRIERS};
   const Barriers k_full{q_full[CONSUMERS]}, k_empty{k_full[STAGES]};
   const Barriers v_full{k_empty[STAGES]}, v_empty{v_full[STAGES]};
@@ -652,13 +569,11 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // Who waits for whom. A buffer is full when its bytes have arrived, and empty when every consumer
   // warpgroup has read it. Each arrow is an mbarrier. Q is empty when the last K before it is.
-  //
   //   producer    copy Q     copy K            copy V            number of the next work tile
   //                 |         | ^               | ^                       | ^
   //              q_full  k_full k_empty    v_full v_empty         next_full next_empty
   //                 v         v |               v |                       v |
   //   consumers    S = Q K^T, softmax       O += P V                  every warp
-  //
   // Consumer i also waits for i - 1 before its products, at BARRIER_PING_PONG + i.
 
   // 1. Initialise the barriers before any warp uses them.
@@ -676,10 +591,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   }
   __syncthreads();
 
-  // 2. The producer: one lane copies, all lanes of its warp search for tiles.
-  //    It needs few registers. It copies K and Q of the next work tile while the consumers compute
-  //    the softmax of this one's last tile, its product P V, and O.
-  if (is_producer) {
+  // 2. The producer, ahead of the consumers: a warp searches, one lane copies.
+  if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
@@ -687,24 +600,19 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     unsigned parity = 0;  // of next_full
     ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
                 work_tile = next_work_tile(p, next_tile, next_full, next_empty, parity)) {
-      // 2a. The query tile, head and batch entry of this work tile.
+      // 2a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
       const WorkTile own = work_tile_of(p, work_tile);
       const int h = own.h, q_start = own.tile * BLOCK_Q;
       const int b = own.entry;
       const int h_kv = h / (p.heads_q / p.heads_kv);
-
-      // 2b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
       const int q_lo = p.q_offset + q_start;
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
       const Range reach = tile_reach(p, q_lo, q_hi);
       int tile = reach.lo / BLOCK_K;
       const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-
-      // 2c. The first K, then Q. The rows of Q are free when the last K before has been released:
-      //     the products with that K were the last to read them. The first K comes before Q,
-      //     because its buffer is free earlier, and the second after it, because in two buffers it
-      //     waits for the same release, for which the consumers wait for no later copy.
-      const auto copy_k = [&]() {
+      // 2b. The first K, then Q, whose rows are free when the last K before is: its products read
+      //     them last. In two buffers the second K waits for the same release.
+      const auto copy_k = [&] {
         const Stage k = stage_of(copied);
         const unsigned full = k_full[k.index];
         barrier_wait(k_empty[k.index], k.parity ^ 1);
@@ -726,7 +634,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         }
       }
 
-      // 2d. The other tiles; K is one ahead of V, as the products are.
+      // 2c. The other tiles; K is one ahead of V, as the products are.
       ROLLED while (tile < tile_end) {
         const int k_start = tile * BLOCK_K;
         ++copied;
@@ -748,22 +656,17 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_full, bit 1 of q_full: O leaves few registers
-  // Ping-pong: while one warpgroup multiplies, the others compute their softmax.
-  // Each waits at a named barrier of its own for the one before it. The last lets the first begin.
+  // While one warpgroup multiplies, others do their softmax. The last starts it.
   if (threadIdx.x >= THREADS) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
-
   ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
               work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {
-    // 4a. The query tile, head and batch entry of this work tile.
+    // 4a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
     const WorkTile own = work_tile_of(p, work_tile);
     const int h = own.h, q_start = own.tile * BLOCK_Q;
     const int b = own.entry;
-
-    // 4b. The key tiles [tile, tile_end) that the mask can reach from this query tile.
     const int q_lo = p.q_offset + q_start;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_lo, q_hi);
@@ -773,14 +676,12 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
     // 5. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
-    //    columns 2*(lane%4) and the next of each group of 8 (wgmma accumulators). Their positions
-    //    are computed again for each work tile, because keeping them would cost registers.
+    //    columns 2*(lane%4) and the next of each group of 8. Positions kept would cost registers.
     const int thread = thread_index();
     const unsigned group = uniform(thread / WARPGROUP);  // unsigned: % takes one instruction
-    const Descriptor q_operand = operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
-    const Descriptor k_operand = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
-    const Descriptor v_operand =
-        operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
+    const Descriptor q_rows = operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
+    const Descriptor k_tiles = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
+    const Descriptor v_tiles = operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
     Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
     const unsigned next_group = (group + 1) % CONSUMERS;
 
@@ -791,35 +692,49 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     Rows row_max = {{minus_infinity(), minus_infinity()}};  // in the unit of scores
     Rows row_base = {};                 // what exp2 subtracts, in units of log2
     float lag = MAX_LAG;                // of the maxima; -inf where a row is far
-    Rows rescale_by;                    // factor of O, where a row's maximum changed
+    Rows by;                            // factor of O, where a row's maximum changed
     const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
     // 5a. S = Q K^T
-    const auto start_scores = [&](int stage) {
+    const auto start_scores = [&] {
+      barrier_wait(k_full[k.index], k.parity);
+      named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
+      wgmma_fence();
       constexpr int STEPS = PANEL / 16;  // steps of the product in a panel
       UNROLL for (int c = 0; c < PANELS * STEPS; ++c) {
         const int q_at = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;
         const int k_at = c / STEPS * (BLOCK_K * PANEL_BYTES / 16) + c % STEPS * 2;
-        multiply_rows(s[0], q_operand + q_at, k_operand + stage * (K_BYTES / 16) + k_at, c > 0);
+        multiply_rows(s[0], q_rows + q_at, k_tiles + k.index * (K_BYTES / 16) + k_at, c > 0);
       }
       wgmma_commit();
     };
     // 5b. O += P V
-    const auto start_output = [&](int stage) {
+    const auto start_output = [&] {
+      barrier_wait(v_full[v.index], v.parity);
+      wgmma_fence();
       UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
         multiply_columns(o[0], rounded[n],
-                        v_operand + stage * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
+                        v_tiles + v.index * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
       }
       wgmma_commit();
     };
+    const auto finish_output = [&] {
+      wgmma_wait<0>();
+      pin(o[0]);
+      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);
+    };
 
-    const auto finish_scores = [&](int k_start, bool full_tile) {
-      // 5c. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
+    // 5c. P from S, when S is complete. Returns whether O must be rescaled.
+    const auto softmax = [&](int k_start, bool full_tile) {
+      pin(s[0]);
+      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
+      k.next();
+
+      // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
         const int thread = thread_index();
         const int column = k_start + thread % 4 * 2;
-        const int q_first =
-            p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+        const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
         MaskQuery mask_queries[2];
         UNROLL for (int i = 0; i < 2; ++i) {
           const int q = q_first + 8 * i;
@@ -851,15 +766,12 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
           }
         }
       }
-    };
 
-    // 5d. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
-    //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
-    const auto softmax = [&](int k_start) {
+      // 5e. Online softmax. O and its sums are rescaled where a maximum lags behind by over 2^8.
       Rows tile_max;
       const bool rescale = find_maxima(tile_max, s, row_max, exp_scale, lag);
       if (rescale) {
-        lag = update_maxima(row_max, row_base, row_sum, rescale_by, tile_max, exp_scale);
+        lag = update_maxima(row_max, row_base, row_sum, by, tile_max, exp_scale);
         if (lag < 0.0f) subtract_far(s, row_max, exp_scale);
       }
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
@@ -879,17 +791,10 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
       barrier_wait(q_full[group], parities >> 1);
       parities ^= 2;
-      barrier_wait(k_full[k.index], k.parity);
-      named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
-      wgmma_fence();
-      start_scores(k.index);
+      start_scores();
       named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
       wgmma_wait<0>();
-      pin(s[0]);
-      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
-      k.next();
-      finish_scores(k_start, full_tile);
-      softmax(k_start);  // O is 0: nothing to rescale
+      softmax(k_start, full_tile);  // O is 0: nothing to rescale
       round_scores(rounded, s[0]);
 
       // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
@@ -898,43 +803,27 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
         ++tile;
         tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-        barrier_wait(k_full[k.index], k.parity);
-        named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
-        wgmma_fence();
-        start_scores(k.index);
-        barrier_wait(v_full[v.index], v.parity);
-        wgmma_fence();
-        start_output(v.index);
+        start_scores();
+        start_output();
         named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
         wgmma_wait<1>();
-        pin(s[0]);
-        if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
-        k.next();
-        finish_scores(k_start, full_tile);
-        const bool rescale = softmax(k_start);
-        wgmma_wait<0>();
-        pin(o[0]);
-        if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);
+        const bool rescale = softmax(k_start, full_tile);
+        finish_output();
         v.next();
         if (rescale) {
-          rescale_rows(o, rescale_by);
+          UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[0][i / 4][i % 4] *= by[0][i % 4 / 2];
           pin(o[0]);
         }
         round_scores(rounded, s[0]);
       }
 
       // 8. The product P V of the last tile.
-      barrier_wait(v_full[v.index], v.parity);
-      wgmma_fence();
-      start_output(v.index);
-      wgmma_wait<0>();
-      pin(o[0]);
-      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);
+      start_output();
+      finish_output();
     }
     stage = k;
 
     // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.
-    //    The lane's place is read again: values kept through the main loop would cost registers.
     const int writer = thread_index();
     const int q_row = q_start + writer / 32 * 16 + writer % 32 / 4;
     float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q;
@@ -946,8 +835,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
         lse[q_row + 8 * r] = log_sum(row_max[0][r], exp_scale, p.scale, sum);
       }
     }
-    // 10. Write O. A lane has 2 of each 8 columns of a row. The four lanes that have the same row
-    //     exchange them: each gets 8 neighbouring columns, which it writes at once.
+    // 10. Write O. The four lanes of a row exchange columns: each writes 8 neighbours at once.
     Element* const o_row =
         p.o + b * p.o_stride_b + h * p.o_stride_h + q_row * p.o_stride_n + writer % 4 * 8;
     UNROLL for (int n = 0; n < HEAD_DIM_V / 8; n += 4) {

@@ -7,7 +7,6 @@
 // target    sm_80  dtype float16  head_dim 64  forward
 //
 //   S = scale Q K^T    P = softmax(mask_mod ? S : -inf)    O = P V    LSE = log(sum(exp(S)))
-//
 //   mask_mod  = (q >= k) & (ids[b, q] == ids[b, k])
 //
 // plan      block_q 128  block_k 96  warps 4  stages 1  blocks per SM 2
@@ -17,7 +16,6 @@
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 40,960 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
@@ -49,9 +47,7 @@ static_assert(SMEM_BYTES >= 16 * VECTORS_V * BLOCK_Q,
 #define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   const Element* q;  // [batch, heads_q, seq_q, HEAD_DIM]
   const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
@@ -89,19 +85,15 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
-// The keys [lo, hi), counted from the first position of the call.
-struct Range { int lo, hi; };
+// Functions of floats that are one instruction.
+#define UNARY(name, op) \
+  DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// n / by rounded up, for n >= 0.
-DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
-// 1 / x within 1 unit in the last place; subnormal x counts as 0.
-DEVICE float rcp(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
@@ -208,13 +200,7 @@ DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
-// Round two numbers to the operand type; `first` goes to the low half.
+// Two numbers, rounded to the operand type; `first` is the low half.
 DEVICE unsigned pack(float first, float second) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
@@ -223,8 +209,7 @@ DEVICE unsigned pack(float first, float second) {
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -261,8 +246,7 @@ DEVICE void load_vector(unsigned to, const char* from, bool valid) {
 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
-template <typename T>
-DEVICE void keep(T& x) {
+template <typename T> DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -272,8 +256,7 @@ DEVICE void keep(T& x) {
 
 // The vectors of a tile that a thread copies, with G vectors per row: one column, and every
 // PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
+template <int G> struct CopyPlace {
   static constexpr int PASS_ROWS = THREADS / G;
   static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
   int row;          // row of the first pass
@@ -349,22 +332,19 @@ DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
-template <int G>
-DEVICE unsigned at_column(unsigned lane_address, int column) {
+template <int G> DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
 
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
-template <int G>
-DEVICE unsigned a_lane_offset(int first_row, int lane) {
+template <int G> DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
-template <int G>
-DEVICE unsigned b_lane_offset(int lane) {
+template <int G> DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
@@ -374,14 +354,12 @@ template <int G>
 DEVICE unsigned v_lane_offset(int lane) { return vector_offset<G>(lane % 16, lane / 16); }
 
 // A: rows row..row+15, vectors column and column+1
-template <int G>
-DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+template <int G> DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
-template <int G>
-DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
+template <int G> DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -389,8 +367,7 @@ DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column
 }
 
 // B, twice: columns 16d..16d+7 and 16d+8..16d+15 of V, keys key..key+15
-template <int G>
-DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
+template <int G> DEVICE void load_v(FragmentB (&b)[2], unsigned lane_address, int key, int d) {
   unsigned x[4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -405,7 +382,6 @@ constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 constexpr float NEAR = 2048.0f;  // a row is far where its maximum or LSE exceeds this power of two
 constexpr float LOWEST = -3.402823466e38f;  // the lowest finite score; -inf - LOWEST is -inf
 constexpr float MAX_LAG = 8.0f;  // row_max may lag by this power of two: P <= 2^8
-
 // A row of the accumulator lies in the four lanes of a quad.
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -418,49 +394,33 @@ DEVICE float quad_sum(float x) {
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
-// One instruction, with an error below 2^-22 of the result.
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
+UNARY(log2_approx, "lg2.approx.ftz.f32")
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
 }
 
-// A row's base is its maximum times the scale, rounded. P of the maximum is 2^e, where e is the
-// rounding error of that product. In O the factor cancels, but rounding P to the operand type does
-// not if e reaches the rounding error of that type, and from 2^24 on P may overflow. In a far row
-// the maximum is therefore subtracted from the scores first, which is exact near the maximum, and
-// the base is 0. There are no more instructions per score: few warps ever have a far row.
+// A row's base is its maximum times the scale, rounded: P of the maximum is 2^e for the rounding
+// error e, which is too large where the row is far. There the maximum is subtracted from the scores
+// first, which is exact near it, and the base is 0. Few warps ever have a far row.
 DEVICE bool is_far(float row_max, float scale) { return fabsf(row_max * scale) > NEAR; }
 DEVICE float base_of(float top, float scale) { return is_far(top, scale) ? 0.0f : top * scale; }
-
 // What is subtracted from the scores of a row first. Before the first key the maximum is -inf.
 DEVICE float shift_of(float row_max, float scale) {
   return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
 }
-
 // Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
 DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
   return (tile_max - row_max) * scale > lag;
 }
-
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
 DEVICE float rescale_factor(float row_max, float new_max, float scale) {
   const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
   return exp2_approx(fmaf(shift, scale, base_of(row_max, scale) - base_of(new_max, scale)));
 }
-
-// LSE, the natural logarithm of a row's sum of exponentials. `unit` is the factor from scores to
-// their exponents, so that LSE of a far row is rounded once.
+// LSE, the natural logarithm of a row's sum. `unit` is the factor from scores to exponents, so that
+// LSE of a far row is rounded once.
 DEVICE float log_sum(float row_max, float scale, float unit, float sum) {
   const float above = log2_approx(sum) * LN2;
   return is_far(row_max, scale) ? fmaf(row_max, unit, above) : fmaf(row_max * scale, LN2, above);
@@ -471,10 +431,9 @@ using Rows = float[ROW_GROUPS][2];  // a number for each row
 using Scores = float[ROW_GROUPS][BLOCK_K / 8][4];
 using Output = float[ROW_GROUPS][HEAD_DIM_V / 8][4];
 
-// Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled: whether
-// a row of the warp exceeds its running maximum by more than `lag` powers of two.
-DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, float scale,
-                        float lag) {
+// Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled, as a row
+// of the warp exceeds its running maximum by more than `lag` powers of two.
+DEVICE bool find_maxima(Rows& top, const Scores& s, const Rows& row_max, float scale, float lag) {
   bool any = false;
   UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {
     const int g = i / 2, r = i % 2;
@@ -482,17 +441,15 @@ DEVICE bool find_maxima(Rows& tile_max, const Scores& s, const Rows& row_max, fl
     UNROLL for (int n = 1; n < BLOCK_K / 8; ++n) {
       m = fmaxf(m, fmaxf(s[g][n][2 * r], s[g][n][2 * r + 1]));
     }
-    tile_max[g][r] = m;
+    top[g][r] = m;
     any |= exceeds(lag, row_max[g][r], m, scale);
   }
   return __any_sync(0xffffffffu, any);
 }
 
-// Updates the running maxima and the row sums; `factor` becomes the rescale factor of O. Each row
-// decides alone, so that its bits do not depend on the other rows of the warp: a maximum that lags
-// by no more than MAX_LAG stays, and the factor is exactly 1.
-// Returns the lag for the next tile: none where a row of the warp is far, because each
-// tile of such a row takes the branch that subtracts its maximum.
+// Updates the running maxima, the row sums, and the factor of O. A maximum that lags by at most
+// MAX_LAG stays, so that the bits of a row do not depend on the other rows of the warp.
+// Returns the lag for the next tile: none where a row is far, whose maximum is subtracted.
 DEVICE float update_maxima(Rows& row_max, Rows& row_base, Rows& row_sum, Rows& factor,
                            const Rows& tile_max, float scale) {
   bool far = false;
@@ -521,13 +478,6 @@ DEVICE void subtract_far(Scores& s, const Rows& row_max, float scale) {
   }
 }
 
-// Multiply the rows of O by their rescale factors.
-DEVICE void rescale_rows(Output& o, const Rows& factor) {
-  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
-    UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
-  }
-}
-
 // s += A B^T: rows of A against rows of B over their whole length. A has 16 * GROUPS rows, B has
 // 8 * TILES.
 template <int G, int GROUPS, int TILES>
@@ -547,11 +497,10 @@ DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigne
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  const unsigned smem_base = shared_address(smem);
+  const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
 
   // 1. The query tile, head and batch entry of this block: grid (query tiles, heads, batch).
   // The last tiles reach the most keys: they start first, so that no long one runs at
@@ -571,7 +520,7 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
   const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+  // 2. The key tiles [tile, tile_end) that the mask can reach from here.
   const int q_lo = p.q_offset + q_start;
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
@@ -686,13 +635,14 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
       }
     }
 
-    // 5e. Online softmax. The running maximum only keeps exp2 in range, so it may lag behind the
-    //     true one: a row of O and its sum are rescaled where it exceeds the maximum by 2^8.
+    // 5e. Online softmax. O and its sums are rescaled where a maximum lags behind by over 2^8.
     Rows tile_max;
     if (find_maxima(tile_max, s, row_max, exp_scale, lag)) {
       Rows factor;
       lag = update_maxima(row_max, row_base, row_sum, factor, tile_max, exp_scale);
-      rescale_rows(o, factor);
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[g][i / 4][i % 4] *= factor[g][i % 4 / 2];
+      }
       if (lag < 0.0f) subtract_far(s, row_max, exp_scale);
     }
 

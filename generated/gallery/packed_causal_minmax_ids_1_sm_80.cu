@@ -6,7 +6,6 @@
 // target    sm_80  dtype float16  head_dim 64  minmax_table
 //
 //   table = the minimum and the maximum of every range of spans
-//
 //   mask_mod  = (q >= k) & (ids[b, q] == ids[b, k])
 //
 // plan      minmax_table  warps 8  blocks per SM 4
@@ -20,7 +19,6 @@ typedef int Stored;  // an element in memory: int32
 typedef int Value;
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 struct Params {
   const int* c_ids;  // [batch, tokens], the spec's ids
   long long c_ids_stride_0;  // elements to the next along batch
@@ -31,7 +29,6 @@ struct Params {
 };
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 packed_causal_minmax_ids_1(const __grid_constant__ Params p) {
   // 1. A block processes one line of the tensor along tokens; lines are counted over all

@@ -8,7 +8,6 @@
 //
 //   S = score_mod(scale Q K^T)    P = exp(S - LSE)    dP = dO V^T
 //   delta = rowsum(dO * O) - dLSE    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of table
-//
 //   score_mod = score + table[q + seq_k - k - 1]
 //
 // plan      captured  block_q 128  block_k 32  warps 4  blocks per SM 3
@@ -18,7 +17,6 @@
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 46,064 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-
 constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 32;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
@@ -56,9 +54,7 @@ static_assert(SMEM_BYTES >= SMEM_WINDOWS + WINDOW_BYTES, "plan and code disagree
 #define ROLLED _Pragma("unroll 1")  // a loop that stays one
 
 // ---- arguments ---------------------------------------------------------------------------------
-
 typedef unsigned short Element;  // the bits of a float16
-
 struct Params {
   const Element* q;  // [batch, heads_q, seq_q, HEAD_DIM]
   const Element* k;  // [batch, heads_kv, seq_k, HEAD_DIM]
@@ -95,15 +91,15 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-
-// The keys [lo, hi), counted from the first position of the call.
-struct Range { int lo, hi; };
-
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 // score_mod's derivatives by the elements that it reads.
 struct Partials { float by0; };
 
-// n / by rounded up, for n >= 0.
-DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }
+// Functions of floats that are one instruction.
+#define UNARY(name, op) \
+  DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
@@ -155,16 +151,9 @@ DEVICE float* element_of_by0(const Params& p, int by0_first_0, int place) {
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
-
-// The 32-bit address that shared-memory instructions take.
-DEVICE unsigned shared_address(const void* pointer) {
-  return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
-template <int G>
-DEVICE unsigned vector_offset(int row, int column) {
+template <int G> DEVICE unsigned vector_offset(int row, int column) {
   constexpr int BITS = G % 8 == 0 ? 3 : G % 4 == 0 ? 2 : G % 2 == 0 ? 1 : 0;
   return 16 * (row * G + (column ^ ((row >> (3 - BITS)) & ((1 << BITS) - 1))));
 }
@@ -185,8 +174,7 @@ DEVICE void load_vector(unsigned to, const char* from, bool valid) {
 
 // Hide the origin of a value from the compiler, which then keeps it in a register
 // through the main loop instead of computing it again in every step.
-template <typename T>
-DEVICE void keep(T& x) {
+template <typename T> DEVICE void keep(T& x) {
   if constexpr (sizeof(T) == 8) {
     asm volatile("" : "+l"(x));
   } else {
@@ -196,8 +184,7 @@ DEVICE void keep(T& x) {
 
 // The vectors of a tile that a thread copies, with G vectors per row: one column, and every
 // PASS_ROWS-th row.
-template <int G>
-struct CopyPlace {
+template <int G> struct CopyPlace {
   static constexpr int PASS_ROWS = THREADS / G;
   static_assert(G <= THREADS, "plan and code disagree: a row is copied in one pass");
   int row;          // row of the first pass
@@ -265,34 +252,29 @@ DEVICE void ldmatrix(unsigned (&x)[4], unsigned address) {
 }
 
 // The address of a vector `column` columns further: by XOR in a group of 8, by addition beyond it.
-template <int G>
-DEVICE unsigned at_column(unsigned lane_address, int column) {
+template <int G> DEVICE unsigned at_column(unsigned lane_address, int column) {
   constexpr int GROUP = G % 8 == 0 ? 8 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1;
   return (lane_address ^ (16 * (column % GROUP))) + 16 * (column / GROUP * GROUP);
 }
 
 // A lane's byte offset in ldmatrix for an A tile: rows 0-7, 8-15; then the same rows of the next
 // vector.
-template <int G>
-DEVICE unsigned a_lane_offset(int first_row, int lane) {
+template <int G> DEVICE unsigned a_lane_offset(int first_row, int lane) {
   return vector_offset<G>(first_row + lane % 16, lane / 16);
 }
 
 // A lane's byte offset in ldmatrix for two B tiles of K: keys 0-7, two vectors; then keys 8-15.
-template <int G>
-DEVICE unsigned b_lane_offset(int lane) {
+template <int G> DEVICE unsigned b_lane_offset(int lane) {
   return vector_offset<G>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // A: rows row..row+15, vectors column and column+1
-template <int G>
-DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
+template <int G> DEVICE void load_a(FragmentA& a, unsigned lane_address, int row, int column) {
   ldmatrix(a.x, at_column<G>(lane_address, column) + 16 * G * row);
 }
 
 // B, twice: keys key..key+7 and key+8..key+15, vectors column and column+1
-template <int G>
-DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
+template <int G> DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column) {
   unsigned x[4];
   ldmatrix(x, at_column<G>(lane_address, column) + 16 * G * key);
   b[0] = {x[0], x[1]};
@@ -302,13 +284,7 @@ DEVICE void load_b(FragmentB (&b)[2], unsigned lane_address, int key, int column
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
 
-// One instruction, with an error below 2^-22 of the result.
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
@@ -353,11 +329,10 @@ DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigne
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  const unsigned smem_base = shared_address(smem);
+  const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
 
   // 1. The query tile, head and batch entry of this block: grid (query tiles, heads, batch).
   const int q_tile = blockIdx.x;
@@ -377,7 +352,7 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
   const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+  // 2. The key tiles [tile, tile_end) that the mask can reach from here.
   int tile = 0;
   const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 

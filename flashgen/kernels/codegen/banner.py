@@ -101,7 +101,6 @@ def banner(
         *(["integers  64 bits, for calls beyond int32"] if plan.integer_bits == 64 else []),
         "",
         *(f"  {line}" for line in formulas(spec, plan.kernel)),
-        "",
     ]
     if not shared:
         if spec.score_line is not None:
@@ -110,8 +109,6 @@ def banner(
             lines.append(f"  mask_mod  = {python_text(spec.mask)}")
         if spec.block_sparse is not None:
             lines.append(f"  layout    = {spec.block_sparse.described}")
-        if spec.score_line or spec.mask_line or spec.block_sparse:
-            lines.append("")
     axis, block, heads = ("q", plan.queries_per_tile, "heads_q")
     if plan.heads_per_tile > 1:
         heads += f" / {plan.heads_per_tile}"
@@ -142,7 +139,7 @@ def banner(
         " so that registers are kept on a stack around each call"
         for name, count in outlined
     ]
-    return comments([*lines, *_choice(plan), *launch], indent="    ")
+    return comments([*lines, "", *_choice(plan), *launch], indent="    ")
 
 
 def _choice(plan: Plan) -> list[str]:

@@ -67,7 +67,7 @@ class _Lines(jinja2.ext.Extension):
 
     _VALUE = re.compile(r"^( *)/\*\{ ((?:(?!\}\*/).)+) \}\*/$")
     _GUARD = re.compile(r"^(.*?) *//\?(\??) (.+)$")
-    _LEADS = re.compile(r" *(//|#pragma|template <)")  # what belongs to the statement below it
+    _LEADS = re.compile(r" *(//|#pragma|template <.*>$)")  # what belongs to the statement below it
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         lines = source.split("\n")

@@ -24,11 +24,13 @@ _STEP = re.compile(r"^( *// )(\d+)([a-z]?)\. ", re.M)
 _CONSTANT = re.compile(r"constexpr \w+ (\w+) =")
 _ALIAS = re.compile(r"(?:typedef .* |using )(\w+)(?:;| =)")
 _FUNCTION = re.compile(r"(?:DEVICE|__device__ __noinline__) .*?(\w+)\(")
-_MACRO = re.compile(r"#define (\w+)")
+_MACRO = re.compile(r"(?:#define |UNARY\(|BINARY\()(\w+)")
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{")
 _TEMPLATE = re.compile(r"^template <[^{]*?>\s+(?=DEVICE|struct)")
 _OPENED_OR_ENDED = re.compile(r"(?:(?!//)[^{;])*[{;]")
+_MACROS = ("#define ", "UNARY(", "BINARY(")  # the last two declare a function
 _DECLARATIONS = (
+    *_MACROS,
     "template <",
     "DEVICE ",
     "__device__ ",
@@ -36,7 +38,6 @@ _DECLARATIONS = (
     "constexpr ",
     "typedef ",
     "using ",
-    "#define ",
 )
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _FIELD = re.compile(r"\b(?:p|packed|call)\.(\w+)")
@@ -65,7 +66,8 @@ def tidy(text: str) -> str:
         if line.lstrip().startswith("#"):
             line = line.lstrip()
         opens = bool(lines) and lines[-1].endswith("{") and lines[-1] != "{"
-        if not line and (not lines or not lines[-1] or opens):
+        heads = bool(lines) and lines[-1].startswith("// ----")
+        if not line and (not lines or not lines[-1] or opens or heads):
             continue
         if line.strip() in ("}", "};") and lines and not lines[-1]:
             lines.pop()
@@ -286,10 +288,10 @@ def _declared(lines: tuple[str, ...]) -> str | None:
 
 def _end(lines: list[str], at: int) -> int:
     """The index after the last line of the declaration that begins there."""
-    if lines[at].startswith("#"):
-        return at + 1
+    if lines[at].startswith(_MACROS):
+        return next(n for n in range(at, len(lines)) if not lines[n].endswith("\\")) + 1
     while not _OPENED_OR_ENDED.match(lines[at]):
         at += 1
-    if "{" not in lines[at] or lines[at].rstrip().endswith(("}", "};")):
+    if "{" not in lines[at] or _code(lines[at]).endswith(("}", "};")):
         return at + 1
     return next(n for n in range(at, len(lines)) if lines[n] in ("}", "};")) + 1
