@@ -510,12 +510,10 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const WorkTile own = work_tile_of(p, work_tile);
     const int h = own.h, q_start = own.tile * BLOCK_Q;
     const int b = own.entry;
-    const int q_lo = p.q_offset + q_start;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);
     int tile = reach.lo / BLOCK_K;
     const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    const Range full = tile_full(p, q_lo);  // of full tiles
 
     // 5. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
     //    columns 2*(lane%4) and the next of each group of 8. Positions kept would cost registers.
@@ -526,6 +524,19 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     const Descriptor v_tiles = operand<PANEL_V_BYTES>(smem_base + SMEM_V, BLOCK_K * PANEL_V_BYTES);
     Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
     const unsigned next_group = (group + 1) % CONSUMERS;
+    // The key tiles that the rows of this warpgroup reach. It hands on the others.
+    Range own_tiles = {0, 0};
+    Range full;  // of full tiles
+    {
+      const int first_query = q_start + group * 64;
+      const int q_lo = p.q_offset + first_query;
+      const int q_hi = p.q_offset + min(first_query + 64, p.seq_q) - 1;
+      const Range reach = tile_reach(p, q_hi);
+      if (first_query < p.seq_q && reach.lo < reach.hi) {
+        own_tiles = {reach.lo / BLOCK_K, ceil_div(reach.hi, BLOCK_K)};
+      }
+      full = tile_full(p, q_lo);
+    }
 
     Scores s;                           // S, then P, of one tile
     unsigned rounded[BLOCK_K / 16][4];  // P as an operand
@@ -608,13 +619,27 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       }
       return rescale;
     };
+    // A tile that other warpgroups compute.
+    const auto hand_on = [&] {
+      barrier_wait(k_full[k.index], k.parity);
+      named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
+      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
+      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
+      k.next();
+      barrier_wait(v_full[v.index], v.parity);
+      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);
+      v.next();
+    };
     if (tile < tile_end) {
+      barrier_wait(q_full[group], parities >> 1);
+      parities ^= 2;
+    }
+    ROLLED for (; tile < min(own_tiles.lo, tile_end); ++tile) hand_on();
+    if (tile < own_tiles.hi) {
       // 6. The first tile, whose products overlap with no softmax.
       int k_start = tile * BLOCK_K;
       bool full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
       ++tile;
-      barrier_wait(q_full[group], parities >> 1);
-      parities ^= 2;
       start_scores();
       named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
       wgmma_wait<0>();
@@ -622,7 +647,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       round_scores(rounded, s[0]);
 
       // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
-      ROLLED while (tile < tile_end) {
+      ROLLED while (tile < own_tiles.hi) {
         k_start = tile * BLOCK_K;
         full_tile = full.lo <= k_start && k_start + BLOCK_K <= full.hi;
         ++tile;
@@ -643,7 +668,9 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       // 8. The product P V of the last tile.
       start_output();
       finish_output();
+      v.next();
     }
+    ROLLED for (; tile < tile_end; ++tile) hand_on();
     stage = k;
 
     // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.

@@ -784,13 +784,15 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       return rescale;
     };
     if (tile < tile_end) {
+      barrier_wait(q_full[group], parities >> 1);
+      parities ^= 2;
+    }
+    if (tile < tile_end) {
       // 6. The first tile, whose products overlap with no softmax.
       int k_start = tile * BLOCK_K;
       bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
       ++tile;
       tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-      barrier_wait(q_full[group], parities >> 1);
-      parities ^= 2;
       start_scores();
       named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
       wgmma_wait<0>();
