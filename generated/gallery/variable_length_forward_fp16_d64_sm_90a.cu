@@ -251,6 +251,7 @@ DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
+constexpr int BARRIER_WARPGROUP = 4;  // the same, for its own warps alone
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -720,15 +721,19 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       }
       return rescale;
     };
-    // A tile that other warpgroups compute.
+    // A tile that only other warpgroups compute. Its buffers are released when every warp has
+    // waited for them: one that is two phases behind would not see it.
     const auto hand_on = [&] {
       barrier_wait(k_full[k.index], k.parity);
       named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
       named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
-      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
-      k.next();
       barrier_wait(v_full[v.index], v.parity);
-      if (thread % WARPGROUP == 0) barrier_arrive(v_empty[v.index]);
+      named_wait(BARRIER_WARPGROUP + group, WARPGROUP);
+      if (thread % WARPGROUP == 0) {
+        barrier_arrive(k_empty[k.index]);
+        barrier_arrive(v_empty[v.index]);
+      }
+      k.next();
       v.next();
     };
     if (tile < tile_end) {

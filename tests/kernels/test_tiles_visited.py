@@ -11,8 +11,10 @@ import torch
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
 from flashgen.spec.language import H
-from tests.support.examples import SPECS, values_of
+from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.shapes import Case
+from tests.support.sparse_layouts import touched
+from tests.support.tiers import slow
 from tests.support.tiles_visited import kept, present, visited
 
 pytestmark = pytest.mark.usefixtures("rounded_sums")
@@ -56,3 +58,18 @@ def test_only_tiles_with_a_kept_element_are_computed(path: Path, lengths: tuple[
     reports = {report.kernel.plan.kernel: report for report in (run.report, *back.reports)}
     for kernel in ("forward", "dkdv", "dq"):
         assert visited(reports[kernel]) == present(reports[kernel], keep), kernel
+
+
+@pytest.mark.parametrize("name", ["sliding_window", slow("causal"), slow("prefix_lm")])
+def test_a_warpgroup_computes_only_the_tiles_that_its_own_rows_reach(name: str) -> None:
+    path = spec_path(name)
+    spec = fg.load(path).replace(head_dim=64, dtype="float16")
+    case = Case(500, 500, head_dim=64)
+    values = values_of(path, case)
+    how = {"backend": "emulator", "arch": "sm_90a", "check_memory": False} | values
+    report = run_forward(spec, *case.tensors(), **how).report
+    plan = report.kernel.plan
+    keep = kept(spec, case.batch, case.heads_q, 500, 500, values)
+    of_warpgroups = int(touched(keep, 64, plan.block_k).sum())
+    assert plan.block_q > 64
+    assert visited(report) * plan.block_q / 64 == of_warpgroups

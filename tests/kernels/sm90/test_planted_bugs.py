@@ -91,6 +91,17 @@ WORK_TILES = [
      "      start_scores();\n      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);\n"
      "      w", "      start_scores();\n      w", WAITS),
 ]  # fmt: skip
+# These show where a warpgroup computes only some of a block's key tiles.
+HANDED_ON = [
+    ("buffers are released before every warp has waited for them",
+     "      named_wait(BARRIER_WARPGROUP + group, WARPGROUP);\n", "", "two phases ahead"),
+    ("a turn is not handed on",
+     "      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);\n"
+     "      barrier_wait(v_", "      barrier_wait(v_", WAITS),
+    ("V is not handed on", "        barrier_arrive(v_empty[v.index]);\n", "", WAITS),
+    ("the last tiles are not handed on", "tile < tile_end; ++tile) hand_on();", "false;);", ""),
+    ("Q is waited for twice where no tile is computed", "parities ^= 2;", "", ""),
+]  # fmt: skip
 FUSED = [
     NOT_FENCED,
     ("no fence before dS is read",
@@ -216,12 +227,19 @@ def reaches(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q + 200 >= k
 
 
+def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 150)
+
+
 @functools.cache
 def call(kernel: str) -> Call:
     """Several steps for each of several blocks; of "dq" more than there are buffers."""
     if kernel == "captured":  # mixed tiles and dropout
         options = {"head_dim": 128, "dtype": "bfloat16"}
         return composed("planted", reaches, options, 0.2, (200, 400), (1, 1))
+    if kernel == "handed on":  # at both ends
+        spec = fg.AttentionSpec(near, head_dim=64, name="near")
+        return Call(spec, Case(500, 500).tensors(seed=1), arch=ARCH)
     if kernel in ("forward", "work tiles"):
         # With several work tiles, one tile of keys for each: the next one is written early.
         lengths = (128, 1200) if kernel == "forward" else (700, 200)
@@ -238,24 +256,26 @@ def call(kernel: str) -> Call:
 
 def run(kernel: str) -> ForwardRun | BackwardRun:
     """The pass that has this kernel."""
-    if kernel in ("forward", "work tiles"):
-        return call(kernel).forward(blocks=1 if kernel == "work tiles" else None)
+    if ROLES.get(kernel, kernel) == "forward":
+        return call(kernel).forward(blocks=None if kernel == "forward" else 1)
     return call(kernel).backward()
 
 
 BUGS = {
     "forward": FORWARD,
     "work tiles": WORK_TILES,
+    "handed on": HANDED_ON,
     "fused": FUSED,
     "columns": COLUMNS,
     "dq": DQ,
     "captured": CAPTURED,
 }
-ROLES = {"work tiles": "forward", "columns": "fused"}
+ROLES = {"work tiles": "forward", "handed on": "forward", "columns": "fused"}
 # The places of those in `make test`.
 FAST = {
     "forward": (2, 5, 7),
     "work tiles": (0, 2),
+    "handed on": (0,),
     "fused": (0, 3, 6, 9),
     "columns": (),  # the wrong strip of dK, below, executes them
     "dq": (),
@@ -310,7 +330,9 @@ def test_wrong_numbers_are_seen_by_the_error_rule(
         assert not {"dq", "dk", "dv"} & set(wrong)
 
 
-@pytest.mark.parametrize("kernel", ["fused", slow("columns"), slow("dq"), slow("captured")])
+@pytest.mark.parametrize(
+    "kernel", ["fused", *map(slow, ("handed on", "columns", "dq", "captured"))]
+)
 def test_nothing_is_found_where_nothing_is_planted(kernel: str) -> None:
     same = "(const __grid_constant__ Params p"
     with planted(ROLES.get(kernel, kernel), same, same):
