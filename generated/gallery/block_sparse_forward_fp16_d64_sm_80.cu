@@ -106,7 +106,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -119,9 +119,9 @@ UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subn
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
-constexpr int LAYOUT_Q = 48;  // queries in a block of the block layout
-constexpr int LAYOUT_K = 48;  // keys in a block of the block layout
-constexpr int MASKED_COLUMNS = 96;  // of scores, for each row of a lane
+constexpr int LAYOUT_Q = 48;  // queries in a block of the layout
+constexpr int LAYOUT_K = 48;  // keys in a block of the layout
+constexpr int MASKED_COLUMNS = 96;  // of scores of a row of a lane
 
 // The spec's layout: an index outside it means its nearest element.
 DEVICE int read_layout(const Params& p, int i, int j, int k, int l) {
@@ -555,7 +555,7 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
   const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
   const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+  // 2. The key tiles [tile, tile_end) that the mask can reach from here.
   const int q_lo = p.q_offset + q_start;
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
@@ -633,7 +633,8 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
     if (!full_tile) {
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       LayoutQuery layout_queries[4];
       UNROLL for (int i = 0; i < 4; ++i) {
         const int q = q_first + 8 * i;

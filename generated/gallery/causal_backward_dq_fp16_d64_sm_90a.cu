@@ -88,7 +88,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -403,7 +403,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
 
-    // 3a. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+    // 3a. The key tiles [tile, tile_end) that the mask can reach from here.
     const int q_lo = p.q_offset + q_start;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);

@@ -79,7 +79,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -433,7 +433,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
   const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+  // 2. The key tiles [tile, tile_end) that the mask can reach from here.
   const int q_lo = p.q_offset + q_start;
   const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
   const Range reach = tile_reach(p, q_hi);
@@ -508,7 +508,8 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       // A row's keys are one range, as bits: testing one costs less than comparing.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
         UNROLL for (int r = 0; r < 2; ++r) {
           const int q = q_first + 16 * g + 8 * r;

@@ -108,6 +108,6 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   // 3. Copy dQ out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();
   Element* dq_rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + q_start * p.dq_stride_n;
-  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, (unsigned)__cvta_generic_to_shared(smem), p.seq_q - q_start,
-                               threadIdx.x);
+  const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
+  store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, stage, p.seq_q - q_start, threadIdx.x);
 }

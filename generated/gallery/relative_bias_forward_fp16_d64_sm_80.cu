@@ -81,7 +81,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -428,7 +428,7 @@ relative_bias_forward_fp16_d64(const __grid_constant__ Params p) {
   const int k_step = int(p.k_stride_n) * ELEMENT_BYTES;
   const int v_step = int(p.v_stride_n) * ELEMENT_BYTES;
 
-  // 2. The key tiles [tile, tile_end) that the mask can reach from this query tile.
+  // 2. The key tiles [tile, tile_end) that the mask can reach from here.
   int tile = 0;
   const int tile_end = ceil_div(p.seq_k, BLOCK_K);
 

@@ -83,7 +83,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -151,8 +151,7 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
     }
   }
 };
-// The stage of tile `number`, counted over all work tiles.
-DEVICE Stage stage_of(unsigned number) { return {int(number % STAGES), number / STAGES % 2}; }
+DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES % 2}; }
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
@@ -196,8 +195,9 @@ struct WorkTile { int tile, h, entry; };
 DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
   const int number = uniform(work_tile % p.tiles_per_group);
   const int batch_head = uniform(work_tile / p.tiles_per_group);
+  const int entry = uniform(batch_head / p.head_groups);
   const int head = uniform(batch_head % p.head_groups);
-  return {number, head, uniform(batch_head / p.head_groups)};
+  return {number, head, entry};
 }
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
@@ -421,7 +421,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
   }
   __syncthreads();
 
-  // 2. The producer, ahead of the consumers: all lanes of its warp search, and one copies.
+  // 2. The producer, ahead of the consumers: a warp searches, one lane copies.
   if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x >= 32) return;
@@ -481,7 +481,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_full, bit 1 of q_full: O leaves few registers
-  // While one warpgroup multiplies, the others compute their softmax. The last starts it.
+  // While one warpgroup multiplies, others do their softmax. The last starts it.
   if (threadIdx.x >= THREADS) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
   ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
               work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {

@@ -94,7 +94,7 @@ struct Params {
 };
 
 // ---- the spec ----------------------------------------------------------------------------------
-struct Range { int lo, hi; };  // keys [lo, hi), counted from the first of the call
+struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -247,8 +247,7 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
     }
   }
 };
-// The stage of tile `number`, counted over all work tiles.
-DEVICE Stage stage_of(unsigned number) { return {int(number % STAGES), number / STAGES % 2}; }
+DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES % 2}; }
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
@@ -287,7 +286,7 @@ DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, u
   return work_tile;
 }
 
-// A tile of queries of all sequences, its head, and its split; they count in this order.
+// A tile of queries, its head, and its split; they count in this order.
 struct WorkTile { int tile, h, entry; };
 // The last tiles reach the most keys: they start first, so that no long one runs at
 // the end. 2^head_bits heads alternate tile by tile, by the low bits of number.
@@ -295,8 +294,10 @@ DEVICE WorkTile work_tile_of(const Params& packed, int work_tile) {
   const int number = uniform(work_tile % packed.tiles_per_group);
   const int bits = packed.head_bits;
   const int batch_head = uniform(work_tile / packed.tiles_per_group);
-  const int head = uniform((batch_head % packed.head_groups) << bits | (number & ((1 << bits) - 1)));
-  return {((packed.tiles_per_group - 1 - number) >> bits), head, uniform(batch_head / packed.head_groups)};
+  const int entry = uniform(batch_head / packed.head_groups);
+  const int head = uniform((batch_head % packed.head_groups) << bits
+      | (number & ((1 << bits) - 1)));
+  return {((packed.tiles_per_group - 1 - number) >> bits), head, entry};
 }
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
@@ -308,7 +309,8 @@ DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int r
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
                  ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                  :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
-                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS) : "memory");
+                    "r"(panel * PANEL), "r"(of.first + row), "r"(h), "r"(of.end), "r"(RAGGED_ROWS)
+                  : "memory");
   }
 }
 
@@ -529,7 +531,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
   }
   __syncthreads();
 
-  // 2. The producer, ahead of the consumers: all lanes of its warp search, and one copies.
+  // 2. The producer, ahead of the consumers: a warp searches, one lane copies.
   if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x >= 32) return;
@@ -597,7 +599,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_full, bit 1 of q_full: O leaves few registers
-  // While one warpgroup multiplies, the others compute their softmax. The last starts it.
+  // While one warpgroup multiplies, others do their softmax. The last starts it.
   if (threadIdx.x >= THREADS) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
   ROLLED for (int work_tile = blockIdx.x; work_tile < packed.work_tiles;
               work_tile = received_tile(packed, next_tile, next_full, next_empty, parities)) {
