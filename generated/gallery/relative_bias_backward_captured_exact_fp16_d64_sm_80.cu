@@ -481,7 +481,8 @@ relative_bias_backward_captured_exact_fp16_d64(const __grid_constant__ Params p)
           value[e] = score_mod(p, s[g][n][e] * p.scale, q, k);
         }
         if (far) {
-          const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
+          const float* lse =
+              p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + warp_row + lane / 4;
           subtract_lse(value, 1.0f, base[g], lse + 16 * g);
         }
         UNROLL for (int e = 0; e < 4; ++e) {
