@@ -119,9 +119,9 @@ UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subn
 // The index that is nearest to i inside a dimension.
 DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
 
-constexpr int LAYOUT_Q = 48;  // queries in a block of the block layout
-constexpr int LAYOUT_K = 48;  // keys in a block of the block layout
-constexpr int MASKED_COLUMNS = 96;  // of scores, for each row of a lane
+constexpr int LAYOUT_Q = 48;  // queries in a block of the layout
+constexpr int LAYOUT_K = 48;  // keys in a block of the layout
+constexpr int MASKED_COLUMNS = 96;  // of scores of a row of a lane
 
 // The spec's layout: an index outside it means its nearest element.
 DEVICE int read_layout(const Params& p, int i, int j, int k, int l) {

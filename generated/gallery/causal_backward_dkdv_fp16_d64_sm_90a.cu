@@ -41,7 +41,8 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // base of queries, -delta of pairs, twice; a Tile
+// Base of each query, -delta of pairs, twice; a Tile.
+constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;
 
 // The elements that one warpgroup computes.
 constexpr int QUERIES = BLOCK_Q;  // scores of all queries, with 64 keys

@@ -26,6 +26,7 @@ constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
+constexpr int COLUMN_WARPS = 1;  // warps that share the same rows
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -39,15 +40,15 @@ constexpr int SMEM_V = 45056;
 constexpr int SMEM_BYTES = 51200;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS,
-              "plan and code disagree: rows per warp");
+static_assert(BLOCK_Q * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_BYTES >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
+static_assert(SMEM_BYTES >= SMEM_V + 16 * VECTORS_V * BLOCK_K,
+              "plan and code disagree: V tile");
 
 // Groups of 8 columns of dQ that one warp sums.
-constexpr int COLUMNS = HEAD_DIM / 8;
+constexpr int COLUMNS = 8;
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
@@ -455,7 +456,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   //    columns 2*(lane%4) and the next of each group of 8 (mma.m16n8 fragments).
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
+  const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
+  const int column_warp = warp % COLUMN_WARPS;
   unsigned q_lane = smem_base + SMEM_Q + a_lane_offset<VECTORS>(warp_row, lane);
   unsigned do_lane = smem_base + SMEM_DO + a_lane_offset<VECTORS_V>(warp_row, lane);
   unsigned k_lane = smem_base + SMEM_K + b_lane_offset<VECTORS>(lane);
@@ -484,8 +486,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   far = __any_sync(0xffffffffu, far);
 
   float dq[ROW_GROUPS][COLUMNS][4] = {};  // not yet multiplied by the scale
-  unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
   const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
+  unsigned k_buffer = 0;  // byte offset of the buffer in use: 0 or K_BYTES
 
   // 5. Main loop.
   ROLLED while (tile < tile_end) {
@@ -538,8 +540,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
       // A row's keys are one range: columns are compared with its ends.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int row = thread / 32 * (16 * ROW_GROUPS)
-                      + thread % 32 / 4;
+      const int row = thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       const int q_first = p.q_offset + q_start + row;
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -566,7 +567,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5f. dQ += dS K
     const Accumulated<ROW_GROUPS, BLOCK_K / 8> ds_rows{ds};
-    multiply_columns<VECTORS, BLOCK_K>(dq, ds_rows, k_depth + k_buffer);
+    multiply_columns<VECTORS, BLOCK_K, COLUMN_WARPS>(dq, ds_rows, k_depth + k_buffer,
+                                                     column_warp * (COLUMNS / 2));
     k_buffer ^= K_BYTES;
   }
 
@@ -576,8 +578,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const float factor = p.scale;
   UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
     const int row = warp_row + 16 * g + lane / 4;
-    constexpr int first = 0;
-    stage_rows<VECTORS>(smem_base + SMEM_Q, row, first, lane, dq[g], factor);
+    stage_rows<VECTORS>(smem_base + SMEM_Q, row, column_warp * COLUMNS, lane, dq[g], factor);
   }
 
   // 7. Copy it out in 16-byte vectors. Several warps copy each row: hence the barrier.

@@ -45,8 +45,7 @@ constexpr int SMEM_BYTES = 120320;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
-static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS,
-              "plan and code disagree: warps");
+static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
 static_assert(SMEM_V >= SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_Q >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
@@ -59,9 +58,10 @@ static_assert(SMEM_BYTES >= SMEM_DS + 16 * VECTORS_S * BLOCK_K,
               "plan and code disagree: dS tile");
 
 // Groups of 8 columns of dK and of dV that one warp sums.
-constexpr int COLUMNS = (HEAD_DIM + 16 * COLUMN_WARPS - 1) / (16 * COLUMN_WARPS) * 2;
-constexpr int COLUMNS_V = (HEAD_DIM_V + 16 * COLUMN_WARPS - 1) / (16 * COLUMN_WARPS) * 2;
-constexpr int QUERIES = BLOCK_Q / COLUMN_WARPS;  // queries whose scores one warp computes
+constexpr int COLUMNS = 4;
+constexpr int COLUMNS_V = 4;
+constexpr int SCORE_WARPS = 2;  // of these warps, that share the scores
+constexpr int QUERIES = BLOCK_Q / SCORE_WARPS;  // queries whose scores one warp computes
 
 // How the warps share dQ: rows in groups of 16, columns in pairs of 8.
 constexpr int DQ_ROW_WARPS = 2;
@@ -566,7 +566,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
   const int column_warp = warp % COLUMN_WARPS;
-  const int first_query = column_warp * QUERIES;  // first query whose scores the warp computes
+  const int first_query = warp % SCORE_WARPS * QUERIES;  // whose scores the warp computes
   const unsigned k_lane = smem_base + SMEM_K + a_lane_offset<VECTORS>(warp_row, lane);
   const unsigned v_lane = smem_base + SMEM_V + a_lane_offset<VECTORS_V>(warp_row, lane);
   const unsigned q_lane =
@@ -631,7 +631,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
       const int thread = thread_index();
-      const int column = q_start + thread / 32 % COLUMN_WARPS * QUERIES + thread % 4 * 2;
+      const int column = q_start + thread / 32 % SCORE_WARPS * QUERIES + thread % 4 * 2;
       const int row = k_start + thread / 32 / COLUMN_WARPS * (16 * ROW_GROUPS) + thread % 32 / 4;
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -703,9 +703,9 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   __syncthreads();
   UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
     const int row = warp_row + 16 * g + lane / 4;
-    const int first = column_warp * COLUMNS, first_v = column_warp * COLUMNS_V;
-    stage_rows<VECTORS>(smem_base + SMEM_K, row, first, lane, dk[g], p.scale);
-    stage_rows<VECTORS_V>(smem_base + SMEM_V, row, first_v, lane, dv[g], 1.0f);
+    stage_rows<VECTORS>(smem_base + SMEM_K, row, column_warp * COLUMNS, lane, dk[g], p.scale);
+    stage_rows<VECTORS_V>(smem_base + SMEM_V, row, column_warp * COLUMNS_V, lane, dv[g],
+                          1.0f);
   }
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.

@@ -3,7 +3,7 @@
 // With "plan --backward" in place of "emit" it derives the numbers of the plan.
 //
 // spec      relative_bias, specs/relative_bias.py
-// template  templates/sm80/backward_learned.cu.j2
+// template  templates/common/backward_learned.cu.j2
 // target    sm_80  dtype float16  head_dim 64  backward, captured
 //
 //   S = score_mod(scale Q K^T)    P = exp(S - LSE)    dP = dO V^T
@@ -25,6 +25,7 @@ constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
+constexpr int COLUMN_WARPS = 1;  // warps that share the same rows
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -37,17 +38,19 @@ constexpr int SMEM_K = 32768;  // two buffers
 constexpr int SMEM_V = 40960;
 constexpr int SMEM_WINDOWS = 45056;
 constexpr int WINDOW_ENTRIES = 63;  // per warp
-constexpr int WINDOW_BYTES = WARPS * WINDOW_ENTRIES * int(sizeof(float));
+constexpr int WINDOW_BYTES =
+    WARPS * WINDOW_ENTRIES * int(sizeof(float));
 constexpr int SMEM_BYTES = 46064;
 constexpr int K_BYTES = 16 * VECTORS * BLOCK_K;  // bytes of one buffer
 
-static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS,
-              "plan and code disagree: rows per warp");
+static_assert(BLOCK_Q * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
 static_assert(SMEM_DO >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
 static_assert(SMEM_K >= SMEM_DO + 16 * VECTORS_V * BLOCK_Q, "plan and code disagree: dO tile");
 static_assert(SMEM_V >= SMEM_K + 2 * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_WINDOWS >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
-static_assert(SMEM_BYTES >= SMEM_WINDOWS + WINDOW_BYTES, "plan and code disagree: sums of warps");
+static_assert(SMEM_WINDOWS >= SMEM_V + 16 * VECTORS_V * BLOCK_K,
+              "plan and code disagree: V tile");
+static_assert(SMEM_BYTES >= SMEM_WINDOWS + WINDOW_BYTES,
+              "plan and code disagree: sums of warps");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
@@ -333,7 +336,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
-
   // 1. The query tile, head and batch entry of this block: grid (query tiles, heads, batch).
   const int q_tile = blockIdx.x;
   const int h = p.first_head_group + blockIdx.y;
@@ -378,7 +380,7 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
   //    columns 2*(lane%4) and the next of each group of 8 (mma.m16n8 fragments).
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
+  const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
   unsigned q_lane = smem_base + SMEM_Q + a_lane_offset<VECTORS>(warp_row, lane);
   unsigned do_lane = smem_base + SMEM_DO + a_lane_offset<VECTORS_V>(warp_row, lane);
   unsigned k_lane = smem_base + SMEM_K + b_lane_offset<VECTORS>(lane);

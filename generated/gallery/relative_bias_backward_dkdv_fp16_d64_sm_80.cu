@@ -27,6 +27,7 @@ constexpr int ROW_GROUPS = 1;  // groups of 16 keys that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
+constexpr int COLUMN_WARPS = 1;  // warps that share the same keys
 
 // Shared memory is accessed in 16-byte vectors, the unit of ldmatrix and of cp.async.
 constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;      // per row of Q and K
@@ -42,8 +43,7 @@ constexpr int SMEM_BYTES = 54784;
 constexpr int Q_BYTES = 16 * VECTORS * BLOCK_Q;  // bytes of one buffer
 constexpr int ROWS_BYTES = 8 * BLOCK_Q;
 
-static_assert(BLOCK_K == 16 * ROW_GROUPS * WARPS,
-              "plan and code disagree: keys per warp");
+static_assert(BLOCK_K * COLUMN_WARPS == 16 * ROW_GROUPS * WARPS, "plan and code disagree: warps");
 static_assert(SMEM_V >= SMEM_K + 16 * VECTORS * BLOCK_K, "plan and code disagree: K tile");
 static_assert(SMEM_Q >= SMEM_V + 16 * VECTORS_V * BLOCK_K, "plan and code disagree: V tile");
 static_assert(SMEM_DO >= SMEM_Q + 2 * Q_BYTES, "plan and code disagree: Q tiles");
@@ -52,9 +52,10 @@ static_assert(SMEM_BYTES >= SMEM_ROWS + 2 * ROWS_BYTES,
               "plan and code disagree: rows");
 
 // Groups of 8 columns of dK and of dV that one warp sums.
-constexpr int COLUMNS = HEAD_DIM / 8;
-constexpr int COLUMNS_V = HEAD_DIM_V / 8;
-constexpr int QUERIES = BLOCK_Q;  // queries whose scores one warp computes
+constexpr int COLUMNS = 8;
+constexpr int COLUMNS_V = 8;
+constexpr int SCORE_WARPS = 1;  // of these warps, that share the scores
+constexpr int QUERIES = BLOCK_Q / SCORE_WARPS;  // queries whose scores one warp computes
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
@@ -520,8 +521,9 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   //    columns 2*(lane%4) and the next of each group of 8 (mma.m16n8 fragments). Rows are keys.
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warp_row = warp * 16 * ROW_GROUPS;
-  constexpr int first_query = 0;  // every warp computes the scores of all queries
+  const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
+  const int column_warp = warp % COLUMN_WARPS;
+  const int first_query = warp % SCORE_WARPS * QUERIES;  // whose scores the warp computes
   const unsigned k_lane = smem_base + SMEM_K + a_lane_offset<VECTORS>(warp_row, lane);
   const unsigned v_lane = smem_base + SMEM_V + a_lane_offset<VECTORS_V>(warp_row, lane);
   const unsigned q_lane =
@@ -597,8 +599,8 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!full_tile) {
       const int thread = thread_index();
-      const int column = q_start + thread % 4 * 2;
-      const int row = k_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int column = q_start + thread / 32 % SCORE_WARPS * QUERIES + thread % 4 * 2;
+      const int row = k_start + thread / 32 / COLUMN_WARPS * (16 * ROW_GROUPS) + thread % 32 / 4;
       UNROLL for (int r = 0; r < 2; ++r) {
         const int key = row + 8 * r;
         const Range queries = key_queries(p);
@@ -615,7 +617,8 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
     // 5e. dV += P^T dO
     const Accumulated<ROW_GROUPS, QUERIES / 8> p_rows{s};
-    multiply_columns<VECTORS_V, BLOCK_Q>(dv, p_rows, do_depth);
+    multiply_columns<VECTORS_V, BLOCK_Q, COLUMN_WARPS>(dv, p_rows, do_depth,
+                                                       column_warp * (COLUMNS_V / 2));
 
     // 5f. Every warp is done with dO, into whose space the next is loaded.
     __syncthreads();
@@ -625,7 +628,8 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     // 5g. dK += dS^T Q
     const Accumulated<ROW_GROUPS, QUERIES / 8> ds_rows{ds};
     const unsigned q_columns = q_depth + buffer * Q_BYTES;
-    multiply_columns<VECTORS, BLOCK_Q>(dk, ds_rows, q_columns);
+    multiply_columns<VECTORS, BLOCK_Q, COLUMN_WARPS>(dk, ds_rows, q_columns,
+                                                     column_warp * (COLUMNS / 2));
     buffer ^= 1;
   }
 
@@ -633,9 +637,9 @@ relative_bias_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   copy_wait_all();
   __syncthreads();
   const int row = warp_row + lane / 4;
-  constexpr int first = 0, first_v = 0;
-  stage_rows<VECTORS>(smem_base + SMEM_K, row, first, lane, dk[0], p.scale);
-  stage_rows<VECTORS_V>(smem_base + SMEM_V, row, first_v, lane, dv[0], 1.0f);
+  stage_rows<VECTORS>(smem_base + SMEM_K, row, column_warp * COLUMNS, lane, dk[0], p.scale);
+  stage_rows<VECTORS_V>(smem_base + SMEM_V, row, column_warp * COLUMNS_V, lane, dv[0],
+                        1.0f);
 
   // 7. Copy them out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();

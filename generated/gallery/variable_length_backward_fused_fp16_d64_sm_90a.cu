@@ -42,7 +42,8 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;  // base of queries, -delta of pairs, twice; a Tile
+// Base of each query, -delta of pairs, twice; a Tile.
+constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;
 constexpr int S_BYTES = BLOCK_Q * BLOCK_K * ELEMENT_BYTES;
 
 // The elements that one warpgroup computes.
@@ -703,7 +704,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int warpgroup = __shfl_sync(0xffffffffu, thread / WARPGROUP, 0);
   const int first_key = warpgroup * 64;  // first key whose scores the warpgroup computes
   const int warp_row = warp * 16;
-  const int dq_block = 0, dq_query = warpgroup * DQ_QUERIES;  // where its share of dQ begins
+  // Where its share of dQ begins.
+  const int dq_block = 0, dq_query = warpgroup * DQ_QUERIES;
   const unsigned dq_stage = smem_base + SMEM_DQ + warp * DQ_BLOCKS * DQ_BYTES;
   // Row-wise and column-wise products read the same tiles.
   const Operand<2 * PANEL, BLOCK_K> k_operand(smem_base + SMEM_K);

@@ -18,7 +18,7 @@ EACH = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @EACH
 def test_what_a_code_path_names_exists(path: CodePath) -> None:
     folder = ROOT / "templates" / path.templates
-    for kernel in ("forward", "backward_dkdv", "backward_dq", "backward_learned"):
+    for kernel in ("forward", "backward_dkdv", "backward_dq"):
         assert (folder / f"{kernel}.cu.j2").is_file()
     kernels = {
         key

@@ -78,7 +78,7 @@ class Partials:
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The source of the kernel that sums the gradients of the learned tensors of the score.
 
-    Each path has one template with two forms: "captured" adds floats atomically (doubles where the
+    The template has two forms: "captured" adds floats atomically (doubles where the
     problem is float32), and "captured_exact" adds integers atomically.
 
     Raises:
@@ -112,7 +112,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     ]
     kinds = {part.kind for part in parts}
     return kernel(
-        f"{plan.code_path.templates}/backward_learned.cu.j2",
+        "common/backward_learned.cu.j2",
         spec,
         plan,
         KernelCode(

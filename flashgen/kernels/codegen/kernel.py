@@ -175,7 +175,6 @@ def rendered(
         plan=plan,
         float32=plan.itemsize == 4,
         grouped=plan.heads_per_tile > 1,
-        by_columns=plan.column_warps > 1,
         equal_dims=plan.head_dim == plan.head_dim_v,
         params=params,
         spec_section=spec_section,

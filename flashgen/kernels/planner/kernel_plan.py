@@ -247,6 +247,10 @@ class Plan(LaunchRules):
         """Warps of a thread block that do not compute: the producer warpgroup."""
         return 0 if self.streams else self.model.other_warps
 
+    def columns_of_warp(self, dim: int) -> int:
+        """Groups of 8 columns that a warp sums of a gradient with `dim` columns, in pairs."""
+        return min(dim // 8, -(-dim // (16 * self.column_warps)) * 2)
+
     @property
     def producer_registers(self) -> int:
         """Registers per thread of the producer warpgroup; 0 where all warps compute."""
