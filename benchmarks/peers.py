@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import lzma
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -131,13 +132,19 @@ def fetch(
     get: Callable[..., Path] = download,
     size: int = PIECE,
 ) -> dict[str, Any]:
-    """Fills a folder with the pieces of every archive; the manifest.
+    """Adds the pieces of every archive to a folder; the manifest, with archives of earlier fetches.
 
     Raises:
-        PeersError: a package cannot be had.
+        PeersError: a package cannot be had, or the folder is for another Python.
     """
     folder.mkdir(parents=True, exist_ok=True)
     manifest: dict[str, Any] = {"python": python, "archives": {}}
+    if (folder / MANIFEST).exists():
+        manifest = manifest_in(folder)
+    if manifest["python"] != python:
+        raise PeersError(
+            f"{folder} is for Python {manifest['python']}: another folder for {python}"
+        )
     for name, packages in pins.items():
         with tempfile.TemporaryDirectory() as wheels:
             found = {p: get(p, version, Path(wheels), python) for p, version in packages.items()}
@@ -150,11 +157,31 @@ def fetch(
                 },
                 "pieces": {},
             }
+        for old in manifest["archives"].get(name, {"pieces": ()})["pieces"]:
+            (folder / old).unlink(missing_ok=True)
         for piece, part in pieces_of(name, data, size):
             (folder / piece).write_bytes(part)
             entry["pieces"][piece] = {"bytes": len(part), "sha256": digest(part)}
         manifest["archives"][name] = entry
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def manifest_in(folder: Path) -> dict[str, Any]:
+    """What `fetch` has written about a folder.
+
+    Raises:
+        PeersError: it has written nothing there, or the manifest is damaged.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed(manifest)  # which reads every field
+    except (FileNotFoundError, NotADirectoryError):
+        way_out = f"--fetch {folder} makes it, with the pieces"
+        raise PeersError(f"{folder} has no {MANIFEST}: {way_out}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        way_out = "copy it again, or remove it and fetch again"
+        raise PeersError(f"{folder / MANIFEST} is damaged ({error!r}): {way_out}") from None
     return manifest
 
 
@@ -187,7 +214,7 @@ def joined(folder: Path, entry: Mapping[str, Any]) -> bytes:
         if not (folder / piece).is_file():
             raise PeersError(f"{piece} is not there")
         part = (folder / piece).read_bytes()
-        if digest(part) != facts["sha256"]:
+        if digest(part) != facts.get("sha256"):
             raise PeersError(f"{piece} has another hash: {len(part)} of {facts['bytes']} bytes")
         parts.append(part)
     return b"".join(parts)
@@ -200,20 +227,19 @@ def unpack(folder: Path) -> tuple[list[Path], dict[str, str]]:
     Raises:
         PeersError: it is no folder that `fetch` has filled.
     """
-    if not (folder / MANIFEST).is_file():
-        raise PeersError(f"{folder} has no {MANIFEST}: --fetch {folder} makes it, with the pieces")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = manifest_in(folder)
     site, left_out = folder / SITE, {}
+    if site.exists():  # what was unpacked from other pieces
+        shutil.rmtree(site)
     if manifest["python"] != f"{sys.version_info[0]}.{sys.version_info[1]}":
         print(f"the packages are for Python {manifest['python']}; this is {sys.version.split()[0]}")
     for name, entry in manifest["archives"].items():
         try:
             data = joined(folder, entry)
-        except PeersError as reason:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as tar:
+                tar.extractall(site, filter="data")
+        except (PeersError, tarfile.TarError) as reason:
             left_out[name] = str(reason)
-            continue
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as tar:
-            tar.extractall(site, filter="data")
     return [site / root for root in ROOTS if (site / root).is_dir()], left_out
 
 
@@ -286,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1 if left_out else 0
         else:
             print("\n".join(check()))
-    except PeersError as reason:
+    except (PeersError, OSError) as reason:
         print(reason)
         return 1
     return 0

@@ -26,7 +26,8 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     lines += _section("failed", failed, "nothing failed")
     ours = without_options(speed)
     rest = [row for row in speed if is_ours(row) and row not in ours]
-    lines += _section("slower than a peer", slower(ours), "nothing is slower than a peer")
+    nothing = "nothing is slower than a peer" if ours else "none timed"
+    lines += _section("slower than a peer", slower(ours), nothing)
     if models:
         title = "whole models, flashgen beside each peer, the furthest behind first"
         lines += _section(title, model_lines.compared(models), "none timed")
@@ -56,7 +57,8 @@ def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) 
     main = [speed_line(row) for row in speed][:most]
     behind = slower(speed)
     lines = ["", "== furthest behind a peer", *(behind[:most] or ["(none)"])]
-    if models := of_run(read(folder / "models.csv"), run):
+    models = of_run(read(folder / "models.csv"), run)
+    if models:
         lines += ["== whole models", *(model_lines.compared(models)[:most] or ["(none timed)"])]
     lines += ["== main cases, flashgen", *(main or ["(none timed)"])]
     lines += ["== peers", *packages([row for row in all_rows if not is_ours(row)])]
@@ -65,6 +67,10 @@ def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) 
     left = sum(len(outcome.skipped) for outcome in outcomes)
     wrong = sum(row["status"] == "wrong" for row in all_rows if is_ours(row))
     ahead = len(speed) - len(behind)
+    if pairs := model_lines.pairs(models):
+        wrong += sum(row["status"] == "wrong" for row in models if row["backend"] == "flashgen")
+        lost = sum(pair.ratio < 1 for pair in pairs)
+        lines += [f"whole models: {lost} slower than a peer, {len(pairs) - lost} not"]
     lines += [
         f"{len(failed)} failed, {wrong} rows wrong, {len(behind)} slower than a peer, {ahead} not, "
         f"{left} left out; all of it: {folder.name}/summary-{run}.txt",

@@ -223,25 +223,27 @@ class VariablesOfCalls(NamedTuple):
     Attributes:
         environment: the variables, which Python changes in place.
         in_python: the names of variables with which calls are made in Python.
-        switch, off: the name of FLASHGEN_NATIVE, and the value that turns native calls off.
+        switch, on: the name of FLASHGEN_NATIVE, and its values with which there are native calls.
     """
 
     environment: dict[Any, Any]
     in_python: list[Any]
     switch: Any
-    off: Any
+    on: frozenset[Any]
 
 
 def variables_of_calls() -> VariablesOfCalls:
     key: Any = os.environ.encodekey
     names = [*_OF_CALLS, key("FLASHGEN_CHECK_READS")]
     data: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-    return VariablesOfCalls(data, names, key("FLASHGEN_NATIVE"), os.environ.encodevalue("0"))
+    on = frozenset(map(os.environ.encodevalue, ("", "1")))
+    return VariablesOfCalls(data, names, key("FLASHGEN_NATIVE"), on)
 
 
-def cxx() -> tuple[str, tuple[str, ...]]:
-    """The C++ compiler of the variable CXX, "" where it is unset, and the flags of CXXFLAGS."""
-    return os.environ.get("CXX", "").strip(), tuple(os.environ.get("CXXFLAGS", "").split())
+def cxx() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The C++ compiler of the variable CXX with its arguments, and the flags of CXXFLAGS."""
+    compiler, flags = (tuple(os.environ.get(name, "").split()) for name in ("CXX", "CXXFLAGS"))
+    return compiler, flags
 
 
 def cache_dir() -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.suite import model_lines, speed_table
+from benchmarks.suite import model_lines, speed_table, summary
 from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.parts import models
 from benchmarks.suite.parts.models import BACKENDS, Backend, curve_verdict, verdict_on
@@ -252,3 +252,6 @@ def test_every_peer_has_a_ratio_and_the_one_furthest_ahead_is_first(tmp_path: Pa
     assert len(table) == 4
     assert table[2].endswith("| 3276800 | 3.0 | 0.50 |")
     assert speed_table.block(tmp_path) == speed_table.NONE
+    digest = summary.digest("20260101T000000Z", [], tmp_path)
+    assert "whole models: 1 slower than a peer, 1 not" in digest
+    assert "nothing is slower" not in summary.text("20260101T000000Z", [], tmp_path)

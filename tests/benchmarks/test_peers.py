@@ -87,6 +87,56 @@ def test_a_piece_that_is_missing_or_damaged_leaves_out_its_archive_alone(
     assert "another hash: 1499 of 1500" in peers.unpack(tmp_path)[1]["one"]
 
 
+def test_a_second_fetch_adds_to_the_first(tmp_path: Path) -> None:
+    peers.fetch(tmp_path, {"one": PINS["one"]}, HERE, wheel, size=1000)
+    manifest = peers.fetch(tmp_path, PINS, HERE, wheel, size=1500)
+    pieces = {name for entry in manifest["archives"].values() for name in entry["pieces"]}
+    assert {path.name for path in tmp_path.iterdir()} == {*pieces, peers.MANIFEST}
+
+    def fails(package: str, version: str, folder: Path, python: str) -> Path:
+        if package == "third":
+            raise peers.PeersError("no network")
+        return wheel(package, version, folder, python)
+
+    with pytest.raises(peers.PeersError, match="no network"):
+        peers.fetch(tmp_path / "interrupted", PINS, HERE, fails)
+    assert [*peers.manifest_in(tmp_path / "interrupted")["archives"]] == ["one"]
+    with pytest.raises(peers.PeersError, match="another folder for"):
+        peers.fetch(tmp_path, PINS, "2.7", wheel)
+
+
+def test_what_was_unpacked_before_does_not_stay(tmp_path: Path) -> None:
+    manifest = peers.fetch(tmp_path, PINS, HERE, wheel, size=1500)
+    assert peers.unpack(tmp_path)[1] == {}
+    (tmp_path / next(iter(manifest["archives"]["one"]["pieces"]))).unlink()
+    assert [*peers.unpack(tmp_path)[1]] == ["one"]
+    assert not (tmp_path / "site/small").exists()
+    assert (tmp_path / "site/third").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"python": "3.12", "archives": [1]}', "\udcff"],
+)
+def test_a_damaged_manifest_is_named(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / peers.MANIFEST).write_bytes(text.encode("utf-8", "surrogateescape"))
+    for command in ("--unpack", "--fetch"):
+        assert peers.main([command, str(tmp_path)]) == 1
+        assert "remove it and fetch again" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers.fetch(tmp_path, PINS, HERE, wheel)
+    (tmp_path / "site").write_text("no folder")
+    assert peers.main(["--unpack", str(tmp_path)]) == 1
+    assert peers.main(["--fetch", str(tmp_path / "site")]) == 1
+    assert capsys.readouterr().out.count(str(tmp_path / "site")) == 2
+
+
 def test_a_folder_without_a_manifest_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch._dynamo import compiled_autograd
 
 import flashgen as fg
+from flashgen.calls.runtime.forward import PreparedForward
 from flashgen.shared.errors import InputError, LaunchError
 from tests.support.native_driver import CAUSAL, CONTEXT, NativeDriver, native_gpu
 
@@ -341,6 +342,53 @@ def test_a_variable_that_calls_follow_is_followed(
     assert hits_of(op, lambda: op(*tensors)) == (1, 0)
 
 
+@pytest.mark.parametrize("value", ["0", " 0 ", "2"])
+def test_the_native_part_is_off_where_its_variable_does_not_say_1(
+    gpu: NativeDriver, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = operands(learn=False)
+    op = known(tensors)
+    for other, hits in (("", 1), ("1", 1), (value, 0)):
+        monkeypatch.setenv("FLASHGEN_NATIVE", other)
+        assert hits_of(op, lambda: op(*tensors)) == (hits, 0)
+
+
+def test_no_plan_of_a_backward_pass_is_made_under_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with native_gpu("sm_90a") as gpu:
+        op, tensors = fg.attention(CAUSAL), operands()
+
+        def passes(count: int, **variables: str) -> list[str]:
+            outs = [op(*tensors) for _ in range(count)]
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                gpu.reset()
+                for out in outs:
+                    torch.autograd.grad(out, tensors, torch.ones_like(out))
+            return [gpu.binaries[record.function].arch for record in gpu.records]
+
+        assert set(passes(5, FLASHGEN_ARCH="sm_80")) == {"sm_80"}
+        assert set(passes(5)) == {"sm_90a"}
+        assert op._used.native.hits == (8, 4)
+
+
+def test_a_call_that_launches_nothing_has_no_plan(
+    gpu: NativeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = operands(learn=False)
+    op = known(tensors)
+
+    def build(*_: Any) -> None:
+        raise AssertionError("a kernel is built for a call without kernels")
+
+    monkeypatch.setattr(PreparedForward, "_kernel", build)
+    for _ in range(4):
+        op(*operands(24, learn=False), backend="tiled")
+    assert op._used.native.reasons == []
+
+
 def test_the_switch_of_deterministic_algorithms_is_followed(gpu: NativeDriver) -> None:
     tensors = operands()
     op = known(tensors)
@@ -367,6 +415,27 @@ def test_reports_are_those_of_the_last_call(gpu: NativeDriver) -> None:
     other = op.report
     assert other.backend == "gpu"
     assert op._used.native.last_forward() is None
+
+
+def test_a_report_is_that_of_the_last_call_however_it_was_made(gpu: NativeDriver) -> None:
+    tensors = operands()
+    op = known(tensors)
+
+    def rows() -> int:
+        return int(op._used.last_forward()[0].call.seq_q)
+
+    getattr(torch.ops.flashgen, op.name)(*operands(48))
+    assert rows() == 48
+    op(*tensors)
+    assert rows() == 32
+    with pytest.raises(InputError):
+        op(*tensors[:2], None)
+    assert rows() == 32
+    out, other = op(*tensors), op(*operands(48))
+    out.sum().backward()
+    assert op._used.last_backward().call.call.seq_q == 32
+    other.sum().backward()
+    assert op._used.last_backward().call.call.seq_q == 48
 
 
 def test_a_call_of_another_kind_of_tensor_or_mode_is_left_to_python(gpu: NativeDriver) -> None:

@@ -206,6 +206,21 @@ def test_second_derivatives_are_refused(call, second):
         second(call, *operands())
 
 
+def test_gradients_of_several_outputs_at_once_go_through_torch_func(call):
+    q, k, v = operands()
+    out = call(q, k, v)
+    gradients = torch.stack([torch.ones_like(out), 2 * torch.ones_like(out)])
+    wanted = [
+        torch.autograd.grad(out, (q, k, v), each.clone(), retain_graph=True) for each in gradients
+    ]
+    with pytest.raises(InputError, match="several outputs at once") as caught:
+        torch.autograd.grad(out, (q, k, v), gradients, is_grads_batched=True)
+    assert "torch.func.vmap" in caught.value.way_out
+    _, pullback = torch.func.vjp(call, *(t.detach() for t in (q, k, v)))
+    got = torch.func.vmap(pullback)(gradients)
+    assert_near(got, [torch.stack(each).double() for each in zip(*wanted, strict=True)])
+
+
 def test_create_graph_alone_is_fine(call):
     q, k, v = operands()
     (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)

@@ -160,6 +160,10 @@ USES = {
     "torch._C._functorch.is_gradtrackingtensor": Use(
         UNWRAP, lambda ask: not ask(ONE) and inside(torch.func.grad, ask)
     ),
+    "torch._C._functorch.is_legacy_batchedtensor": Use(
+        "refuses gradients with is_grads_batched=True",
+        lambda ask: not ask(ONE) and in_batched_backward(ask),
+    ),
     "torch._C._functorch.peek_interpreter_stack": Use(
         ALONE, lambda peek: peek() is None and inside(torch.func.grad, lambda x: peek().level())
     ),
@@ -240,6 +244,15 @@ class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func
+
+
+def in_batched_backward(ask: Callable[[torch.Tensor], bool]) -> bool:
+    """The answer for a gradient of several outputs at once."""
+    x, found = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda gradient: found.append(ask(gradient)))
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    return found == [True]
 
 
 def in_autocast(ask: Callable[[], bool]) -> bool:

@@ -2,7 +2,8 @@
 
 The library is built by `flashgen build-native` alone. Its name has a hash of everything that it
 depends on: the source, torch, Python, the compiler's flags. A library of another key is another
-file, which is never loaded.
+file, which is never loaded. The SHA-256 of a library stands at its end: to load a damaged one would
+end the process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 _NAME = "flashgen_native"
 _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 _SECONDS = 900.0
+_SEAL = hashlib.sha256().digest_size
 
 
 def flags() -> tuple[str, ...]:
@@ -57,57 +59,67 @@ def path() -> Path | None:
     return None if root is None else root / cache.NATIVE / f"{_NAME}.{key(flags())}.so"
 
 
+_loaded: dict[Path, ModuleType] = {}
+
+
 def missing() -> str:
-    """Why the native part is not used, as the end of a sentence; "" where it is."""
+    """Why the native part is not used, as the end of a sentence; "" where it is, and is loaded."""
     if not config.native():
         return "FLASHGEN_NATIVE is 0"
     file = path()
-    if file is None:
-        return "the cache is off (FLASHGEN_CACHE_DIR=off)"
-    if not file.exists():
-        others = any(file.parent.glob(f"{_NAME}.*.so")) if file.parent.is_dir() else False
-        older = "; what is built is for another version of flashgen, torch, Python or the compiler"
-        return f"it is not built{older if others else ''}: run `flashgen build-native`"
-    return hindrance(file.parent) or _foreign(file)
-
-
-def _foreign(file: Path) -> str:
-    try:
-        contents(file)
-    except NotOurs as error:
-        return str(error)
-    except OSError as error:
-        return f"{file.name} cannot be read ({error.strerror})"
-    return ""
-
-
-_loaded: dict[Path, ModuleType] = {}
+    return "the cache is off (FLASHGEN_CACHE_DIR=off)" if file is None else _obstacle(file)
 
 
 def load() -> ModuleType | None:
     """The library, loaded once; None where `missing` has a reason."""
-    file = path()
-    if file in _loaded and config.native():
-        return _loaded[file]
-    if file is None or not file.exists() or missing():
-        return None
+    return None if missing() else _loaded.get(path() or Path())
+
+
+def _obstacle(file: Path) -> str:
+    """Why a library cannot be loaded; "" where it is loaded now."""
+    if file in _loaded:
+        return ""
+    try:
+        data = contents(file)
+    except FileNotFoundError:
+        others = any(file.parent.glob(f"{_NAME}.*.so"))
+        older = "; what is built is for another flashgen, torch or Python, or with other flags"
+        return f"it is not built{older if others else ''}: run `flashgen build-native`"
+    except NotOurs as error:
+        return str(error)
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    if data != _sealed(data[:-_SEAL]):
+        return f"{file.name} is damaged: run `flashgen build-native`"
+    try:
+        _loaded[file] = _imported(file)
+    except ImportError as error:  # of another libc or compiler, in a folder without execution
+        return f"{file.name} cannot be loaded ({error})"
+    return ""
+
+
+def _sealed(data: bytes) -> bytes:
+    return data + hashlib.sha256(data).digest()
+
+
+def _imported(file: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(file))
     spec = importlib.util.spec_from_file_location(_NAME, file, loader=loader)
     assert spec is not None, "the loader is given"
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    _loaded[file] = module
     return module
 
 
-def compiler() -> str:
-    """The C++ compiler: that of the environment variable CXX, else c++, g++ or clang++.
+def compiler() -> list[str]:
+    """The C++ compiler: that of the environment variable CXX, which may have arguments, else c++,
+    g++ or clang++.
 
     Raises:
         CompileError: there is none.
     """
     given, _ = config.cxx()
-    names = [given] if given else ["c++", "g++", "clang++"]
+    names = list(given[:1]) or ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise CompileError(
@@ -116,7 +128,7 @@ def compiler() -> str:
             numbers=f"not found: {', '.join(names)}; calls are made in Python",
             way_out="install g++ 11 or newer, or set CXX to a compiler of C++20",
         )
-    return found
+    return [found, *given[1:]]
 
 
 def command(output: Path) -> list[str]:
@@ -139,7 +151,7 @@ def command(output: Path) -> list[str]:
         )
     folders = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include", include)
     return [
-        *(chosen, *flags(), *(f"-I{folder}" for folder in folders), str(SOURCE)),
+        *(*chosen, *flags(), *(f"-I{folder}" for folder in folders), str(SOURCE)),
         *("-o", str(output), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"),
     ]
 
@@ -148,7 +160,8 @@ def build() -> Path:
     """Compiles the library into the cache, and returns its file.
 
     Raises:
-        CompileError: there is no compiler, it fails, or the cache cannot be written.
+        CompileError: there is no compiler, it fails, the cache cannot be written, or the library
+            cannot be loaded.
     """
     file = path()
     if file is None:
@@ -160,24 +173,38 @@ def build() -> Path:
             raise _unwritable(reason)
         with cache.replacing(file) as temporary:
             _compile(command(temporary))
+            temporary.write_bytes(_sealed(temporary.read_bytes()))
             temporary.chmod(0o700)  # whatever the umask is
     except OSError as error:
         raise _unwritable(error.strerror or str(error)) from None
     except subprocess.TimeoutExpired:
         raise _unwritable(f"the compiler runs longer than {_SECONDS:.0f} s") from None
+    _loaded.pop(file, None)
+    reason = _obstacle(file)
+    if reason:
+        raise _rejected(reason)
     return file
 
 
 def _compile(line: list[str]) -> None:
-    done = subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    try:
+        done = subprocess.run(
+            line, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+        )
+    except OSError as error:
+        raise _rejected(f"{line[0]} cannot be run ({error.strerror})") from None
     if done.returncode:
         first = [text for text in done.stderr.splitlines() if "error" in text][:3]
-        raise CompileError(
-            "the C++ compiler rejects the native part",
-            where=line[0],
-            numbers="; ".join(first) or f"exit status {done.returncode}",
-            way_out="use g++ 11 or newer (CXX=...), or go on without it: calls are made in Python",
-        )
+        raise _rejected("; ".join(first) or f"exit status {done.returncode}")
+
+
+def _rejected(numbers: str) -> CompileError:
+    return CompileError(
+        "the C++ compiler does not make the native part",
+        where=" ".join(compiler()),
+        numbers=numbers,
+        way_out="use g++ 11 or newer (CXX=...), or go on without it: calls are made in Python",
+    )
 
 
 def _unwritable(reason: str) -> CompileError:

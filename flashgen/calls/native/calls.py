@@ -75,6 +75,10 @@ class NativeCalls:
         record: BackwardOutcome | None = self._calls.last_backward
         return record
 
+    def forget_forward(self) -> None:
+        """The last forward call was made in Python."""
+        self._calls.forget_forward()
+
     def forget_backward(self) -> None:
         """The last backward call was made in Python."""
         self._calls.forget_backward()
@@ -91,14 +95,16 @@ class NativeCalls:
         Args:
             operands: of the call, with the rng that was used.
             rng: that was given; None where it was drawn.
-            prepared: gives the prepared call; None where there is none that serves later calls.
+            prepared: gives the prepared call; None where there is none yet that serves later calls.
         """
         q, k, v, captured, used = operands
         given = (q, k, v, rng, captured, *options, False)
         if not self._wants_plan(*given):
             return
         call, plan = prepared(), None
-        if call is not None:
+        if call is None:
+            return
+        if call.target.backend == "gpu":  # elsewhere there is nothing to launch
             inputs = (q, k, v, used, *captured)
             draws = rng is None and used is not None
             plan = self._library.Plan(len(inputs), call.target.index, draws, options)

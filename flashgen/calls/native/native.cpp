@@ -461,7 +461,7 @@ struct Calls {
   Plans forwards{most_plans};
   py::dict environment;  // of os.environ, which Python changes in place
   std::vector<py::object> variables;  // those that a call in Python follows
-  py::object variable, off;  // FLASHGEN_NATIVE and its value of no native calls
+  py::object variable, on;  // FLASHGEN_NATIVE and the set of its values with native calls
   py::object differentiate;  // the backward pass in Python
   py::object explain;  // raises the LaunchError of a status
   std::mutex mutex;
@@ -483,7 +483,7 @@ struct Calls {
       if (PyDict_Contains(environment.ptr(), name.ptr())) return PyErr_Clear(), false;
     }
     PyObject* const value = PyDict_GetItem(environment.ptr(), variable.ptr());
-    return !value || PyObject_RichCompareBool(value, off.ptr(), Py_EQ) == 0;
+    return !value || PySet_Contains(on.ptr(), value) == 1;
   }
 
   // Raises in Python what the Python path raises. Needs the GIL.
@@ -571,8 +571,9 @@ struct AttendBackward : ta::Node {
   // The gradients from Python, which also gives the plan of later calls if it is asked to.
   ta::variable_list in_python(const std::vector<Tensor>& tensors, const Words* words) {
     return with_python([&] {
-      calls->note(calls->last_backward, nullptr);
-      const bool learn = words && plan->backwards->count(*words) > 0;
+      // A plan serves later passes, which do not look at the variables.
+      const bool learn = words && calls->environment_is_ordinary() &&
+          plan->backwards->count(*words) > 0;
       py::tuple given(tensors.size()), needs(num_outputs());
       for (size_t i = 0; i < tensors.size(); ++i) {
         given[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::none();
@@ -673,10 +674,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t) {
   if (state_is_ordinary() && calls->environment_is_ordinary() && arguments.read(given)) {
     plan = calls->forwards.find(arguments.words);
   }
-  if (!plan) {
-    calls->note(calls->last_forward, nullptr);
-    Py_RETURN_NONE;
-  }
+  if (!plan) Py_RETURN_NONE;
   auto& tensors = arguments.tensors;
   std::vector<Tensor> results;
   std::optional<DriverError> failed;
@@ -848,7 +846,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](Plan& plan, uintptr_t context) { plan.context = reinterpret_cast<void*>(context); });
   py::class_<Calls, CallsPointer>(module, "Calls")
       .def(py::init([](const std::array<uintptr_t, 6>& driver, py::dict environment,
-                       std::vector<py::object> variables, py::object variable, py::object off,
+                       std::vector<py::object> variables, py::object variable, py::object on,
                        py::object differentiate, py::object explain) {
         auto calls = with_python_objects<Calls>();
         auto& to = calls->driver;
@@ -861,12 +859,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         calls->environment = std::move(environment);
         calls->variables = std::move(variables);
         calls->variable = std::move(variable);
-        calls->off = std::move(off);
+        calls->on = std::move(on);
         calls->differentiate = std::move(differentiate);
         calls->explain = std::move(explain);
         return calls;
       }))
       .def("functions", &functions_of)
+      .def("forget_forward", [](Calls& calls) { calls.note(calls.last_forward, nullptr); })
       .def("forget_backward", [](Calls& calls) { calls.note(calls.last_backward, nullptr); })
       .def_property_readonly("last_forward",
                              [](Calls& calls) { return calls.record(calls.last_forward); })

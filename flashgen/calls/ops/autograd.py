@@ -23,6 +23,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _C = torch._C
 # Also true for tensors that outlive the torch.func.vjp that wrapped them.
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+_is_batched_grad = _C._functorch.is_legacy_batchedtensor
 _transforms_are_active = _C._are_functorch_transforms_active
 _dispatch_modes = _C._len_torch_dispatch_stack
 _function_modes = _C._len_torch_function_stack
@@ -79,12 +80,17 @@ def gradients_of(
 
     Args:
         options: floats may be tensors.
+
+    Raises:
+        InputError: the gradients are those of several outputs at once.
     """
     q, k, v, captured, rng = operands
     need_q, need_k, need_v, *of_captured = needs
     needed = tuple([of_captured[index] for index in operator.learned])
     if torch.compiler.is_compiling():  # by compiled autograd
         gradients = operator.dispatch_backward(operands, results, options, needed)
+    elif any(_is_batched_grad(gradient) for gradient in results[2:] if gradient is not None):
+        _refuse_batched()
     elif (
         not torch.is_grad_enabled()
         and is_plain(q, k, v)
@@ -104,6 +110,15 @@ def gradients_of(
         return wanted
     learned = dict(zip(operator.learned, rest, strict=True))
     return (*wanted, *[learned[i] if need else None for i, need in enumerate(of_captured)])
+
+
+def _refuse_batched() -> NoReturn:
+    raise InputError(
+        "attention takes the gradients of several outputs at once from torch.func alone",
+        where="the backward pass",
+        numbers="is_grads_batched=True, or a jacobian or hessian with vectorize=True",
+        way_out="torch.func.jacrev, or torch.func.vmap(torch.func.vjp(op, q, k, v)[1])(gradients)",
+    )
 
 
 def differentiate_native(

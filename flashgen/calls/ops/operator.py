@@ -196,6 +196,8 @@ class Operator:
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         out, lse, self.done = call.run(operands)
+        if self.native is not None:
+            self.native.forget_forward()
         return out, lse
 
     def compute_backward(

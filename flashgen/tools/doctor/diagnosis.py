@@ -244,7 +244,7 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     kept = machine.cache
     where = f"{kept.folder}, {kept.entries:,} kernels, {kept.bytes:,} B"
     yield "cache", "off" if kept.folder is None else where
-    yield "native", machine.native or "calls are made without Python"
+    yield "native", machine.native or "calls on a GPU are made without Python"
 
 
 def _nvrtc(machine: MachineFacts) -> str:
