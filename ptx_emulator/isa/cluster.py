@@ -12,7 +12,7 @@ import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.errors import OutOfBounds
-from ptx_emulator.isa.generator import Generator, instruction
+from ptx_emulator.isa.generator import Generator, formula, instruction
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction
 from ptx_emulator.state.cohort import Cohort
@@ -100,8 +100,4 @@ def emit_map_address(g: Generator, ins: Instruction) -> None:
     g.write(to, f"map_rank({g.here()}, {value}, {number})", dtype)
 
 
-@instruction("getctarank", unit="move")
-def emit_rank_of_address(g: Generator, ins: Instruction) -> None:
-    g.mods.take("shared::cluster")
-    dtype = DTYPE[g.mods.type()]
-    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")
+formula("getctarank", "move", "u4", "rank_of(E, C, {a:T})", "shared::cluster")

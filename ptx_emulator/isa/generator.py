@@ -68,20 +68,31 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
 _FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
 
 
-def formula(opcode: str, unit: str, result: str, text: str) -> None:
-    """Registers an opcode whose result is an expression.
+def formula(
+    opcode: str, unit: str, result: str, text: str, ignored: str = "", **facts: Any
+) -> None:
+    """Registers an opcode whose result is an expression; see `expression_of`."""
+    emit = expression_of(result, text, ignored)
+    instruction(opcode, unit=unit, **facts)(lambda g, ins: emit(g, ins, g.mods.type()))
+
+
+def expression_of(
+    result: str, text: str, ignored: str = ""
+) -> Callable[[Generator, Instruction, str], None]:
+    """The emitter of an expression for instructions of a type (generator, instruction, type).
 
     Args:
-        result: its dtype: T is that of the type modifier, U the unsigned one of the same size, and
-            N the one for bits that do not depend on the sign.
+        result: its dtype: T is that of the type, U the unsigned one of the same size, and N the one
+            for bits that do not depend on the sign; ``u4|b1`` for the dtypes of ``d|p``.
         text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
             the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
+        ignored: a modifier without effect.
     """
     read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
 
-    def emit(g: Generator, ins: Instruction) -> None:
+    def emit(g: Generator, ins: Instruction, kind: str) -> None:
         to, *sources = ins.operands
-        kind = g.mods.type()
+        g.mods.take(ignored)
         size = syntax.TYPE_BYTES.get(kind, 4)
         neutral = "b1" if kind == "pred" else g.integer(to, size)
         dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
@@ -92,9 +103,15 @@ def formula(opcode: str, unit: str, result: str, text: str) -> None:
             words = field[2].split("/")
             return values[field[1][0]] if field[1] else str(g.mods.take(*words) == words[0])
 
-        g.write(to, _FIELD.sub(filled, text), dtypes.get(result, result))
+        value = _FIELD.sub(filled, text)
+        if "|" not in result:
+            g.write(to, value, dtypes.get(result, result))
+            return
+        both = g.let(value)
+        for place, (part, dtype) in enumerate(zip(split_pair(to), result.split("|"), strict=True)):
+            g.write(part, f"{both}[{place}]", dtype)
 
-    instruction(opcode, unit=unit)(emit)
+    return emit
 
 
 class Modifiers:

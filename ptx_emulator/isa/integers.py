@@ -12,7 +12,13 @@ import numpy as np
 
 from ptx_emulator.isa.convert import parts_of
 from ptx_emulator.isa.floats import emit_float, is_float
-from ptx_emulator.isa.generator import Generator, formula, instruction, split_pair
+from ptx_emulator.isa.generator import (
+    Generator,
+    expression_of,
+    formula,
+    instruction,
+    split_pair,
+)
 from ptx_emulator.ptx.instructions import as_immediate
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
@@ -362,11 +368,12 @@ def _multiply_add_carried(g: Generator, ins: Instruction, kind: str) -> None:
     _write_carried(g, ins, f"{value}.view({unsigned})", c, unsigned)
 
 
-@_arithmetic("div", unit="special")
-def _divide(g: Generator, ins: Instruction, kind: str) -> None:
-    dtype = DTYPE[kind]
-    a, b = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"divide({a}, {b})", dtype)
+for _opcode, _unit, _text in (
+    ("div", "special", "divide({a:T}, {b:T})"),
+    ("abs", "compare", "np.abs({a:T})"),
+    ("neg", "compare", "-{a:T}"),
+):
+    _arithmetic(_opcode, unit=_unit)(expression_of("T", _text))
 
 
 @_arithmetic("min", "max", unit="compare")
@@ -382,13 +389,6 @@ def _minimum(g: Generator, ins: Instruction, kind: str) -> None:
     if g.mods.take("relu"):
         value = f"np.maximum({value}, {g.literal(0, dtype)})"
     g.write(ins.operands[0], value, dtype)
-
-
-@_arithmetic("abs", "neg", unit="compare")
-def _sign(g: Generator, ins: Instruction, kind: str) -> None:
-    dtype = DTYPE[kind]
-    value = g.read(ins.operands[1], dtype)
-    g.write(ins.operands[0], f"np.abs({value})" if ins.op == "abs" else f"-{value}", dtype)
 
 
 @instruction("dp2a", "dp4a", unit="integer")
