@@ -18,10 +18,11 @@ from ptx_emulator.counters.totals import Counters
 from ptx_emulator.errors import FORGIVEN, LaunchArguments
 from ptx_emulator.isa.segments import Segments
 from ptx_emulator.machine.arguments import DeviceArguments
-from ptx_emulator.machine.machine import LaunchConfig, Machine
+from ptx_emulator.machine.machine import Machine
 from ptx_emulator.ptx.parser import parse
 from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.ptx.syntax import Module
+from ptx_emulator.state.wave import LaunchConfig
 
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
@@ -102,7 +103,9 @@ def launch(
         _cluster_of(program, cluster),
         _WATCHER.get(),
     )
-    _check_shape(program, config)
+    for what, numbers, way_out in _misfits(program, config):
+        where = f"kernel {program.name}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     machine = Machine(segments, config, DeviceArguments(program, args))
     begin = time.perf_counter()
     try:
@@ -209,12 +212,6 @@ def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
         way_out = "pass for example (blocks, heads, batch)"
         raise LaunchArguments(problem, where=where, numbers=numbers, way_out=way_out)
     return sizes[0], sizes[1], sizes[2]
-
-
-def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
-    for what, numbers, way_out in _misfits(program, config):
-        where = f"kernel {program.name}"
-        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
 
 
 def _misfits(program: PtxProgram, config: LaunchConfig) -> Iterator[tuple[str, str, str]]:

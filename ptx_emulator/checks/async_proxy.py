@@ -169,7 +169,7 @@ class AsyncProxy:
             self.shadow.lanes_against_writes(a, stamps, verb)
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
-        if "cp_async_proxy" in self.machine.allow:
+        if "cp_async_proxy" in self.machine.config.allow:
             fine |= unfenced & self._by_copies(a, True)[:, None]
             if fine.all():
                 return
@@ -198,7 +198,7 @@ class AsyncProxy:
         fine = ordered & fenced
         if not ordinary.all():
             fine |= self.known(blocks, warps, stamps)
-        if verb == "write" or "uninitialised_rows" in self.machine.allow:
+        if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == NEVER
         return fine, ordered & ~fenced
 

@@ -37,7 +37,7 @@ class GlobalLanes:
 
     def __init__(self, machine: Wave, count: int) -> None:
         self.machine = machine
-        self.tracks = "warp_synchronous" not in machine.allow
+        self.tracks = "warp_synchronous" not in machine.config.allow
         self.writer, self.reader = (sparse_zeros(count, np.uint8) for _ in range(2))
 
     def of(self, here: Execution, accesses: int, vectors: int) -> Array:

@@ -124,7 +124,7 @@ class SharedShadow:
         self.written = np.full(self.count, NEVER, np.uint32)
         self.writer_pc = np.zeros(self.count, np.int32)
         self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous, machine.cluster_size)
-        self.tracks_lanes = "warp_synchronous" not in machine.allow
+        self.tracks_lanes = "warp_synchronous" not in machine.config.allow
         self.writer = np.full(self.count, EVERY, np.uint8)  # lane of the last write
         self.accessed = np.zeros(len(machine.row_block), bool)  # since the lanes synchronised
         self.partial: dict[int, Array] = {}  # row -> clocks of lanes that each lane has seen

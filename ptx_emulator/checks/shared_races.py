@@ -210,7 +210,7 @@ class SharedRaces(SharedShadow):
         if self.releases:
             self.against_partial_releases(a, stamps)
         fine = stamps < self.clocks.lane_floor[a.rows][:, None]
-        if verb == "write" or "uninitialised_rows" in self.machine.allow:
+        if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == shadow.NEVER
         if not fine.all():
             bad = ~(fine | self._ordered(a, stamps, verb))

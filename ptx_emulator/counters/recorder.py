@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self, machine: Wave) -> None:
         self.machine = machine
         # What is read after the launch, when the machine is gone.
-        self._memory, self._blocks = machine.memory, math.prod(machine.grid)
+        self._memory, self._blocks = machine.memory, math.prod(machine.config.grid)
         size = len(machine.program.code)
         arena = len(machine.memory.flat.bytes)
         self._steps = np.zeros(size + 1, np.int64)

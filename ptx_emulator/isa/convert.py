@@ -24,17 +24,13 @@ from ptx_emulator.isa.mma import SMALL_FLOATS
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
 
-_ROUND_TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_INTEGRAL = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 _SIXTEEN = np.uint32(16)
 
 
-def round_to_integral(x: Any, rounding: str) -> Any:
-    return _ROUND_TO_INTEGER[rounding](x)
-
-
-def float_to_integer(x: Any, rounding: str, to: Any) -> Any:
+def float_to_integer(x: Any, rounded: Callable[[Any], Any], to: Any) -> Any:
     """To an integer dtype: out of range clamps, NaN gives 0."""
-    wide = round_to_integral(x.astype(np.float64), rounding)
+    wide = rounded(x.astype(np.float64))
     limits = np.iinfo(to)
     inside = np.clip(wide, float(limits.min), float(limits.max))
     if to.itemsize < 8:
@@ -185,9 +181,6 @@ def halves_of_small_floats(pair: Any, kind: str, clamps: bool) -> Any:
     return low | high << np.uint32(16)
 
 
-_INTEGER_ROUNDING = ("rni", "rzi", "rmi", "rpi")
-
-
 @instruction("cvt", unit="convert")
 def emit_convert_number(g: Generator, ins: Instruction) -> None:
     mods = g.mods
@@ -205,7 +198,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))
-    integral = mods.take(*_INTEGER_ROUNDING)
+    integral = _INTEGRAL.get(mods.take(*_INTEGRAL))
     rounding = mods.take("rn", "rz", "rm", "rp", "rna")
     if pair:
         if source != "f32" or saturates or rounding not in ("rn", "rz"):
@@ -218,7 +211,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     g.refuse_if(clamps and source != "f32", "relu of this source")
     dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
-    if not _is_float(source):
+    if "f" not in source:
         value = _from_integer(g, value, source, to, saturates, rounding)
         g.write(ins.operands[0], value, dtype)
         return
@@ -228,12 +221,12 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         value = f"flush({value})"
     if source == "bf16":
         value = f"bf16_to_f32({value})"
-    if not _is_float(to):
+    if "f" not in to:
         g.refuse_if(not integral, "float to integer without a rounding mode")
-        g.write(ins.operands[0], f"float_to_integer({value}, {integral!r}, {dtype})", dtype)
+        g.write(ins.operands[0], f"float_to_integer({value}, {integral}, {dtype})", dtype)
         return
     if integral:
-        value = f"round_to_integral({value}, {integral!r})"
+        value = f"{integral}({value})"
     if saturates:
         value = f"saturate({value})"
     value = _rounded(value, "f4" if source == "bf16" else DTYPE[source], to, rounding)
@@ -274,10 +267,6 @@ def _pack(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"pack_saturated({a}, {b}, {c}, {bits}, {into[0] == 's'})", "u4")
 
 
-def _is_float(kind: str) -> bool:
-    return "f" in kind
-
-
 def _rounded(value: str, held: str, to: str, rounding: str) -> str:
     """A float of dtype ``held`` as the float type ``to``."""
     dtype = DTYPE[to]
@@ -294,7 +283,7 @@ def _from_integer(
     g: Generator, value: str, source: str, to: str, saturates: bool, rounding: str
 ) -> str:
     dtype = DTYPE[to]
-    if not _is_float(to):
+    if "f" not in to:
         if saturates:
             return f"saturate_integer({value}, {dtype})"
         wide, size = TYPE_BYTES[to], TYPE_BYTES[source]

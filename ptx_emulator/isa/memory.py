@@ -48,7 +48,7 @@ def _changing(here: Execution, view: Array, index: Array, value: Any) -> Array:
 
 def _seen_by(here: Execution, view: Array, where: Array, value: Any) -> Execution:
     """A store, at offsets in ``view`` (n, 32), as the checkers of races see it."""
-    if "same_value" in here.machine.allow:
+    if "same_value" in here.machine.config.allow:
         shift = view.itemsize.bit_length() - 1
         return here._replace(lanes=_changing(here, view, where >> shift, value))
     return here

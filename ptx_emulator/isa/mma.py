@@ -19,7 +19,7 @@ from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
 from ptx_emulator.isa.memory import address, space_of
 from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
-from ptx_emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
+from ptx_emulator.isa.tensor_core_sums import SumModel, model_for, scratch, sum_products
 from ptx_emulator.ptx.instructions import Width
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
@@ -189,7 +189,7 @@ def mma_group(
 ) -> list[Array]:
     """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
     kind_a, kind_b, k = form
-    model = machine.sums.of("mma", kind_a, k, half=False) if machine.sums else None
+    model = model_for(machine, "mma", kind_a, k, half=False)
     product = multiply_matrices(cohort.n, (kind_a, kind_b), tiles, a, b, model, c)
     registers = product.reshape(-1, cohort.n, 32)
     return list(registers) if model else add_single(registers, c)
@@ -200,7 +200,7 @@ def mma_half(
 ) -> list[Array]:
     """One tile with a float16 accumulator: two registers of two halves each."""
     kind_a, kind_b, k = form
-    model = machine.sums.of("mma", kind_a, k, half=True) if machine.sums else None
+    model = model_for(machine, "mma", kind_a, k, half=True)
     n, start = cohort.n, split_halves(c, cohort.n)
     product = multiply_matrices(n, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
     return join_halves(list(product) if model else add_single(product, start))

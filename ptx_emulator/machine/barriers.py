@@ -166,8 +166,8 @@ class Barriers:
             DeadlockError: threads have arrived at a barrier that never completed.
         """
         m = self.machine
-        left = self.arrived > 0
-        if not m.check or "barrier_left_incomplete" in m.allow or not left.any():
+        left, allowed = self.arrived > 0, "barrier_left_incomplete" in m.config.allow
+        if not m.config.check or allowed or not left.any():
             return
         block, barrier = (int(i) for i in np.argwhere(left)[0])
         row, pc = self.latest[block, barrier].tolist()

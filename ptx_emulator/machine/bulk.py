@@ -515,10 +515,11 @@ class BulkCopies:
         Raises:
             RaceError: a copy still reads or writes the shared memory of a block that has ended.
         """
-        if self.machine.check:
+        if self.machine.config.check:
             for t in self.incoming:
                 self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
-            for t in self.outgoing if "exit_before_bulk_store" not in self.machine.allow else ():
+            allowed = "exit_before_bulk_store" in self.machine.config.allow
+            for t in () if allowed else self.outgoing:
                 row = int(np.argmin(t.waited))
                 advice = "execute cp.async.bulk.wait_group.read first"
                 self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))

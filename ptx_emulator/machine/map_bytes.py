@@ -101,7 +101,7 @@ class TensorMaps:
             numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
             way_out = f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does"
             m.fail(Misaligned, what, site, numbers, way_out)
-        if m.check and not in_parameters(address):
+        if m.config.check and not in_parameters(address):
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
             if seen != data:

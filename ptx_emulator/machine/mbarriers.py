@@ -92,7 +92,7 @@ class Mbarriers:
 
     def _again(self, here: Execution, address: Any, place: Array, lane: Array, state: str) -> None:
         """These lanes of an mbarrier.init find an mbarrier: refused, or as after mbarrier.inval."""
-        if "mbarrier_reinit" not in self.machine.allow:
+        if "mbarrier_reinit" not in self.machine.config.allow:
             what = "an mbarrier is initialised a second time"
             advice = "initialise it once, or execute mbarrier.inval first"
             advice += way_out("mbarrier_reinit")
@@ -131,7 +131,8 @@ class Mbarriers:
             FenceError: it is not.
         """
         m = self.machine
-        if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:
+        allowed = "mbarrier_init_fence" in m.config.allow
+        if self.all_fenced or m.shared_races is None or allowed:
             return
         rows = site.cohort.rows
         clocks = m.clocks

@@ -43,9 +43,10 @@ class Scheduler(Wave):
     def _run(self, c: Cohort) -> None:
         """Executes one segment of a cohort."""
         program, counters, recorder = self.program, self.counters, self.recorder
-        found = self.segments.at(c.pc, c.mask is not None, self.check, recorder is not None)
+        check = self.config.check
+        found = self.segments.at(c.pc, c.mask is not None, check, recorder is not None)
         self.steps += 1
-        if self.steps > self.step_limit:
+        if self.steps > self.config.step_limit:
             self._too_many_steps(c)
         c.age = self.steps
         mask, rows = c.mask, c.n
@@ -300,7 +301,7 @@ class Scheduler(Wave):
         self.fail(UninitialisedRead, what, site, numbers, way_out)
 
     def _too_many_steps(self, c: Cohort) -> None:
-        numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"
+        numbers = f"{self.steps:,} segments executed, limit {self.config.step_limit:,}"
         way_out = "look for an endless loop, or raise step_limit of emulator.launch"
         self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
 

@@ -22,7 +22,7 @@ from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES
 from ptx_emulator.isa.mma import add_single, join_halves, split_halves
-from ptx_emulator.isa.tensor_core_sums import SumModels
+from ptx_emulator.isa.tensor_core_sums import model_for
 from ptx_emulator.isa.wgmma import SharedOperand, WgmmaForm
 from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import Array
@@ -90,15 +90,13 @@ class WgmmaChain:
             step = replace(step, adds=None)
         self.steps.append(step)
 
-    def execute(self, count: int, view: Array, arena: Array, sums: SumModels | None) -> list[Any]:
+    def execute(self, machine: Wave, count: int, arena: Array) -> list[Any]:
         """The accumulators after the first ``count`` instructions, each (warps, 32).
 
         Args:
-            view: shared memory of the wave in 16-byte chunks.
-            arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
-            sums: how tensor cores add; None: sums are rounded once.
+            arena: offset in `Wave.shared` of the block of each warpgroup, in bytes (g,).
         """
-        warps = 4 * len(self.groups)
+        warps, view = 4 * len(self.groups), machine.shared.view[16]
         accumulators = self.start
         at = 0
         while at < count:
@@ -117,7 +115,7 @@ class WgmmaChain:
             form, start = first.form, list(accumulators or ())
             if form.half:
                 start = split_halves(start, warps)
-            model = sums.of("wgmma", form.kinds[0], form.depth, form.half) if sums else None
+            model = model_for(machine, "wgmma", form.kinds[0], form.depth, form.half)
             product = wgmma.warpgroup_product(view, arena, form, a, b, warps, model, start)
             accumulators = list(product) if model else add_single(product, start)
             if form.half:
@@ -266,7 +264,7 @@ class Warpgroups:
             m.recorder.operand(size, here.pc)
         if m.proxy is not None:
             quarters = [chunks]
-            if which == 0 and "wgmma_rows_syncwarp" in m.allow:
+            if which == 0 and "wgmma_rows_syncwarp" in m.config.allow:
                 quarters = _rows_of_warps(chunks, mn_major)
             self._read(here, groups, quarters)
         return operand
@@ -368,7 +366,7 @@ class Warpgroups:
     ) -> None:
         m = self.machine
         arena = chain.groups // self.per_block * m.shared_pitch
-        accumulators = chain.execute(count, m.shared.view[16], arena, m.sums)
+        accumulators = chain.execute(m, count, arena)
         if count < len(chain.steps):
             chain.start, chain.steps = accumulators, chain.steps[count:]
             return

@@ -134,10 +134,7 @@ class _Inliner:
                 flat.code.append(ins)
         starts.append(len(flat.code))
         for place in patches:
-            code = flat.code[place]
-            code.operands = [
-                LabelRef(starts[o.target]) if isinstance(o, LabelRef) else o for o in code.operands
-            ]
+            flat.code[place].operands = [_moved(o, starts) for o in flat.code[place].operands]
         for name, targets in fn.branch_targets.items():
             flat.branch_targets[name] = [starts[t] for t in targets]
 

@@ -157,16 +157,13 @@ class Cursor:
         found = []
         while True:
             name = self.take()
-            count, is_array = vector, False
+            count = vector
             if self.accept("<"):
                 raise self.fail("a range of variables outside .reg")
             while self.accept("["):
-                is_array = True
                 count *= 0 if self.peek() == "]" else number(self.take()).value
                 self.take("]")
-            variable = Variable(
-                name, space, kind, count, align or TYPE_BYTES[kind] * vector, is_array
-            )
+            variable = Variable(name, space, kind, count, align or TYPE_BYTES[kind] * vector)
             if self.accept("="):
                 self.initialiser(variable)
             found.append(variable)
