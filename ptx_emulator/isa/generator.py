@@ -362,8 +362,7 @@ class Generator:
         index = operand.index
         held = self.program.dtype[index]
         if held != dtype:
-            if held == "b1" or dtype == "b1":
-                raise self.unknown("a predicate as the destination of a number")
+            self.refuse_if("b1" in (held, dtype), "a predicate as the destination of a number")
             wide, size = int(held[1:]), int(dtype[1:])
             if wide > size:
                 kind = "i" if dtype[0] == "i" else "u"

@@ -185,25 +185,18 @@ def join_halves(registers: list[Array]) -> list[Array]:
 
 
 def mma_group(
-    machine: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any
+    m: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any, half: bool = False
 ) -> list[Array]:
-    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
-    kind_a, kind_b, k = form
-    model = model_for(machine, "mma", kind_a, k, half=False)
-    product = multiply_matrices(cohort.n, (kind_a, kind_b), tiles, a, b, model, c)
-    registers = product.reshape(-1, cohort.n, 32)
-    return list(registers) if model else add_single(registers, c)
+    """D = A B + C for a grid of tiles; ``c`` is ordered by (m, n, register).
 
-
-def mma_half(
-    machine: Wave, cohort: Cohort, form: Form, depth: int, a: Any, b: Any, c: Any
-) -> list[Array]:
-    """One tile with a float16 accumulator: two registers of two halves each."""
+    The accumulators are of float32; with ``half`` of float16, two to a register.
+    """
     kind_a, kind_b, k = form
-    model = model_for(machine, "mma", kind_a, k, half=True)
-    n, start = cohort.n, split_halves(c, cohort.n)
-    product = multiply_matrices(n, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
-    return join_halves(list(product) if model else add_single(product, start))
+    n, start = cohort.n, split_halves(c, cohort.n) if half else c
+    model = model_for(m, "mma", kind_a, k, half)
+    product = multiply_matrices(n, (kind_a, kind_b), tiles, a, b, model, start).reshape(-1, n, 32)
+    registers = list(product) if model else add_single(product, start)
+    return join_halves(registers) if half else registers
 
 
 def mma_integer(cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any) -> Any:
@@ -304,9 +297,9 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     dtype = "i4" if integers else "u4"
     c = [g.read(o, dtype) for o in items_of(ins.operands[3])]
     g.require_defined()
-    args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
-    out = g.let(f"{function}, {args})")
+    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    how = f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)"
+    out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args})" if integers else how)
     g.write_items(items_of(ins.operands[0]), out + "[{}]", dtype)
 
 

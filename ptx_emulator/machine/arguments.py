@@ -57,14 +57,20 @@ class DeviceArguments:
             names = ", ".join(p.name for p in params)
             numbers = f"{len(args)} given; the kernel has {len(params)}: {names}"
             raise self.error(what, numbers, "pass one per parameter; None for a hidden pointer")
-        self._variables()
+        constants, variables = program.constants, program.variables
+        for name, address in constants.items():
+            size, data = variables[name].size, variables[name].init
+            self.memory.fixed(address, size, f"the module variable {name}", data or bytes(size))
         self._place(args)
         self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
             at = self.program.params_at[param.name]
             self.parameters[at : at + param.size] = self._one(number, value, param)
         self.memory.commit()
-        self._relocate()
+        for name, address in constants.items():
+            for offset, target in variables[name].relocations:
+                place = self.memory.span(address + offset, 8).view(np.uint64)
+                place += np.uint64(constants[target])
 
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"
@@ -73,19 +79,6 @@ class DeviceArguments:
     def misfit(self, number: int, numbers: str) -> LaunchArguments:
         way_out = "pass arrays or None for pointers and numbers of the parameter's type"
         return self.error(f"argument {number} does not fit its parameter", numbers, way_out)
-
-    def _variables(self) -> None:
-        for name, address in self.program.constants.items():
-            variable = self.program.variables[name]
-            data = variable.init or bytes(variable.size)
-            self.memory.fixed(address, variable.size, f"the module variable {name}", data)
-
-    def _relocate(self) -> None:
-        """Adds the addresses of module variables that initialisers refer to."""
-        for name, address in self.program.constants.items():
-            for offset, target in self.program.variables[name].relocations:
-                place = self.memory.span(address + offset, 8).view(np.uint64)
-                place += np.uint64(self.program.constants[target])
 
     def _place(self, args: Sequence[Any]) -> None:
         """Creates one allocation per array; arrays that overlap on the host share one."""
