@@ -121,8 +121,7 @@ class Clocks:
     def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
         """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
         columns = known.shape[1]  # agents may have been added since
-        blocks = rows // self.warps
-        np.maximum.at(self.published[:, :, :columns], (blocks, slots), known)
+        np.maximum.at(self.published[:, :, :columns], (rows // self.warps, slots), known)
 
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""

@@ -43,8 +43,7 @@ def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: in
     Raises:
         RaceError: a copy in flight reads some of the bytes.
     """
-    written = set(machine.memory.touched)
-    for source, reads, late in _in_flight(machine, written, rows):
+    for source, reads, late in _in_flight(machine, set(machine.memory.touched), rows):
         step = min(size, source.size)
         read = _pieces(reads, source.size, step)
         both = read[np.isin(read, _pieces(offsets[late], size, step))]
@@ -93,5 +92,4 @@ def _in_flight(
 
 def _pieces(offsets: Array, size: int, step: int) -> Array:
     """The offsets of all pieces of ``step`` bytes of accesses of ``size`` bytes, flat."""
-    parts = np.arange(0, size, step)
-    return (offsets.reshape(-1, 1) + parts).reshape(-1)
+    return (offsets.reshape(-1, 1) + np.arange(0, size, step)).reshape(-1)

@@ -130,8 +130,7 @@ class Recorder:
 
     def matrices(self, rows: Array, pc: int) -> None:
         """Records ldmatrix or stmatrix: addresses of 16-byte rows, (warps, 8 per matrix)."""
-        taken = phases((rows // ROW_BYTES).reshape(-1, 8), None)
-        self._shared(pc, rows.size * ROW_BYTES, taken)
+        self._shared(pc, rows.size * ROW_BYTES, phases((rows // ROW_BYTES).reshape(-1, 8), None))
 
     def operand(self, size: int, pc: int) -> None:
         """Records the read of a wgmma operand: eight 16-byte rows per wavefront, no conflicts."""

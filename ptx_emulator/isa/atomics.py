@@ -82,8 +82,7 @@ def atomic(
         way_out = "use an ordinary operation, or an address in shared or global memory"
         machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
     given = [here.chosen(v) for v in values]
-    old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
-    out[chosen] = old
+    out[chosen] = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     return out
 
 

@@ -113,8 +113,7 @@ def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> 
     if kind == "bf16":
         bits = to_bf16(high, rounding).astype(np.uint32) << _SIXTEEN
         return to_bf16(low, rounding).astype(np.uint32) | bits
-    shape = np.broadcast_shapes(high.shape, low.shape)
-    out: Any = np.empty((*shape, 2), np.float16)
+    out: Any = np.empty((*np.broadcast_shapes(high.shape, low.shape), 2), np.float16)
     for place, half in enumerate((low, high)):
         # The assignment rounds to nearest.
         out[..., place] = (
@@ -154,8 +153,7 @@ def to_small_float(x: Any, kind: str) -> Any:
     known = SMALL_FLOATS[kind][: most + 1].astype(np.float64)
     nearest = np.where(np.isinf(size), known[most], np.rint(finite / step) * step)
     bits = np.searchsorted(known, np.minimum(nearest, known[most]))
-    signed = bits | np.where(np.signbit(x), 0x80, 0)
-    return np.where(np.isnan(x), 0x7F, signed).astype(np.uint8)
+    return np.where(np.isnan(x), 0x7F, bits | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
 def pack_small_floats(high: Any, low: Any, kind: str, clamps: bool) -> Any:
@@ -381,8 +379,7 @@ def parts_of(value: Any, part: Any) -> Any:
 
 def join_parts(dtype: Any, part: Any, *values: Any) -> Any:
     """The reverse of :func:`parts_of`, the low part first."""
-    shape = np.broadcast_shapes(*(np.shape(v) for v in values))
-    out = np.empty((*shape, len(values)), part)
+    out = np.empty((*np.broadcast_shapes(*(np.shape(v) for v in values)), len(values)), part)
     for place, value in enumerate(values):
         out[..., place] = value
     return out.view(dtype)[..., 0]

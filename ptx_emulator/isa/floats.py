@@ -48,8 +48,7 @@ def fma32(a: Any, b: Any, c: Any) -> Any:
     doubtful = half_way | small
     if not doubtful.any():
         return result
-    error = sum_error(product, c.astype(np.float64), total)
-    exact = to_odd(total, error).astype(np.float32)
+    exact = to_odd(total, sum_error(product, c.astype(np.float64), total)).astype(np.float32)
     return np.where(doubtful, exact, result)
 
 

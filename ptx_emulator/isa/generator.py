@@ -58,8 +58,7 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
     """Registers the emitter of some opcodes, and their facts: see `Opcode`."""
 
     def register(emitter: Emitter) -> Emitter:
-        opcode = Opcode(emitter, unit, **facts)
-        OPCODES.update(dict.fromkeys(opcodes, opcode))
+        OPCODES.update(dict.fromkeys(opcodes, Opcode(emitter, unit, **facts)))
         return emitter
 
     return register
@@ -329,8 +328,7 @@ class Generator:
                 raise self.unknown("a float constant of a different width")
         elif dtype[0] == "f":
             # An integer literal in a float instruction is a number; in .bN it is bits.
-            number = np.array(value, dtype=RUNTIME[dtype])
-            value = int.from_bytes(number.tobytes(), "little")
+            value = int.from_bytes(np.array(value, dtype=RUNTIME[dtype]).tobytes(), "little")
         return self.literal(value, dtype)
 
     def special(self, name: str) -> tuple[str, str]:

@@ -83,15 +83,13 @@ def add_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
     """Sum of unsigned numbers and a carry bit; and the carry out."""
     first = a + b
     total = first + carry.astype(a.dtype)
-    out = (first < a) | (total < first)
-    return total, out.astype(np.uint32)
+    return total, ((first < a) | (total < first)).astype(np.uint32)
 
 
 def subtract_borrow(a: Any, b: Any, borrow: Any) -> tuple[Any, Any]:
     take = borrow.astype(a.dtype)
     total = a - b - take
-    out = (a < b) | ((a == b) & (take != 0))
-    return total, out.astype(np.uint32)
+    return total, ((a < b) | ((a == b) & (take != 0))).astype(np.uint32)
 
 
 def _highest_bit(a: Any) -> Any:
@@ -364,8 +362,7 @@ def _multiply_add(g: Generator, ins: Instruction, kind: str) -> None:
 def _multiply_add_carried(g: Generator, ins: Instruction, kind: str) -> None:
     value, dtype = _product(g, ins, kind)
     unsigned = f"u{dtype[1:]}"
-    c = g.read(ins.operands[3], unsigned)
-    _write_carried(g, ins, f"{value}.view({unsigned})", c, unsigned)
+    _write_carried(g, ins, f"{value}.view({unsigned})", g.read(ins.operands[3], unsigned), unsigned)
 
 
 for _opcode, _unit, _text in (

@@ -299,8 +299,7 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    space = g.mods.take(*SPACES, "shared::cluster")
-    return space.split("::")[0]
+    return g.mods.take(*SPACES, "shared::cluster").split("::")[0]
 
 
 def implied_space(g: Generator, space: str, memory: Operand) -> str:
@@ -364,8 +363,7 @@ def emit_load(g: Generator, ins: Instruction) -> None:
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
     here = g.here("None" if space == "param" and named else "")
-    value = g.let(f"load_{function}({here}, {where}, {size})")
-    unpack(g, value, items, kind)
+    unpack(g, g.let(f"load_{function}({here}, {where}, {size})"), items, kind)
 
 
 def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> None:
@@ -490,8 +488,7 @@ def emit_convert_address(g: Generator, ins: Instruction) -> None:
 
 @instruction("isspacep", unit="move")
 def emit_is_space(g: Generator, ins: Instruction) -> None:
-    space = space_of(g)
-    kind = {"global": 0, "shared": 1, "local": 2}.get(space)
+    kind = {"global": 0, "shared": 1, "local": 2}.get(space_of(g))
     if kind is None:
         raise g.unknown("this space")
     g.write(ins.operands[0], f"spaces({g.read(ins.operands[1], 'i8')}) == {kind}", "b1")

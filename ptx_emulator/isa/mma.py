@@ -417,10 +417,8 @@ def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
     g.mods.left.clear()
     g.refuse_if(shape not in _DOUBLE, "this shape with these types")
     halves, depth = _DOUBLE[shape]
-    counts = (halves * depth, depth, 2 * halves)
-    given = zip(ins.operands[1:], counts, strict=True)
+    given = zip(ins.operands[1:], (halves * depth, depth, 2 * halves), strict=True)
     groups = [fragment(g, operand, count, "f8") for operand, count in given]
     to = fragment_items(g, ins.operands[0], 2 * halves)
     g.require_defined()
-    out = g.let(f"mma_double(C, {halves}, {', '.join(groups)})")
-    g.write_items(to, out + "[{}]", "f8")
+    g.write_items(to, g.let(f"mma_double(C, {halves}, {', '.join(groups)})") + "[{}]", "f8")

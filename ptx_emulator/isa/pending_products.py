@@ -8,14 +8,13 @@ accumulate into the same registers and tiles that share operands have become one
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Form = tuple[str, str, int]
 """The types of A and of B, and k of one instruction."""
 
 
-@dataclass
-class PendingProduct:
+class PendingProduct(NamedTuple):
     """An mma whose code has not been written yet; ``a`` to ``d`` are names of locals.
 
     Attributes:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +54,7 @@ _PRODUCTS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class SumModel:
+class SumModel(NamedTuple):
     """How one instruction adds; see `tensor_core_sums` for the meaning of the terms.
 
     Attributes:

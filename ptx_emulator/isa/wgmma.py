@@ -12,8 +12,7 @@ eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ ROWS = 64
 KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
 
 
-@dataclass(frozen=True)
-class WgmmaForm:
+class WgmmaForm(NamedTuple):
     """The form of a wgmma.mma_async: shape, types and registers.
 
     Attributes:
@@ -62,8 +60,7 @@ class WgmmaForm:
         return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.half)
 
 
-@dataclass
-class SharedOperand:
+class SharedOperand(NamedTuple):
     """An operand in shared memory, for one or more warpgroups.
 
     Attributes:

@@ -13,8 +13,7 @@ mma.m8n8k4" to "mma.m16n8k16" with floating point type .f64).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ Shape = tuple[int, int, int]
 """M, N and K."""
 
 
-@dataclass(frozen=True)
-class FragmentForm:
+class FragmentForm(NamedTuple):
     """The form of a wmma.load or wmma.store.
 
     Attributes:
@@ -76,8 +74,7 @@ def load_fragment(here: Execution, form: FragmentForm, address: Any, stride: Any
     """
     load = getattr(memory, f"load_{form.space}")
     parts = [here.spread(load(here, at, form.width)) for at in form.places(address, stride)]
-    values = np.stack(parts, axis=-1)
-    return to_registers(values, form.registers)
+    return to_registers(np.stack(parts, axis=-1), form.registers)
 
 
 def to_registers(values: Array, registers: int) -> list[Array]:
@@ -248,7 +245,5 @@ def _multiply(g: Generator, ins: Instruction, name: str) -> None:
     for operand, (kind, size, role) in zip(ins.operands[1:], sizes, strict=True):
         groups.append(fragment(g, operand, _registers(size, kind, role), _dtype(kind)))
     to = fragment_items(g, ins.operands[0], _registers((m, n), d, "c"))
-    shape = (m, n, k)
-    given = f"{shape}, {kinds!r}, {saturates}, {', '.join(groups)}"
-    out = g.let(f"wmma_multiply({g.here()}, {given})")
-    _write(g, out, to, d)
+    given = f"{(m, n, k)}, {kinds!r}, {saturates}, {', '.join(groups)}"
+    _write(g, g.let(f"wmma_multiply({g.here()}, {given})"), to, d)

@@ -112,8 +112,7 @@ class DeviceArguments:
         size = high - low
         host = None
         if size:
-            raw = (ctypes.c_uint8 * size).from_address(low)
-            host = np.ctypeslib.as_array(raw)
+            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low))
         allocation = self.memory.allocate(size, low % 16, label, host)
         allocation.writable = any(a.flags.writeable for a in arrays)
         return allocation
@@ -179,8 +178,7 @@ class DeviceArguments:
             marks = len(self.maps)
             size = len(self._struct(number, items, 0))  # at address 0, to find the size
             del self.maps[marks:]
-            label = f"the struct of argument {number}"
-            allocation = self.memory.allocate(size, 0, label, None)
+            allocation = self.memory.allocate(size, 0, f"the struct of argument {number}", None)
             self.addresses[key] = allocation.start
             data = self._struct(number, items, allocation.start)
             self.memory.preset.append((allocation.start, data))

@@ -97,7 +97,7 @@ class BulkTransfer:
         offsets, wide = box.offsets[which], box.wide_offsets[which]
         names = ("start", "shared_offsets", "blocks", "groups")
         cut: dict[str, Any] = {name: getattr(self, name)[which] for name in names}
-        box = replace(box, offsets=offsets, inside=inside, wide_offsets=wide)
+        box = box._replace(offsets=offsets, inside=inside, wide_offsets=wide)
         return replace(self, here=here, box=box, **cut)
 
     def spans(self) -> tuple[Array, int]:
@@ -134,8 +134,7 @@ def boxes_at(
     m, site, spec, base = here.machine, here.site(), tensor.spec, tensor.base
     if spec.swizzle and spec.inner_bytes < spec.swizzle:
         what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
-        numbers = f"{spec.inner_bytes} bytes, span {spec.swizzle}"
-        m.fail(LaunchArguments, what, site, numbers, _FIT)
+        m.fail(LaunchArguments, what, site, f"{spec.inner_bytes} bytes, span {spec.swizzle}", _FIT)
     if tensor.before and load:
         what = "a load by a tensor map that begins before its array"
         way_out = "begin the map at the array: addresses of 64 bits may wrap around"
@@ -147,7 +146,7 @@ def boxes_at(
         _check_box(here, box, tensor.before, tensor.bytes)
     m.memory.touched = [m.memory.find(base)]
     shift = first - m.memory.base
-    return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
+    return box._replace(offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
 def check_shared(here: Execution, at: Array, size: int, align: int) -> None:
@@ -360,8 +359,7 @@ class BulkCopies:
     ) -> None:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
         base = of.blocks * self.machine.shared_pitch
-        shared = to + base[:, None]
-        t = BulkTransfer(of.here, box, of.shared + base, shared, of.blocks, reduction)
+        t = BulkTransfer(of.here, box, of.shared + base, to + base[:, None], of.blocks, reduction)
         count_transfer(t, of.barrier is not None)
         if of.barrier is not None:
             self._start_in(t, of.barrier)
@@ -410,8 +408,7 @@ class BulkCopies:
         some, offsets, size = t.in_global()
         here = t.here._replace(cohort=t.issued.some(some))
         if len(some) and kind == READ:
-            touched = self.machine.memory.touched
-            t.source = CopySource(touched, offsets, size, t.pc, places=some)
+            t.source = CopySource(self.machine.memory.touched, offsets, size, t.pc, places=some)
             races.read(here, offsets, size)
         elif len(some):
             races.write(here, offsets, size, strong=kind == ATOMIC, bulk=True)
@@ -456,8 +453,7 @@ class BulkCopies:
             if races is not None and over.any():
                 done = t.part(over)
                 some, offsets, size = done.in_global()
-                here = done.here._replace(cohort=done.issued.some(some))
-                races.complete(here, offsets, size)
+                races.complete(done.here._replace(cohort=done.issued.some(some)), offsets, size)
             if not over.all():
                 kept.append(t.part(~over))
         self.stores = kept

@@ -112,8 +112,7 @@ class Machine(Scheduler):
         self.registers = RegisterPool(self)
         self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
-        rows = np.arange(count * warps)
-        for part in self._initial_cohorts(rows):
+        for part in self._initial_cohorts(np.arange(count * warps)):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
         while self.cohorts:

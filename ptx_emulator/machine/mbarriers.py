@@ -162,8 +162,7 @@ class Mbarriers:
             self.late.add()
             m = self.machine
             if m.proxy is not None:
-                slot = m.clocks.new_slots(2 * m.cluster_size)
-                self._slots = np.append(self._slots, slot)
+                self._slots = np.append(self._slots, m.clocks.new_slots(2 * m.cluster_size))
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
                 ranks = range(m.cluster_size)
                 of_ranks = [m.proxy.agent("mbarrier", (address, r), name) for r in ranks]
@@ -501,8 +500,7 @@ class Mbarriers:
         # On a GPU a try_wait may time out; with an order_seed some do.
         gives_up = m.random is not None and m.random.random() < 0.25
         if blocks and stuck.any() and not gives_up:
-            waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
-            m.hold(cohort, ~stuck, pc, waits, pc)
+            m.hold(cohort, ~stuck, pc, WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck]), pc)
             return None
         if stuck.any():
             cohort.polls = self._polls(pc)

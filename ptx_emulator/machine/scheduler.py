@@ -263,8 +263,7 @@ class Scheduler(Wave):
         if gone.any():
             self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
         complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
-        missing = np.unique(members[~complete])
-        self.hold(cohort, complete, pc, WaitsForWarpgroup(pc, missing), pc)
+        self.hold(cohort, complete, pc, WaitsForWarpgroup(pc, np.unique(members[~complete])), pc)
         return True
 
     def _fail_incomplete(self, cohort: Cohort, pc: int, row: int) -> None:

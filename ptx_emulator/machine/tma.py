@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,8 +68,7 @@ class TensorMap:
         self.before = before
         start = array.ctypes.data
         self.spec.check_address(start - before)
-        end = np.lib.array_utils.byte_bounds(array)[1]
-        self.bytes = end - start
+        self.bytes = np.lib.array_utils.byte_bounds(array)[1] - start
         whole = not before and not self.spec.wraps_around
         if whole and self.spec.span_bytes > self.bytes:
             raise LaunchArguments(
@@ -81,8 +80,7 @@ class TensorMap:
             )
 
 
-@dataclass(frozen=True)
-class Boxes:
+class Boxes(NamedTuple):
     """The bytes of a tensor that copies access, as offsets from its first byte.
 
     Attributes:
@@ -106,8 +104,7 @@ class Boxes:
 
 def boxes(spec: TensorMapSpec, base: int, coordinates: Array) -> Boxes:
     """The boxes at ``coordinates`` (copies, dimensions) of a tensor at address ``base``."""
-    steps = np.array((spec.element_bytes, *spec.strides))
-    start = coordinates @ steps
+    start = coordinates @ np.array((spec.element_bytes, *spec.strides))
     if (coordinates < 0).any() or (coordinates + spec.box > spec.dims).any():
         return _cut_boxes(spec, base, coordinates, start)
     count = len(coordinates)

@@ -10,8 +10,8 @@ to wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -29,8 +29,7 @@ from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Site, Wave
 
 
-@dataclass(eq=False)
-class IssuedWgmma:
+class IssuedWgmma(NamedTuple):
     """One instruction of a chain, for one or more warpgroups.
 
     Attributes:
@@ -51,7 +50,7 @@ class IssuedWgmma:
         """The instruction for the warpgroups that ``keep`` (g,) selects."""
         a = self.a.part(keep) if isinstance(self.a, SharedOperand) else _rows_of(self.a, keep)
         adds = None if self.adds is None else self.adds[keep]
-        return replace(self, a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
+        return self._replace(a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
 
     def joins(self, other: IssuedWgmma) -> bool:
         """Whether ``other``, the next along k, can be computed together with this one."""
@@ -87,7 +86,7 @@ class WgmmaChain:
         """Appends an instruction; earlier ones are dropped if it overwrites the accumulators."""
         if step.adds is not None and not step.adds.any():
             self.start, self.steps = None, []
-            step = replace(step, adds=None)
+            step = step._replace(adds=None)
         self.steps.append(step)
 
     def execute(self, machine: Wave, count: int, arena: Array) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -114,8 +113,7 @@ class Execution(NamedTuple):
         return self.site(row, int(lane))
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(NamedTuple):
     """How a kernel is launched; see `ptx_emulator.launch`.
 
     ``allow`` holds names of `errors.FORGIVEN` that are not reported.
