@@ -300,18 +300,16 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     # Each 16-bit operand in shared memory has a transposition flag.
     movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
     g.refuse_if(len(flags) != len(movable) or not set(flags) <= {0, 1}, "these transposition flags")
-    transposed = [False, False]
-    for which, flag in zip(movable, flags, strict=True):
-        transposed[which] = flag == 1
+    turned = dict(zip(movable, flags, strict=True))
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
     fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
     half = d_type == "f16"
     g.refuse_if(len(set(registers)) != columns // (4 if half else 2), "this number of accumulators")
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of this size")
-    kinds, turned, sign = (a_type, b_type), (transposed[0], transposed[1]), signs[0] * signs[1]
-    used = (tuple(registers), tuple(fragments))
-    return WgmmaForm(columns, half, kinds, turned, sign, *used), a, b, adds
+    transposed, sign = (turned.get(0) == 1, turned.get(1) == 1), signs[0] * signs[1]
+    how = (columns, half, (a_type, b_type), transposed, sign)
+    return WgmmaForm(*how, tuple(registers), tuple(fragments)), a, b, adds
 
 
 @instruction(

@@ -7,7 +7,7 @@ the guard of an instruction that threads execute together becomes a branch aroun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ptx_emulator.errors import UnknownInstruction
@@ -16,25 +16,15 @@ from ptx_emulator.ptx.instructions import is_barrier, is_warp_wide
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, LabelRef, Operand, Reg, Sym
 
 
-@dataclass
-class FlatCode:
-    """The flat code of a kernel, the input of the code generator."""
-
-    code: list[Instruction] = field(default_factory=list)
-    registers: list[tuple[str, str]] = field(default_factory=list)
-    variables: dict[str, syntax.Variable] = field(default_factory=dict)
-    branch_targets: dict[str, list[int]] = field(default_factory=dict)
-
-
-def flatten(module: syntax.Module, entry: syntax.Function) -> FlatCode:
-    """Inlines all calls of ``entry``; calls of external functions remain.
+def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
+    """``entry`` with all calls inlined; calls of external functions remain.
 
     Raises:
         UnknownInstruction: a recursive or predicated call.
     """
-    flat = FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
+    flat = replace(entry)
     if any(i.op == "call" for i in entry.code):
-        flat = FlatCode()
+        flat = replace(entry, code=[], registers=[], variables={}, branch_targets={})
         _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
     if any(_needs_branch(i) for i in flat.code):
         _branch_around(flat)
@@ -45,7 +35,7 @@ def _needs_branch(ins: Instruction) -> bool:
     return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins))
 
 
-def _branch_around(flat: FlatCode) -> None:
+def _branch_around(flat: syntax.Function) -> None:
     """Replaces the guards of warp-wide instructions and barriers by branches around them."""
     starts: list[int] = []
     code: list[Instruction] = []
@@ -72,7 +62,7 @@ def _moved(operand: Operand, starts: list[int]) -> Operand:
 
 
 class _Inliner:
-    def __init__(self, module: syntax.Module, flat: FlatCode) -> None:
+    def __init__(self, module: syntax.Module, flat: syntax.Function) -> None:
         self.module = module
         self.flat = flat
         self.slots: dict[tuple[str, int], Reg] = {}

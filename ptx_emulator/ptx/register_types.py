@@ -64,13 +64,10 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
         total.setdefault(root(index), Counter()).update(counter)
     found = []
     for place, kind in enumerate(kinds):
-        if kind in _FIXED:
-            found.append(DTYPE[kind])
-            continue
-        poll = total[root(place)]
         width = str(TYPE_BYTES[kind])
-        best = [(count, code) for code, count in poll.items() if code[1:] == width]
-        found.append(max(best)[1] if best else "u" + width)
+        polled = [(count, code) for code, count in total[root(place)].items() if code[1:] == width]
+        best = max(polled)[1] if polled else "u" + width
+        found.append(DTYPE[kind] if kind in _FIXED else best)
     found.append("u4")  # the carry flag
     return found
 
@@ -84,8 +81,8 @@ def _vote(ins: Instruction, types: list[str], vote: Callable[[Operand, str], Non
         others = others[2:] if ins.op == "mma" else []
     elif ins.op != "cvt":
         first = last
-    for operand, kind in ((ins.operands[0], first), *((other, last) for other in others)):
-        vote(operand, kind)
+    for place, operand in enumerate((*ins.operands[:1], *others)):
+        vote(operand, last if place else first)
 
 
 def _plain(operand: Operand) -> list[int]:

@@ -176,10 +176,7 @@ def _uses(program: PtxProgram, pc: int) -> _Uses:
 
 Known = dict[int, int]
 """The values of registers that a failure determines."""
-_COMPARED = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
-    "gt": operator.gt, "ge": operator.ge,
-}  # fmt: skip
+_COMPARED = {word: getattr(operator, word) for word in ("eq", "ne", "lt", "le", "gt", "ge")}
 _LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
