@@ -182,10 +182,9 @@ def _allowed(names: Sequence[str]) -> frozenset[str]:
     unknown = [name for name in names if name not in FORGIVEN]
     if unknown:
         what = "allow names a finding that cannot be allowed"
-        where = "ptx_emulator.launch"
         numbers = f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}"
         way_out = "the error message of a finding contains its name, if it can be allowed"
-        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+        raise LaunchArguments(what, where="ptx_emulator.launch", numbers=numbers, way_out=way_out)
     return frozenset(names)
 
 

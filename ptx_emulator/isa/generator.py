@@ -81,8 +81,9 @@ def expression_of(
     """The emitter of an expression for instructions of a type (generator, instruction, type).
 
     Args:
-        result: its dtype: T is that of the type, U the unsigned one of the same size, and N the one
-            for bits that do not depend on the sign; ``u4|b1`` for the dtypes of ``d|p``.
+        result: its dtype: T is that of the type, U the unsigned one of the same size, N the one for
+            bits that do not depend on the sign, and S that of the type modifier before; ``u4|b1``
+            for the dtypes of ``d|p``.
         text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
             the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
         ignored: a modifier without effect.
@@ -95,6 +96,8 @@ def expression_of(
         size = syntax.TYPE_BYTES.get(kind, 4)
         neutral = "b1" if kind == "pred" else g.integer(to, size)
         dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
+        if result == "S":
+            dtypes["S"] = DTYPE[g.mods.type()]
         given = zip(sorted(read), sources, strict=True)
         values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
 

@@ -119,17 +119,16 @@ class DeviceArguments:
 
     def _one(self, number: int, value: Any, param: Variable) -> bytes:
         """The bytes of one parameter."""
+        at = PARAM_WINDOW + self.program.params_at[param.name]
+        if isinstance(value, TensorMap) and param.size == 8:
+            value = np.array([value], object)  # a pointer to a map in global memory
+        data: bytes | None
         if isinstance(value, (tuple, list)):
-            at = PARAM_WINDOW + self.program.params_at[param.name]
             # CUtensorMap is aligned to 64 bytes in CUDA 12: the alignment of the struct shows it.
-            align = min(param.align, MAP_ALIGN)
-            data: bytes | None = self._struct(number, value, at, align)
+            data = self._struct(number, value, at, min(param.align, MAP_ALIGN))
         elif isinstance(value, np.void):
             data = value.tobytes()
         else:
-            if isinstance(value, TensorMap) and param.size == 8:
-                value = np.array([value], object)  # a pointer to a map in global memory
-            at = PARAM_WINDOW + self.program.params_at[param.name]
             data = value if isinstance(value, bytes) else self._reference(number, value, at)
         if data is None:
             return self._number(number, value, param)

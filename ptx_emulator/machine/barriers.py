@@ -90,8 +90,7 @@ class Barriers:
 
     def _validate(self, here: Execution, ids: Array, counts: Array) -> None:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
-        if bad.any():
-            row = int(np.argmax(bad))
+        for row in np.flatnonzero(bad)[:1]:
             what = "a barrier with a number or thread count that PTX does not allow"
             numbers = f"barrier {ids[row]}, {counts[row]} threads"
             way_out = "numbers are 0 to 15, counts multiples of 32"
@@ -150,8 +149,7 @@ class Barriers:
         """Checks that no more threads have arrived together than a barrier counts."""
         m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
         above = (expected > 0) & (arrived > expected)
-        if above.any():
-            which = int(np.argmax(above))
+        for which in np.flatnonzero(above)[:1]:
             row, pc = self.latest[blocks[which], ids[which]].tolist()
             what = "more threads arrive at a barrier than it counts: which of them it lets pass "
             what += "together depends on their order"

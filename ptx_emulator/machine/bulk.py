@@ -152,8 +152,7 @@ def boxes_at(
 def check_shared(here: Execution, at: Array, size: int, align: int) -> None:
     limit = here.machine.shared_size
     bad = (at < 0) | (at + size > limit)
-    if bad.any():
-        which = int(np.argmax(bad))
+    for which in np.flatnonzero(bad)[:1]:
         what = "a bulk copy extends beyond shared memory"
         numbers = f"{size:,} bytes at offset {int(at[which]):,} of {limit:,} bytes"
         way_out = "check the address and the box, or pass a larger shared_bytes"
@@ -179,8 +178,7 @@ def check_global(here: Execution, at: Array, size: int, write: bool) -> None:
     memory = here.machine.memory
     index = np.searchsorted(memory.starts, at, "right") - 1
     bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
-    if bad.any():
-        which = int(np.argmax(bad))
+    for which in np.flatnonzero(bad)[:1]:
         what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
         numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
         way_out = "check the index against the array that was passed"

@@ -78,8 +78,7 @@ class Mbarriers:
             self.made_by[numbers, blocks] = m.row_member[rows]
             self.made_at[numbers, blocks] = m.clocks.clock[rows]
         bad = (counts < 1) | (counts > MOST)
-        if bad.any():
-            which = int(np.argmax(bad))
+        for which in np.flatnonzero(bad)[:1]:
             what = "an mbarrier with an impossible number of arrivals"
             numbers_text = f"count {int(counts[which])}; it can be 1 to {MOST:,}"
             way_out = "count the arrivals of one phase"
@@ -140,8 +139,7 @@ class Mbarriers:
         alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
         self.fenced[numbers[alone], blocks[alone]] = 1
         missing = self.fenced[numbers, blocks] == 0
-        if missing.any():
-            which = int(np.argmax(missing))
+        for which in np.flatnonzero(missing)[:1]:
             what = "an asynchronous copy signals an mbarrier that no fence followed"
             text = f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
             text += "initialisation need not be visible to the asynchronous proxy"
@@ -210,8 +208,7 @@ class Mbarriers:
         missing = numbers < 0
         if not missing.any():
             missing = self.expected[numbers, blocks] == 0
-        if missing.any():
-            which = int(np.argmax(missing))
+        for which in np.flatnonzero(missing)[:1]:
             known = ", ".join(map(str, self.addresses)) or "none"
             what = "an mbarrier that is not initialised"
             text = f"shared offset {int(address[which])}; initialised ones: {known}"
@@ -222,8 +219,7 @@ class Mbarriers:
         warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
         seen = m.clocks.seen[m.row_cluster[rows], warps, maker]
         early = (maker != warps) & (seen < self.made_at[numbers, blocks])
-        if early.any():
-            which = int(np.argmax(early))
+        for which in np.flatnonzero(early)[:1]:
             problem = "an mbarrier is used, and its initialisation is not ordered before"
             at, by = self.addresses[int(numbers[which])], int(maker[which])
             text = f"shared offset {at}; warp {by} initialises it"
@@ -349,8 +345,7 @@ class Mbarriers:
     def _expect(self, here: Execution, k: Array, b: Array, size: Array, place: Array) -> None:
         np.add.at(self.tx, (k, b), size)
         bad = np.abs(self.tx[k, b]) > MOST
-        if bad.any():
-            which = int(np.argmax(bad))
+        for which in np.flatnonzero(bad)[:1]:
             what = "an mbarrier counts more bytes than it can"
             text = f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}"
             advice = "expect the bytes of one phase only, in one place"
@@ -374,8 +369,7 @@ class Mbarriers:
 
     def _demand_room(self, here: Execution, k: Array, b: Array, place: Array, late: Array) -> None:
         """Fails for the first arrival that its mbarrier does not expect, if there is one."""
-        if late.any():
-            which = int(np.argmax(late))
+        for which in np.flatnonzero(late)[:1]:
             what = "more arrivals at an mbarrier than it expects"
             text = self.state(int(k[which]), int(b[which]))
             advice = "arrive as often as mbarrier.init counts, and wait before the next phase"

@@ -232,8 +232,7 @@ class Warpgroups:
         quads = np.broadcast_to(value, (n, value.shape[1])).reshape(n // 4, -1)
         first: Array = quads[:, 0]
         bad = (quads != first[:, None]).any(axis=1)
-        if bad.any():
-            group = int(np.argmax(bad))
+        for group in np.flatnonzero(bad)[:1]:
             what = f"the {what} of wgmma differs between threads of a warpgroup"
             numbers = f"the first thread has {first[group]}, others {quads[group][-1]}"
             way_out = "compute it from values common to all 128 threads: threadIdx.x / 128"

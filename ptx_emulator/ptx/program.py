@@ -196,10 +196,8 @@ class PtxProgram:
         for pc, ins in enumerate(code):
             to, source = self.effects(ins)
             for r in to:
-                writes[pc] |= 1 << r
                 self._definitions.setdefault(r, []).append(ins)
-            for r in source:
-                reads[pc] |= 1 << r
+            writes[pc], reads[pc] = instructions.mask_of(to), instructions.mask_of(source)
             writes[pc] &= ~reads[pc] if ins.guard is not None else -1
         starts = sorted(s for s in self.leaders if s < count)
         ends = [*starts[1:], count]
