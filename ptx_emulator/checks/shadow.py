@@ -286,14 +286,12 @@ class SharedShadow:
                     self._report_release(a, bad, before.pc)
 
     def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
-        self.fail(
-            a,
-            bad,
-            "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that they "
-            "have not synchronised with",
-            f"another lane of that warp accesses the bytes: {self.machine.program.describe(pc)}",
-            "execute __syncwarp() (bar.warp.sync) before the arrival" + way_out("warp_synchronous"),
-        )
+        what = "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that "
+        what += "they have not synchronised with"
+        access = self.machine.program.describe(pc)
+        numbers = f"another lane of that warp accesses the bytes: {access}"
+        advice = "execute __syncwarp() (bar.warp.sync) before the arrival"
+        self.fail(a, bad, what, numbers, advice + way_out("warp_synchronous"))
 
     def lanes_against_writes(self, a: SharedAccess, stamps: Array, verb: str) -> None:
         """Checks an access against earlier writes of other lanes of its warp, with these stamps."""
@@ -391,10 +389,8 @@ class SharedShadow:
         self.accessed[a.rows] = True
         self.lane_reads.append(_LaneReads(a, clock, *self._reach(a)))
         if len(self.lane_reads) > _KEPT_READS:
-            synced = self.clocks.synced
-            self.lane_reads = [
-                e for e in self.lane_reads if (e.clock >= synced[e.access.rows]).any()
-            ]
+            reads, synced = self.lane_reads, self.clocks.synced
+            self.lane_reads = [e for e in reads if (e.clock >= synced[e.access.rows]).any()]
             del self.lane_reads[: -_KEPT_READS // 2]
 
     def _reach(self, a: SharedAccess) -> tuple[int, int]:

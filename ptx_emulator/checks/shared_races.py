@@ -88,12 +88,11 @@ class SharedRaces(SharedShadow):
             late = np.flatnonzero(self.remote_clock[block] > seen)
             if len(late):
                 row, pc = cluster * self.warps + int(late[0]), int(self.remote_pc[block, late[0]])
-                raise OutOfBounds(
-                    "a block may exit before another block of its cluster accesses its memory",
-                    where=m.place(row, None, pc),
-                    numbers=f"the shared memory of rank {rank} of the cluster",
-                    way_out="let every block wait at a barrier of the cluster before it exits",
-                )
+                what = "a block may exit before another block of its cluster accesses its memory"
+                where = m.place(row, None, pc)
+                numbers = f"the shared memory of rank {rank} of the cluster"
+                advice = "let every block wait at a barrier of the cluster before it exits"
+                raise OutOfBounds(what, where=where, numbers=numbers, way_out=advice)
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
@@ -284,9 +283,8 @@ class SharedRaces(SharedShadow):
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= shadow.ASYNC and self.proxy is not None:
             writer = self.proxy.describe(stamp)
-            advice = (
-                "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
-            )
+            advice = "wait for its mbarrier first, in this warp or in one that it passes a barrier "
+            advice += "with"
             if stamp == shadow.MBARRIER:
                 advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"

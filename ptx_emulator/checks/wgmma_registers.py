@@ -178,9 +178,7 @@ class _DataFlow:
             marks = 0 if ins.op == "wgmma" else mask_of(self.effects[pc][0]) & suspects
             wrong, reused = touched.get(pc, (0, 0))
             if marks or wrong or reused:
-                found.watched[pc] = WatchedRegisters(
-                    bits_of(wrong), bits_of(reused), bits_of(marks)
-                )
+                found.watched[pc] = WatchedRegisters(*map(bits_of, (wrong, reused, marks)))
 
 
 def fragments_of(ins: Instruction) -> int:

@@ -116,14 +116,12 @@ class Recorder:
         off = spread(~np.asarray(guard), cohort.n)
         self._idle[pc] += np.count_nonzero(off if cohort.mask is None else off & cohort.mask)
 
-    def shared_access(
-        self, here: Execution, address: Any, size: int, in_turn: bool = False
-    ) -> None:
+    def shared_access(self, here: Execution, offset: Any, size: int, in_turn: bool = False) -> None:
         """Records an access to shared memory of ``size`` bytes per lane.
 
         Addresses are offsets into the shared memory of the block.
         """
-        where = here.spread(address)
+        where = here.spread(offset)
         active = None if here.lanes is None else here.active
         count = where.size if active is None else int(np.count_nonzero(active))
         self._shared(here.pc, size * count, wavefronts(where, active, size, in_turn))

@@ -31,15 +31,15 @@ from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
 from ptx_emulator.state.memory import SHIFT, Array
 from ptx_emulator.state.wave import Execution
 
+Operation = tuple[str, str]
+"""An operation and the PTX type of its elements, such as ("add", "f32")."""
 
-def atomic(
-    here: Execution, space: str, operation: tuple[str, str], address: Any, values: Any
-) -> Any:
+
+def atomic(here: Execution, space: str, operation: Operation, address: Any, values: Any) -> Any:
     """Applies an atomic to each active lane.
 
     Args:
         space: "global", "shared", "cluster" or "generic".
-        operation: the operation and the PTX type of the elements, such as ("add", "f32").
         values: one operand; two for "cas".
 
     Returns:

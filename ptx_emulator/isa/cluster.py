@@ -53,9 +53,8 @@ def resolved(here: Execution, address: Any, size: int) -> tuple[Array, Array]:
         machine.fail(OutOfBounds, what, site, numbers, way_out)
     if machine.shared_races and machine.cluster_size > 1:
         chosen = here.active & (blocks != own)
-        machine.shared_races.note_remote(
-            here.spread(rows[:, None])[chosen], blocks[chosen], here.pc
-        )
+        others = here.spread(rows[:, None])[chosen]
+        machine.shared_races.note_remote(others, blocks[chosen], here.pc)
     return blocks, offset
 
 

@@ -292,22 +292,16 @@ def _from_integer(
     if to == "f32":
         text = f"integer_to_f32({value}, {rounding or 'rn'!r})"
         return f"saturate({text})" if saturates else text
-    if rounding not in ("", "rn"):
-        raise g.unknown(
-            f"directed rounding {'to f64' if to == 'f64' else 'of an integer to a half'}"
-        )
+    what = "to f64" if to == "f64" else "of an integer to a half"
+    g.refuse_if(rounding not in ("", "rn"), f"directed rounding {what}")
     text = f"{value}.astype(f8)"
     return _rounded(f"saturate({text})" if saturates else text, "f8", to, "rn")
 
 
 _FLOAT32: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "min": floats.minimum,
-    "max": floats.maximum,
-    "ex2": np.exp2,
-    "tanh": np.tanh,
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+    **{"min": floats.minimum, "max": floats.maximum},
+    **{"ex2": np.exp2, "tanh": np.tanh},
 }
 
 

@@ -48,6 +48,8 @@ from ptx_emulator.state.wave import Execution
 
 Emitter = Callable[[Any, Instruction], None]
 """Writes the code of an instruction: (generator, instruction)."""
+TypedEmitter = Callable[[Any, Instruction, str], None]
+"""Writes the code of an instruction of a type: (generator, instruction, type)."""
 # What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
 RUNTIME: dict[str, Any] = {"np": np, "where": np.where, "Execution": Execution}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
@@ -67,18 +69,14 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
 _FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
 
 
-def formula(
-    opcode: str, unit: str, result: str, text: str, ignored: str = "", **facts: Any
-) -> None:
-    """Registers an opcode whose result is an expression; see `expression_of`."""
+def formula(op: str, unit: str, result: str, text: str, ignored: str = "", **facts: Any) -> None:
+    """Registers an op whose result is an expression; see `expression_of`."""
     emit = expression_of(result, text, ignored)
-    instruction(opcode, unit=unit, **facts)(lambda g, ins: emit(g, ins, g.mods.type()))
+    instruction(op, unit=unit, **facts)(lambda g, ins: emit(g, ins, g.mods.type()))
 
 
-def expression_of(
-    result: str, text: str, ignored: str = ""
-) -> Callable[[Generator, Instruction, str], None]:
-    """The emitter of an expression for instructions of a type (generator, instruction, type).
+def expression_of(result: str, text: str, ignored: str = "") -> TypedEmitter:
+    """The emitter of an expression.
 
     Args:
         result: its dtype: T is that of the type, U the unsigned one of the same size, N the one for

@@ -14,6 +14,7 @@ from ptx_emulator.isa.convert import parts_of
 from ptx_emulator.isa.floats import emit_float, is_float
 from ptx_emulator.isa.generator import (
     Generator,
+    TypedEmitter,
     expression_of,
     formula,
     instruction,
@@ -247,17 +248,16 @@ def find_nth(mask: Any, base: Any, offset: Any) -> Any:
 
 _SIGNS = {"add": "+", "sub": "-"}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
-_Arithmetic = Callable[[Generator, Instruction, str], None]
 _PACKED = {"u16x2": "u2", "s16x2": "i2"}  # the dtype of their elements
 
 
 # ---- arithmetic
 
 
-def _arithmetic(*opcodes: str, unit: str = "integer") -> Callable[[_Arithmetic], _Arithmetic]:
+def _arithmetic(*opcodes: str, unit: str = "integer") -> Callable[[TypedEmitter], TypedEmitter]:
     """Registers the integer forms of opcodes; their float forms are those of `floats`."""
 
-    def register(emitter: _Arithmetic) -> _Arithmetic:
+    def register(emitter: TypedEmitter) -> TypedEmitter:
         def emit(g: Generator, ins: Instruction) -> None:
             kind = g.mods.take(*_PACKED) or g.mods.type()
             (emit_float if is_float(kind) else emitter)(g, ins, kind)

@@ -160,9 +160,8 @@ def store_local(here: Execution, address: Any, value: Any, size: int, written: A
 def load_global(here: Execution, address: Any, size: int, noted: bool = True) -> Array:
     """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
     m, offset = here.machine, locate(here, address, size, False)
-    m.counters.global_read_bytes += size * (
-        32 * here.cohort.n if here.lanes is None else len(offset)
-    )
+    count = 32 * here.cohort.n if here.lanes is None else len(offset)
+    m.counters.global_read_bytes += size * count
     m.counters.global_read_sectors += count_sectors(here, offset)
     if m.recorder is not None:
         m.recorder.global_access(here, offset, size, READ)
@@ -338,9 +337,7 @@ def accessed_bytes(ins: Instruction) -> tuple[int, int]:
     size = TYPE_BYTES[kinds[-1]]
     if ins.op not in ("atom", "red"):  # vectors of atomics are one atomic per element
         size *= next((int(word[1]) for word in ins.mods if word in ("v2", "v4", "v8")), 1)
-    shared, device = (
-        any(word.startswith(space) for word in ins.mods) for space in ("shared", "global")
-    )
+    shared, device = (any(w.startswith(space) for w in ins.mods) for space in ("shared", "global"))
     return 16 if device else size, 16 if shared else size
 
 

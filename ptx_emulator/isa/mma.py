@@ -19,7 +19,7 @@ from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
 from ptx_emulator.isa.memory import address, space_of
 from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
-from ptx_emulator.isa.tensor_core_sums import SumModel, model_for, scratch, sum_products
+from ptx_emulator.isa.tensor_core_sums import Kinds, SumModel, model_for, scratch, sum_products
 from ptx_emulator.ptx.instructions import Width
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
@@ -27,8 +27,6 @@ from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Wave
 
-Kinds = tuple[str, str]
-"""The types of A and of B."""
 Tiles = tuple[int, int, int]
 """M tiles of 16 rows, n tiles of 8 columns, and chunks of 16 bytes along k."""
 CHUNK = np.dtype("c16")
@@ -178,10 +176,8 @@ def split_halves(registers: Any, n: int) -> list[Array]:
 
 def join_halves(registers: list[Array]) -> list[Array]:
     """Registers of float32 rounded to float16, two to a register."""
-    return [
-        np.stack(pair, axis=-1).astype(np.float16).view(np.uint32)[..., 0]
-        for pair in zip(registers[::2], registers[1::2], strict=True)
-    ]
+    pairs = zip(registers[::2], registers[1::2], strict=True)
+    return [np.stack(p, axis=-1).astype(np.float16).view(np.uint32)[..., 0] for p in pairs]
 
 
 def mma_group(

@@ -67,9 +67,8 @@ class PendingProducts:
                 chains[at].append(product)
             else:
                 chains.append([product])
-                levels.append(
-                    1 + max((level_of_name.get(name, -1) for name in product.c), default=-1)
-                )
+                below = max((level_of_name.get(name, -1) for name in product.c), default=-1)
+                levels.append(1 + below)
                 at = len(chains) - 1
             tail[product.d] = at
             for name in product.d:

@@ -34,6 +34,9 @@ from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Wave
 
+Kinds = tuple[str, str]
+"""The types of A and of B."""
+
 # By code path, instruction and operand type: products of a block at most, and F.
 _OLD = {"f16": (8, 24), "bf16": (8, 24), "tf32": (4, 24), "fp8": (16, 13)}
 _NEW = {"f16": (16, 25), "bf16": (16, 25), "tf32": (8, 25), "fp8": (16, 25)}
@@ -165,9 +168,7 @@ _TERMS = 4  # products of a sum that are made together
 _EXPONENT = 0x7F800000  # the bits of the exponent in float32
 
 
-def sum_products(
-    model: SumModel, kinds: tuple[str, str], x: Array, y: Array, start: Array | None
-) -> Array:
+def sum_products(model: SumModel, kinds: Kinds, x: Array, y: Array, start: Array | None) -> Array:
     """x y + start, added as the instructions of ``model`` do.
 
     Args:
@@ -192,9 +193,7 @@ def sum_products(
     return total
 
 
-def _add_blocks(
-    model: SumModel, kinds: tuple[str, str], x: Array, y: Array, start: Array | None
-) -> Array:
+def _add_blocks(model: SumModel, kinds: Kinds, x: Array, y: Array, start: Array | None) -> Array:
     smallest = [_SMALLEST[kind] for kind in kinds]
     (batch, rows, depth), columns = x.shape, y.shape[2]
     left, right = _powers(x, smallest[0], 2), _powers(y, smallest[1], 1)

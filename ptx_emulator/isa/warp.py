@@ -14,12 +14,8 @@ from ptx_emulator.state.cohort import LANES, Cohort, active, spread
 from ptx_emulator.state.memory import Array
 
 REDUCTIONS: dict[str, Any] = {
-    "add": np.add,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "and": np.bitwise_and,
-    "min": np.minimum,
-    "max": np.maximum,
+    **{"add": np.add, "min": np.minimum, "max": np.maximum},
+    **{"or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and},
 }
 
 

@@ -157,11 +157,10 @@ def warpgroup_product(
     groups, n = warps // 4, form.columns
     kind_a, kind_b = form.kinds
     mn_a, mn_b = form.transposed
-    left = (
-        fragments(a, warps)
-        if form.fragments
-        else gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
-    )
+    if form.fragments:
+        left = fragments(a, warps)
+    else:
+        left = gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
     sharers = _sharers(arena, b)
     alone = [part.part(slice(None, None, sharers)) for part in b]
     right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")

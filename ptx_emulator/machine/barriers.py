@@ -37,10 +37,8 @@ class Barriers:
         ``votes`` of bar.red: the predicates, and `WaitsAtBarrier.result`.
         """
         m, cohort, pc = self.machine, here.cohort, here.pc
-        ids, counts = (
-            np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
-            for value in (number, count)
-        )
+        wide = (np.broadcast_to(value, (cohort.n, 1))[:, 0] for value in (number, count))
+        ids, counts = (values.astype(np.int64) for values in wide)
         self._validate(here, ids, counts)
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]

@@ -41,6 +41,8 @@ from ptx_emulator.state.cohort import Cohort, SingleThreads, active
 from ptx_emulator.state.memory import SHIFT, Array
 from ptx_emulator.state.wave import Execution, Wave
 
+Reduction = tuple[str, str] | None
+"""The operation and the type of a reduction; None for a copy."""
 _TENSOR_ALIGN = 128
 _FIT = "pass a map and operands that fit the instruction"
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
@@ -74,7 +76,7 @@ class BulkTransfer:
     start: Array
     shared_offsets: Array
     blocks: Array
-    reduction: tuple[str, str] | None
+    reduction: Reduction
     barriers: Array | None = None
     writes: Array | None = None
     known: Array | None = None
@@ -282,7 +284,7 @@ class BulkCopies:
 
     def plain(
         self, here: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
-        reduction: tuple[str, str] | None,
+        reduction: Reduction,
     ) -> None:  # fmt: skip
         """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
         m = self.machine
@@ -352,9 +354,7 @@ class BulkCopies:
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
         return which, m.row_cluster[here.cohort.rows[which]] * size + rank
 
-    def _start(
-        self, of: _Operands, box: Boxes, to: Array, reduction: tuple[str, str] | None
-    ) -> None:
+    def _start(self, of: _Operands, box: Boxes, to: Array, reduction: Reduction) -> None:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
         base = of.blocks * self.machine.shared_pitch
         t = BulkTransfer(of.here, box, of.shared + base, to + base[:, None], of.blocks, reduction)
@@ -374,9 +374,8 @@ class BulkCopies:
         m.mbarriers.require_fenced(t.here.site(), t.barriers, t.blocks)
         if m.proxy is not None:
             columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
-            t.writes = m.proxy.write(
-                SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
-            )
+            access = SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc)
+            t.writes = m.proxy.write(access, columns)
         if m.shared_races is not None:
             t.known = m.clocks.of(t.issued.rows)
         self._global_order(t, READ)

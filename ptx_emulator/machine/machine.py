@@ -43,15 +43,13 @@ def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int])
 class Machine(Scheduler):
     """Creates the state of a launch and of each wave of blocks, and runs the waves."""
 
-    def __init__(
-        self, segments: Segments, config: LaunchConfig, arguments: DeviceArguments
-    ) -> None:
+    def __init__(self, segments: Segments, config: LaunchConfig, given: DeviceArguments) -> None:
         program = segments.program
         self.segments, self.program, self.config = segments, program, config
         self.cluster_size = math.prod(config.cluster)
-        self.memory = arguments.memory
-        self.maps = TensorMaps(self, arguments.maps, arguments.started)
-        self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
+        self.memory = given.memory
+        self.maps = TensorMaps(self, given.maps, given.started)
+        self.parameters = np.frombuffer(given.parameters.ljust(16, b"\0"), np.uint8)
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.steps = 0

@@ -141,13 +141,9 @@ class TensorMaps:
             way_out = "use a tiled map without interleave that fills with zeros"
             m.fail(LaunchArguments, what, site, numbers, way_out)
         try:
-            spec = TensorMapSpec(
-                name,
-                tuple(size or 1 << 32 for size in dims[:rank]),
-                tuple(strides[: rank - 1]),
-                tuple(box[:rank]),
-                _SPANS[swizzle],
-            )
+            sizes = tuple(side or 1 << 32 for side in dims[:rank])
+            parts = sizes, tuple(strides[: rank - 1]), tuple(box[:rank])
+            spec = TensorMapSpec(name, *parts, _SPANS[swizzle])
             spec.check_address(base)
         except LaunchError as problem:
             what = "a tensor map in device memory that the driver would reject"

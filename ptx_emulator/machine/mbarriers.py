@@ -484,9 +484,8 @@ class Mbarriers:
         if m.shared_races and parity:
             at = numbers[place, lane]
             self.late.require_in_time(cohort.rows[place], at, wanted[place, lane], pc)
-        done: Array = (
-            np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
-        )
+        passed = (now ^ wanted) & 1 != 0 if parity else now != wanted
+        done: Array = np.asarray(passed & waiting_lanes)
         for row in cohort.rows.tolist() if pc in m.program.failed_waits.loose else ():
             self._succeeded.pop((row, pc), None)
         # A warp continues if the phase of any of its lanes has completed; the others get false.

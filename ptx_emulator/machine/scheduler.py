@@ -329,33 +329,25 @@ class Scheduler(Wave):
             if not self._comes(c) and (partial is None or pc < partial.waits.pc):
                 partial = c
             lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
-            lines.append(
-                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
-                f"{self.program.describe(pc)}"
-            )
+            at = self.program.describe(pc)
+            lines.append(f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at {at}")
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
-            raise BarrierDivergence(
-                f"only a part of a {whole} reached an instruction that the whole {whole} must "
-                "execute",
-                where=self.place(int(partial.rows[0]), None, pc),
-                numbers="\n".join(lines),
-                way_out="move it out of the divergent branch, or make the branch uniform in the "
-                f"{whole}",
-            )
+            what = f"only a part of a {whole} reached an instruction that the whole {whole} must "
+            where = self.place(int(partial.rows[0]), None, pc)
+            way = f"move it out of the divergent branch, or make the branch uniform in the {whole}"
+            numbers = "\n".join(lines)
+            raise BarrierDivergence(what + "execute", where=where, numbers=numbers, way_out=way)
         # A wait for the rest of a warp is a consequence of what the rest waits for.
-        first = next(
-            (c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)), self.cohorts[0]
-        )
+        causes = [c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)]
+        first = (causes or self.cohorts)[0]
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
-        raise DeadlockError(
-            "deadlock: every warp waits and none can be released",
-            where=self.place(int(first.rows[0]), None, first.waits.pc),
-            numbers="\n".join(lines),
-            way_out="check that all warps that a barrier counts arrive at it, and that as many "
-            "bytes are copied as an mbarrier expects",
-        )
+        what = "deadlock: every warp waits and none can be released"
+        where = self.place(int(first.rows[0]), None, first.waits.pc)
+        way = "check that all warps that a barrier counts arrive at it, and that as many bytes are "
+        way += "copied as an mbarrier expects"
+        raise DeadlockError(what, where=where, numbers="\n".join(lines), way_out=way)
 
     def _comes(self, c: Cohort) -> bool:
         """Whether the lanes that ``c`` waits for wait at an mbarrier themselves."""

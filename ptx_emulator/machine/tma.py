@@ -58,13 +58,9 @@ class TensorMap:
             way_out = "permute its axes, or pass a copy"
             raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         self.array = array
-        self.spec = TensorMapSpec(
-            dtype or array.dtype.name,
-            tuple(array.shape[::-1]) if dims is None else tuple(dims),
-            tuple(array.strides[-2::-1]) if strides is None else tuple(strides),
-            tuple(box),
-            swizzle,
-        )
+        dims = tuple(array.shape[::-1] if dims is None else dims)
+        strides = tuple(array.strides[-2::-1] if strides is None else strides)
+        self.spec = TensorMapSpec(dtype or array.dtype.name, dims, strides, tuple(box), swizzle)
         self.before = before
         start = array.ctypes.data
         self.spec.check_address(start - before)
@@ -197,9 +193,7 @@ def swizzled(address: Array, span: int) -> Array:
 
 def overlapping(spec: TensorMapSpec) -> bool:
     """Whether a box may contain the same element twice, because strides are small."""
-    sides = [
-        (step, side) for step, side in zip(spec.strides, spec.box[1:], strict=True) if side > 1
-    ]
+    sides = [(step, n) for step, n in zip(spec.strides, spec.box[1:], strict=True) if n > 1]
     end = spec.inner_bytes
     for step, side in sorted(sides):
         if step < end:

@@ -108,9 +108,7 @@ class WgmmaChain:
             a, b = [step.a for step in run], [step.b for step in run]
             if first.adds is not None and accumulators is not None:
                 keep = np.repeat(first.adds, 4)[:, None]
-                accumulators = [
-                    np.where(keep, value, value.dtype.type(0)) for value in accumulators
-                ]
+                accumulators = [np.where(keep, v, v.dtype.type(0)) for v in accumulators]
             form, start = first.form, list(accumulators or ())
             if form.half:
                 start = split_halves(start, warps)
@@ -160,9 +158,7 @@ class Warpgroups:
 
     # ---- issue
 
-    def issue(
-        self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, accumulators: Any
-    ) -> None:
+    def issue(self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, c: Any) -> None:
         """Starts wgmma.mma_async.
 
         Args:
@@ -170,7 +166,7 @@ class Warpgroups:
             a: descriptor, or four registers.
             b: descriptor.
             adds: scale-d.
-            accumulators: values of the accumulators; None if a chain with all of them is in flight.
+            c: values of the accumulators; None if a chain with all of them is in flight.
         """
         groups = self.numbers(here.cohort)
         if self.machine.shared_races is not None:
@@ -183,7 +179,7 @@ class Warpgroups:
         chains = self._claim(here, groups, form)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
-            fresh = WgmmaChain(form.registers, groups, list(accumulators), [])
+            fresh = WgmmaChain(form.registers, groups, list(c), [])
             if chains:
                 taken = np.concatenate([chain.groups for chain in chains])
                 fresh = fresh.part(~np.isin(groups, taken))

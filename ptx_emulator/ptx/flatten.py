@@ -48,13 +48,9 @@ def _branch_around(flat: syntax.Function) -> None:
             ins = replace(ins, guard=None)
         code.append(ins)
     starts.append(len(code))
-    flat.code = [
-        replace(ins, operands=[_moved(operand, starts) for operand in ins.operands]) for ins in code
-    ]
-    flat.branch_targets = {
-        name: [starts[target] for target in targets]
-        for name, targets in flat.branch_targets.items()
-    }
+    flat.code = [replace(i, operands=[_moved(o, starts) for o in i.operands]) for i in code]
+    tables = flat.branch_targets.items()
+    flat.branch_targets = {name: [starts[t] for t in targets] for name, targets in tables}
 
 
 def _moved(operand: Operand, starts: list[int]) -> Operand:

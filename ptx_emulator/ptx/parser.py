@@ -265,13 +265,9 @@ class _Parser(Cursor):
                 break
             if self.peek() == ";":
                 raise self.fail("expected an operand")
-        end = self.positions[self.at]
+        place = (self.line, self.outer, begin, self.positions[self.at])
         self.take(";")
-        self.fn.code.append(
-            Instruction(
-                op, tuple(mods), operands, guard, negated, self.line, self.outer, begin, end
-            )
-        )
+        self.fn.code.append(Instruction(op, tuple(mods), operands, guard, negated, *place))
 
     # ---- operands
 

@@ -210,14 +210,12 @@ class Wave:
         self.cohorts.remove(old)
         self.cohorts += parts
 
-    def split(
-        self, cohort: Cohort, keep: Array, pc_kept: int, pc_rest: int
-    ) -> tuple[Cohort, Cohort]:
+    def split(self, c: Cohort, keep: Array, pc_kept: int, pc_rest: int) -> tuple[Cohort, Cohort]:
         """Splits a cohort in two by row; both selections must be non-empty."""
         live = self.program.live_list
-        kept = cohort.part(keep, live(pc_kept), pc_kept)
-        rest = cohort.part(~keep, live(pc_rest), pc_rest)
-        self.replace(cohort, [kept, rest])
+        kept = c.part(keep, live(pc_kept), pc_kept)
+        rest = c.part(~keep, live(pc_rest), pc_rest)
+        self.replace(c, [kept, rest])
         return kept, rest
 
     def hold(self, cohort: Cohort, ready: Array, pc: int, waits: Any, after: int) -> Cohort | None:
