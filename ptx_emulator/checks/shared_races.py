@@ -52,9 +52,8 @@ class SharedRaces(SharedShadow):
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
         self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
         self.remote_pc = np.zeros(self.remote_clock.shape, np.int64)
-        self.proxy = None
-        if machine.program.asynchronous:
-            self.proxy = AsyncProxy(self, self._against_reads)
+        asynchronous = machine.program.asynchronous
+        self.proxy = AsyncProxy(self, self._against_reads) if asynchronous else None
 
     def barrier_of_all(self, blocks: Array) -> None:
         """A barrier of all warps of the blocks completed."""

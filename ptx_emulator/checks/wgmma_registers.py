@@ -192,9 +192,7 @@ def union(masks: tuple[int, ...]) -> int:
 
 def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
     """``used`` is in flight again, with age 0."""
-    if not used:
-        return ages
-    return (ages[0] | used, *(mask & ~used for mask in ages[1:]))
+    return (ages[0] | used, *(mask & ~used for mask in ages[1:])) if used else ages
 
 
 def _aged(ages: tuple[int, ...]) -> tuple[int, ...]:

@@ -110,9 +110,7 @@ class DeviceArguments:
 
     def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
         size = high - low
-        host = None
-        if size:
-            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low))
+        host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)) if size else None
         allocation = self.memory.allocate(size, low % 16, label, host)
         allocation.writable = any(a.flags.writeable for a in arrays)
         return allocation

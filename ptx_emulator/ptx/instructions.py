@@ -127,9 +127,7 @@ def bits_of(mask: int) -> tuple[int, ...]:
 
 def as_immediate(operand: Operand) -> int | None:
     """The value of an integer immediate, else None."""
-    if isinstance(operand, Imm) and not operand.float_bits:
-        return operand.value
-    return None
+    return operand.value if isinstance(operand, Imm) and not operand.float_bits else None
 
 
 def gates(code: list[Instruction], leaders: set[int]) -> set[int]:

@@ -36,9 +36,7 @@ def strip_comments(text: str) -> str:
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()
-        if found[0] == '"':
-            return found
-        return re.sub(r"[^\n]", " ", found)
+        return found if found[0] == '"' else re.sub(r"[^\n]", " ", found)
 
     return _COMMENT.sub(blank, text)
 
@@ -197,9 +195,7 @@ class Cursor:
             self.take("(")
             name = self.take()
             self.take(")")
-        extra = 0
-        if self.accept("+"):
-            extra = number(self.take()).value
+        extra = number(self.take()).value if self.accept("+") else 0
         variable.relocations.append((offset, name))
         return extra.to_bytes(size, "little")
 

@@ -273,9 +273,7 @@ class _Parser(Cursor):
 
     def operand(self) -> Operand:
         first = self.simple_operand()
-        if self.accept("|"):
-            return syntax.Pair(first, self.simple_operand())
-        return first
+        return syntax.Pair(first, self.simple_operand()) if self.accept("|") else first
 
     def simple_operand(self) -> Operand:
         text = self.texts[self.at]
