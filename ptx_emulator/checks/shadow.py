@@ -242,20 +242,19 @@ class SharedShadow:
 
     # ---- checks
 
-    def _uncovered(self, a: SharedAccess) -> Iterator[tuple[int, _PartialRelease, Array]]:
-        """Partial releases that other warps may come after, but not after all lanes of the warp.
+    def _uncovered(self, a: SharedAccess, row: int) -> Iterator[tuple[_PartialRelease, Array]]:
+        """Partial releases of a warp that others may come after, but not after all of its lanes.
 
         Yields:
-            The releasing warp, the release, and which accesses (g,) come so.
+            The release, and which accesses (g,) come so.
         """
-        for row, found in self.releases.items():
-            cluster, member = divmod(row, self.warps)
-            others = (a.rows // self.warps == cluster) & (a.rows != row)
-            seen = self.clocks.seen[cluster, a.rows % self.warps, member]
-            for one in found:
-                late = others if one.covered is None else others & (seen < one.covered)
-                if late.any():
-                    yield row, one, late
+        cluster, member = divmod(row, self.warps)
+        others = (a.rows // self.warps == cluster) & (a.rows != row)
+        seen = self.clocks.seen[cluster, a.rows % self.warps, member]
+        for one in self.releases[row]:
+            late = others if one.covered is None else others & (seen < one.covered)
+            if late.any():
+                yield one, late
 
     def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
         """Checks accesses against writes of lanes whose warps arrived without them."""
@@ -263,27 +262,31 @@ class SharedShadow:
             return
         agent, clock = self.clocks.decode(stamps)
         writers = self.take(self.writer, a.where, a.size)
-        for row, one, late in self._uncovered(a):
-            bad = (agent == row % self.warps) & (stamps < ASYNC) & (writers != EVERY)
-            bad &= (clock >= one.first) & (clock <= one.last) & late[:, None]
-            bad &= ~one.lanes[np.minimum(writers, 31)]
-            if bad.any():
-                self._report_release(a, bad, self._writer_pc(a, bad))
+        written = (stamps < ASYNC) & (writers != EVERY)
+        for row in self.releases:
+            its = written & (agent == row % self.warps)
+            for one, late in self._uncovered(a, row) if its.any() else ():
+                bad = its & (clock >= one.first) & (clock <= one.last) & late[:, None]
+                bad &= ~one.lanes[np.minimum(writers, 31)]
+                if bad.any():
+                    self._report_release(a, bad, self._writer_pc(a, bad))
 
     def _reads_not_released(self, a: SharedAccess, reads: _LaneReads) -> None:
         """Checks a write against reads of lanes whose warps arrived without them."""
         before = reads.access
         readers = np.broadcast_to(lanes_of(before), before.where.shape)
-        for row, one, late in self._uncovered(a):
-            of = (before.rows == row) & (reads.clock >= one.first) & (reads.clock <= one.last)
-            if of.any():
-                missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
-                self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
-                bad = self.take(self._mark, a.where, a.size) > 0
-                bad &= late[:, None]
-                self.put(self._mark, before.where[of], before.size, np.int32(0))
-                if bad.any():
-                    self._report_release(a, bad, before.pc)
+        for row in self.releases:
+            mine = before.rows == row
+            for one, late in self._uncovered(a, row) if mine.any() else ():
+                of = mine & (reads.clock >= one.first) & (reads.clock <= one.last)
+                if of.any():
+                    missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
+                    self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
+                    bad = self.take(self._mark, a.where, a.size) > 0
+                    bad &= late[:, None]
+                    self.put(self._mark, before.where[of], before.size, np.int32(0))
+                    if bad.any():
+                        self._report_release(a, bad, before.pc)
 
     def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
         what = "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that "
