@@ -103,11 +103,6 @@ class Clocks:
         self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def release(self, rows: Array, group: int, slot: int) -> None:
-        """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        self.acquire(rows, np.full(len(rows), slot))
-        self.published[group, slot] = 0
-
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
         blocks, warps = np.divmod(rows, self.warps)

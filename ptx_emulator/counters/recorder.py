@@ -173,7 +173,8 @@ class Recorder:
         requested = size * int(np.count_nonzero(active))
         if not requested:
             return
-        self._mark(chosen, size, kind)
+        for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
+            touched.view[size][chosen >> SHIFT[size]] = _MARK[size]
         different = active.copy()
         different[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
         least = -(-size * different.sum(axis=1) // SECTOR_BYTES)
@@ -185,10 +186,6 @@ class Recorder:
         self.sectors_least[here.pc] += least.sum()
         self._by_buffer(ordered, active, first, least, size, kind)
         self._keep(here.cohort, sector, first, kind)
-
-    def _mark(self, offset: Array, size: int, kind: int) -> None:
-        for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
-            touched.view[size][offset >> SHIFT[size]] = _MARK[size]
 
     def _by_buffer(
         self, ordered: Array, active: Array, first: Array, least: Array, size: int, kind: int

@@ -17,14 +17,7 @@ from ptx_emulator.isa.cluster import resolved
 from ptx_emulator.isa.convert import half_op, half_op2
 from ptx_emulator.isa.floats import maximum, minimum
 from ptx_emulator.isa.generator import Generator, instruction, items_of
-from ptx_emulator.isa.memory import (
-    FUNCTION,
-    accessed_bytes,
-    address,
-    by_space,
-    take_access,
-    unpack,
-)
+from ptx_emulator.isa.memory import FUNCTION, accessed_bytes, address, by_space, take_access, unpack
 from ptx_emulator.isa.warp import REDUCTIONS
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction

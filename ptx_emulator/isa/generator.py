@@ -27,19 +27,8 @@ from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa.pending_products import PendingProducts
 from ptx_emulator.isa.special_registers import SPECIAL
-from ptx_emulator.ptx import syntax
-from ptx_emulator.ptx.instructions import (
-    OPCODES,
-    Opcode,
-    Width,
-    as_immediate,
-    fact,
-    has_members,
-    is_warp_wide,
-    may_access_between_threads,
-    opcode_of,
-    synchronises_lanes,
-)
+from ptx_emulator.ptx import instructions, syntax
+from ptx_emulator.ptx.instructions import OPCODES, Opcode, Width, fact, opcode_of
 from ptx_emulator.ptx.lexer import double_to_single
 from ptx_emulator.ptx.program import ALL_LANES, PtxProgram
 from ptx_emulator.ptx.register_types import DTYPE
@@ -241,7 +230,7 @@ class Generator:
 
     def immediate(self, operand: Operand, what: str) -> int:
         """The value of an operand, which must be an integer constant."""
-        value = as_immediate(operand)
+        value = instructions.as_immediate(operand)
         if value is None:
             raise self.unknown(f"{what} that is not a constant")
         return value
@@ -440,7 +429,7 @@ class Generator:
 
     def membermask(self) -> str:
         """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
-        if not has_members(self.ins):
+        if not instructions.has_members(self.ins):
             return "None"
         mask = self.ins.operands[-1]
         constant = self.program.constant_of(mask)
@@ -505,7 +494,7 @@ class Generator:
             self.require_defined()
             if self.profile:
                 self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
-        if self.masked and is_warp_wide(ins):
+        if self.masked and instructions.is_warp_wide(ins):
             self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
             if width is Width.WHOLE_WARP:
                 self.emit(f"E.members.require_whole_warp(C, {self.pc})")
@@ -524,7 +513,7 @@ class Generator:
 
     def require_members(self, ins: Instruction) -> None:
         """Emits a check that the lanes that execute a .sync instruction are in its mask."""
-        members = self.membermask() if is_warp_wide(ins) else "None"
+        members = self.membermask() if instructions.is_warp_wide(ins) else "None"
         if members != "None" and self.namespace.get(members) != ALL_LANES:
             self.emit(f"E.members.require({self.execution()}, {members})")
 
@@ -532,14 +521,14 @@ class Generator:
         """Emits the calls by which the checker of lanes follows an instruction."""
         if not self.check or not self.program.accesses.between_threads:
             return
-        if synchronises_lanes(ins):
+        if instructions.synchronises_lanes(ins):
             members = self.membermask()
             whole = members == "None" or self.namespace.get(members) == ALL_LANES
             if whole and self.synchronised:
                 return
             self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
             self.synchronised = whole
-        elif may_access_between_threads(ins):
+        elif instructions.may_access_between_threads(ins):
             self.synchronised = False
 
     def finish(self, *targets: int) -> None:

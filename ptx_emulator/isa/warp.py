@@ -178,8 +178,7 @@ formula("activemask", "exchange", "u4", "active_mask(C)")
 
 
 formula(
-    *("match", "exchange", "u4|b1", "match(C, {all/any}, {a:T}, {b:u4})", "sync"),
-    width=Width.WARP,
+    *("match", "exchange", "u4|b1", "match(C, {all/any}, {a:T}, {b:u4})", "sync"), width=Width.WARP
 )
 formula("elect", "exchange", "u4|b1", "elect(C, {a:u4})", "sync", width=Width.WARP)
 _REDUCED = {

@@ -205,7 +205,9 @@ class Barriers:
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
             slot = int(self._slots(np.array([block]), np.array([barrier]))[0])
-            m.clocks.release(rows, block // m.cluster_size, slot)
+            # The warps that waited are ordered after all that arrived.
+            m.clocks.acquire(rows, np.full(len(rows), slot))
+            m.clocks.published[block // m.cluster_size, slot] = 0
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits

@@ -19,18 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ptx_emulator import errors
 from ptx_emulator.checks.bounds import check_aligned, check_window, check_writable
 from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
-from ptx_emulator.errors import (
-    LaunchArguments,
-    MbarrierMisuse,
-    OutOfBounds,
-    RaceError,
-    UnknownInstruction,
-    way_out,
-)
+from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
 from ptx_emulator.isa.atomics import combine
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.machine import tma
@@ -194,7 +188,7 @@ def check_reduction(here: Execution, operation: str, kind: str) -> None:
         what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
         numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
         way_out = "add it to ptx_emulator/machine/bulk.py"
-        here.machine.fail(UnknownInstruction, what, here.site(), numbers, way_out)
+        here.machine.fail(errors.UnknownInstruction, what, here.site(), numbers, way_out)
 
 
 def count_transfer(t: BulkTransfer, into: bool) -> None:
@@ -515,7 +509,8 @@ class BulkCopies:
             for t in () if allowed else self.outgoing:
                 row = int(np.argmin(t.waited))
                 advice = "execute cp.async.bulk.wait_group.read first"
-                self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))
+                advice += errors.way_out("exit_before_bulk_store")
+                self._unfinished(t, row, "out of", advice)
         for t in self.incoming + self.outgoing:
             self.execute(t)
 

@@ -167,7 +167,7 @@ class _Inliner:
                 return
             raise _unknown(ins, "a computed address in the parameters of a call")
         name, kind = memory.base.name, ins.mods[-1]
-        if in_entry and load and not self.is_local(name):
+        if in_entry and load and not any(slot[0] == name for slot in self.slots):
             self.flat.code.append(ins)
             return
         value = ins.operands[0 if load else 1]
@@ -194,9 +194,6 @@ class _Inliner:
                 made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
                 made.operands = [to, source]
             self.flat.code.append(made)
-
-    def is_local(self, name: str) -> bool:
-        return any(key[0] == name for key in self.slots)
 
 
 def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:

@@ -263,34 +263,19 @@ def test_a_cluster_that_does_not_fit_is_refused(
 
 
 def test_a_block_that_does_not_arrive_is_named() -> None:
-    source = CUDA.replace(
-        "cluster_arrive(); cluster_wait(); }",
-        'if (rank() == 1) asm volatile("bar.sync 1, 96;"); cluster_arrive(); cluster_wait(); }',
-    )
+    both = "cluster_arrive(); cluster_wait(); }"
+    source = CUDA.replace(both, 'if (rank() == 1) asm volatile("bar.sync 1, 96;"); ' + both)
+    args = [TensorMap(VALUES, (32, 8)), VALUES, np.zeros(512, np.uint32)]
     with pytest.raises(DeadlockError, match="deadlock") as caught:
-        launch(
-            hopper_ptx(source, True),
-            "reads_its_neighbour",
-            2,
-            64,
-            [TensorMap(VALUES, (32, 8)), VALUES, np.zeros(512, np.uint32)],
-            cluster=2,
-        )
+        launch(hopper_ptx(source, True), "reads_its_neighbour", 2, 64, args, cluster=2)
     assert "waits at the cluster barrier: of its 4 warps 2 3 have not arrived" in str(caught.value)
 
 
 def test_a_multicast_to_a_block_outside_the_cluster_is_refused() -> None:
     source = CUDA.replace("(1 << blocks()) - 1", "(2 << blocks()) - 1")
-    out = np.zeros(1024, np.uint32)
+    args = [TensorMap(VALUES, (32, 4)), VALUES, np.zeros(1024, np.uint32)]
     with pytest.raises(LaunchArguments, match="multicast to blocks") as caught:
-        launch(
-            hopper_ptx(source, True),
-            "multicast",
-            4,
-            64,
-            [TensorMap(VALUES, (32, 4)), VALUES, out],
-            cluster=2,
-        )
+        launch(hopper_ptx(source, True), "multicast", 4, 64, args, cluster=2)
     assert "mask 0x7" in caught.value.numbers
 
 

@@ -308,15 +308,9 @@ def start(
     source: str, kernel: str, seed: int | None, fixed: bool, blocks: int = 1, threads: int = 128
 ) -> Array:
     values, out = np.arange(128, dtype=np.int32) * 3 + 0x01010100, np.zeros(512, np.int32)
-    launch(
-        compile_ptx(source, options=("-DFIXED",) if fixed else ()),
-        kernel,
-        (blocks, 1, 1),
-        (threads, 1, 1),
-        [values, out[:128], np.int32(8)],
-        shared_bytes=512 if "dynamic" in kernel else 0,
-        order_seed=seed,
-    )
+    ptx = compile_ptx(source, options=("-DFIXED",) if fixed else ())
+    args, shared = [values, out[:128], np.int32(8)], 512 if "dynamic" in kernel else 0
+    launch(ptx, kernel, blocks, threads, args, shared, order_seed=seed)
     return out
 
 

@@ -29,10 +29,9 @@ CUDA = r"""
     __shared__ ull full[2], empty[2]; \
     const bool first = T == 0; \
     (void)s
+#define START_FULL START; if (first) { init(&full[0], 1); fence_init(); } __syncthreads()
 KERNEL(missing_wait) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     if (first) {
         expect(&full[0], TILE);
         load2(s, &in, 0, 0, &full[0]);                                          // BUG
@@ -42,9 +41,7 @@ KERNEL(missing_wait) ARGS {
     BUG(wait(&full[0], 0);)
 }
 KERNEL(only_the_producer_waits) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     if (first) {
         expect(&full[0], TILE);
         load2(s, &in, 0, 0, &full[0]);                                          // BUG
@@ -86,9 +83,7 @@ KERNEL(generic_writes_before_a_load) ARGS {
     for (int i = T; i < TILE / 2; i += blockDim.x) to[i] = s[i];
 }
 KERNEL(wrong_phase, DeadlockError, phase 3: 1 of 1 arrivals pending, 0 bytes outstanding) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     for (int t = 0; t < tiles; ++t) {
         if (first) { expect(&full[0], TILE); load2(s, &in, 0, 32 * t, &full[0]); }
         wait(&full[0], t & 1);
@@ -98,9 +93,7 @@ KERNEL(wrong_phase, DeadlockError, phase 3: 1 of 1 arrivals pending, 0 bytes out
     }
 }
 KERNEL(parity_never_flips) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     for (int t = 0; t < tiles; ++t) {
         if (first) { expect(&full[0], TILE); load2(s, &in, 0, 32 * t, &full[0]); } // BUG
         wait(&full[0], FIX(t & 1) BUG(0));
@@ -110,18 +103,14 @@ KERNEL(parity_never_flips) ARGS {
 }
 KERNEL(expects_too_much, DeadlockError,
        phase 0: 0 of 1 arrivals pending, 16 bytes outstanding) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     if (first) { expect(&full[0], TILE BUG(+ 16)); load2(s, &in, 0, 0, &full[0]); }
     wait(&full[0], 0);                                                          // WAITS
     for (int i = T; i < TILE / 2; i += blockDim.x) to[i] = s[i];
 }
 KERNEL(expects_too_little, DeadlockError,
        phase 0: 0 of 1 arrivals pending, -16 bytes outstanding) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     if (first) { expect(&full[0], TILE BUG(- 16)); load2(s, &in, 0, 0, &full[0]); }
     wait(&full[0], 0);                                                          // WAITS
     for (int i = T; i < TILE / 2; i += blockDim.x) to[i] = s[i];
@@ -236,9 +225,7 @@ KERNEL(load_over_a_store_that_still_reads) ARGS {
     }
 }
 KERNEL(load_over_what_a_warp_still_reads) ARGS {
-    START;
-    if (first) { init(&full[0], 1); fence_init(); }
-    __syncthreads();
+    START_FULL;
     for (int t = 0; t < tiles; ++t) {
         if (first) { expect(&full[0], TILE); load2(s, &in, 0, 32 * t, &full[0]); } // BUG
         wait(&full[0], t & 1);

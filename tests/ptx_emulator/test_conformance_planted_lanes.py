@@ -11,11 +11,7 @@ import pytest
 
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator import launch
-from tests.ptx_emulator.test_conformance_planted import (
-    assert_reported,
-    planted,
-    start_hopper,
-)
+from tests.ptx_emulator.test_conformance_planted import assert_reported, planted, start_hopper
 from tests.support.hopper_ptx import PREAMBLE, hopper_ptx
 
 CUDA = r"""

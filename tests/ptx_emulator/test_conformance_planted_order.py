@@ -10,11 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.ptx_emulator.test_conformance_planted import (
-    assert_reported,
-    planted,
-    start_hopper,
-)
+from tests.ptx_emulator.test_conformance_planted import assert_reported, planted, start_hopper
 from tests.support.hopper_ptx import PREAMBLE
 
 CUDA = r"""

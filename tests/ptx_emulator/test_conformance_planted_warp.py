@@ -231,9 +231,7 @@ def test_its_correct_twin_runs(kernel: str) -> None:
         assert run(kernel, True, seed).any()
 
 
-WARP_SYNCHRONOUS = [
-    kernel for kernel, (_, words) in KERNELS.items() if words == "lanes of one warp"
-]
+WARP_SYNCHRONOUS = [name for name, (_, said) in KERNELS.items() if said == "lanes of one warp"]
 
 
 @pytest.mark.parametrize("kernel", WARP_SYNCHRONOUS)

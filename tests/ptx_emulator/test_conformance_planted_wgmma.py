@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from ptx_emulator import launch
-from ptx_emulator.errors import (
-    DeadlockError,
-)
+from ptx_emulator.errors import DeadlockError
 from tests.ptx_emulator.test_conformance_planted import SEEDS, assert_reported, planted
 from tests.support.nvrtc_helper import compile_ptx
 from tests.support.wgmma_kernels import HEAD
