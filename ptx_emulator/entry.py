@@ -18,10 +18,11 @@ from ptx_emulator.counters.totals import Counters
 from ptx_emulator.errors import FORGIVEN, LaunchArguments
 from ptx_emulator.isa.segments import Segments
 from ptx_emulator.machine.arguments import DeviceArguments
-from ptx_emulator.machine.machine import LaunchConfig, Machine
+from ptx_emulator.machine.machine import Machine
 from ptx_emulator.ptx.parser import parse
 from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.ptx.syntax import Module
+from ptx_emulator.state.wave import LaunchConfig
 
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
@@ -102,7 +103,9 @@ def launch(
         _cluster_of(program, cluster),
         _WATCHER.get(),
     )
-    _check_shape(program, config)
+    for what, numbers, way_out in _misfits(program, config):
+        where = f"kernel {program.name}"
+        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     machine = Machine(segments, config, DeviceArguments(program, args))
     begin = time.perf_counter()
     try:
@@ -179,10 +182,9 @@ def _allowed(names: Sequence[str]) -> frozenset[str]:
     unknown = [name for name in names if name not in FORGIVEN]
     if unknown:
         what = "allow names a finding that cannot be allowed"
-        where = "ptx_emulator.launch"
         numbers = f"{', '.join(map(repr, unknown))}; known are {', '.join(FORGIVEN)}"
         way_out = "the error message of a finding contains its name, if it can be allowed"
-        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
+        raise LaunchArguments(what, where="ptx_emulator.launch", numbers=numbers, way_out=way_out)
     return frozenset(names)
 
 
@@ -209,12 +211,6 @@ def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
         way_out = "pass for example (blocks, heads, batch)"
         raise LaunchArguments(problem, where=where, numbers=numbers, way_out=way_out)
     return sizes[0], sizes[1], sizes[2]
-
-
-def _check_shape(program: PtxProgram, config: LaunchConfig) -> None:
-    for what, numbers, way_out in _misfits(program, config):
-        where = f"kernel {program.name}"
-        raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
 
 
 def _misfits(program: PtxProgram, config: LaunchConfig) -> Iterator[tuple[str, str, str]]:

@@ -128,9 +128,8 @@ class AsyncProxy:
         count = len(a.where)
         numbers = self._writes + np.arange(count)
         self._writes += count
-        self._write_column, self._write_time = room(
-            self._writes, self._write_column, self._write_time
-        )
+        tables = self._write_column, self._write_time
+        self._write_column, self._write_time = room(self._writes, *tables)
         self._write_column[numbers] = column
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
@@ -169,16 +168,15 @@ class AsyncProxy:
             self.shadow.lanes_against_writes(a, stamps, verb)
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
-        if "cp_async_proxy" in self.machine.allow:
+        if "cp_async_proxy" in self.machine.config.allow:
             fine |= unfenced & self._by_copies(a, True)[:, None]
             if fine.all():
                 return
         place, member, which = (int(i) for i in np.argwhere(~fine)[0])
         first = np.zeros(stamps.shape, bool)
         first[place, which] = True
-        self._report_write(
-            a, first, int(stamps[place, which]), unfenced[place, member, which], verb
-        )
+        stamp, only_unfenced = int(stamps[place, which]), unfenced[place, member, which]
+        self._report_write(a, first, stamp, only_unfenced, verb)
 
     def _by_copies(self, a: SharedAccess, which: Any) -> Array:
         """The vectors (g, vectors) of ``which`` that a cp.async wrote last."""
@@ -198,7 +196,7 @@ class AsyncProxy:
         fine = ordered & fenced
         if not ordinary.all():
             fine |= self.known(blocks, warps, stamps)
-        if verb == "write" or "uninitialised_rows" in self.machine.allow:
+        if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == NEVER
         return fine, ordered & ~fenced
 
@@ -252,17 +250,14 @@ class AsyncProxy:
         agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
         if unfenced:
-            problem = (
-                f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a proxy "
-                "fence"
-            )
+            problem = f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a "
+            problem += "proxy fence"
             advice = _FENCE
             if self._by_copies(a, bad).any():
                 advice += way_out("cp_async_proxy")
         elif stamp >= ASYNC:
-            advice = (
-                "wait for it first, in the issuing warp or in one that it passes a barrier with"
-            )
+            advice = "wait for it first, in the issuing warp or in one that it passes a barrier "
+            advice += "with"
         else:
             advice = "separate the two accesses by a barrier that both warps pass"
             if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & WARP).any():

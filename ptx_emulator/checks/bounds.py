@@ -58,10 +58,9 @@ def locate(here: Execution, address: Any, size: int, write: bool) -> Any:
         bad = (starts < 0) | (chosen + size > memory.ends[starts])
         if bad.any():
             _out_of_bounds(here, address, size, write)
-        touched = np.unique(starts).tolist()
+        memory.touched = np.unique(starts).tolist()
     else:
-        touched = [place]
-    memory.touched = touched
+        memory.touched = [place]
     if size > 1 and int(np.bitwise_or.reduce(chosen, axis=None)) & (size - 1):
         check_aligned(here, address, size, "global")
     if write:

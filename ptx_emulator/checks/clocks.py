@@ -103,11 +103,6 @@ class Clocks:
         self.synced[blocks[:, None] * self.warps + self._own] = newest[:, None] + 1
         self._refresh(blocks)
 
-    def release(self, rows: Array, group: int, slot: int) -> None:
-        """Orders the warps that waited at a completed barrier after all warps that arrived."""
-        self.acquire(rows, np.full(len(rows), slot))
-        self.published[group, slot] = 0
-
     def publish(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish their clocks in slots (n,) of their blocks; their clocks advance."""
         blocks, warps = np.divmod(rows, self.warps)
@@ -121,8 +116,7 @@ class Clocks:
     def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
         """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
         columns = known.shape[1]  # agents may have been added since
-        blocks = rows // self.warps
-        np.maximum.at(self.published[:, :, :columns], (blocks, slots), known)
+        np.maximum.at(self.published[:, :, :columns], (rows // self.warps, slots), known)
 
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""

@@ -43,8 +43,7 @@ def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: in
     Raises:
         RaceError: a copy in flight reads some of the bytes.
     """
-    written = set(machine.memory.touched)
-    for source, reads, late in _in_flight(machine, written, rows):
+    for source, reads, late in _in_flight(machine, set(machine.memory.touched), rows):
         step = min(size, source.size)
         read = _pieces(reads, source.size, step)
         both = read[np.isin(read, _pieces(offsets[late], size, step))]
@@ -58,22 +57,20 @@ def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: in
             machine.fail(RaceError, what, site, numbers, way_out)
 
 
-def _in_flight(
-    machine: Wave, written: set[int], rows: Array
-) -> Iterator[tuple[CopySource, Array, Any]]:
+def _in_flight(m: Wave, written: set[int], rows: Array) -> Iterator[tuple[CopySource, Array, Any]]:
     """Copies from these allocations that may be in flight for some of the warps ``rows`` (k,).
 
     Yields:
         Their source, the offsets that they read, and for which of the rows.
     """
     everyone = slice(None)
-    for flight in machine.copies.flights:
+    for flight in m.copies.flights:
         source = flight.source
         if source is not None and written.intersection(source.touched):
             lanes = [part for part in (flight.lanes, source.lanes) if part is not None]
             reads = source.offsets[np.logical_and.reduce(lanes)] if lanes else source.offsets
             yield source, reads, everyone
-    bulk = machine.bulk
+    bulk = m.bulk
     for transfer in (*bulk.incoming, *bulk.landed) if bulk.incoming or bulk.landed else ():
         source = transfer.source
         if source is None or not written.intersection(source.touched):
@@ -81,17 +78,16 @@ def _in_flight(
         if not transfer.done:
             yield source, source.offsets, everyone
             continue
-        assert machine.proxy is not None
+        assert m.proxy is not None
         assert transfer.writes is not None
         assert source.places is not None
-        places = (machine.row_cluster[rows], machine.row_member[rows])
+        places = (m.row_cluster[rows], m.row_member[rows])
         for reads, place in zip(source.offsets, source.places, strict=True):
-            seen = machine.proxy.has_completed(*places, transfer.writes[place])
+            seen = m.proxy.has_completed(*places, transfer.writes[place])
             if not seen.all():
                 yield source, reads, ~seen
 
 
 def _pieces(offsets: Array, size: int, step: int) -> Array:
     """The offsets of all pieces of ``step`` bytes of accesses of ``size`` bytes, flat."""
-    parts = np.arange(0, size, step)
-    return (offsets.reshape(-1, 1) + parts).reshape(-1)
+    return (offsets.reshape(-1, 1) + np.arange(0, size, step)).reshape(-1)

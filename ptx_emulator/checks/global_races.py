@@ -37,7 +37,7 @@ class GlobalLanes:
 
     def __init__(self, machine: Wave, count: int) -> None:
         self.machine = machine
-        self.tracks = "warp_synchronous" not in machine.allow
+        self.tracks = "warp_synchronous" not in machine.config.allow
         self.writer, self.reader = (sparse_zeros(count, np.uint8) for _ in range(2))
 
     def of(self, here: Execution, accesses: int, vectors: int) -> Array:
@@ -288,9 +288,7 @@ class GlobalRaces:
         low = self.machine.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
         return block << BLOCK_SHIFT | low | (ATOMIC if strong else 0) | (_RACING if racing else 0)
 
-    def _vectors(
-        self, flat: Array, stamps: Array, rows: Array, size: int
-    ) -> tuple[Array, Array, Array]:
+    def _vectors(self, flat: Array, stamps: Array, rows: Array, size: int) -> tuple[Array, ...]:
         many = max(1, size >> self.shift)
         first = flat >> self.shift
         if many == 1:
@@ -305,9 +303,8 @@ class GlobalRaces:
         known = clocks.ordered(m.row_cluster[rows], m.row_member[rows], low)
         many = (before & _MANY_WARPS) != 0
         if many.any():
-            known = np.where(
-                many, low >> CLOCK_SHIFT < clocks.floor_stamp[rows] >> CLOCK_SHIFT, known
-            )
+            floor = clocks.floor_stamp[rows] >> CLOCK_SHIFT
+            known = np.where(many, low >> CLOCK_SHIFT < floor, known)
         other_block = block_of(before) != block_of(stamps)
         apart = other_block | ((before & _MANY_BLOCKS) != 0)
         bad = (before != 0) & (apart | ~known) & ~excused
@@ -337,13 +334,8 @@ class GlobalRaces:
         other |= block_of(now) != block
         flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
         same_time = (old & LOW) >> CLOCK_SHIFT == (stamps & LOW) >> CLOCK_SHIFT
-        warps = (
-            (old != 0)
-            & (block_of(old) == block)
-            & ~other
-            & same_time
-            & ((old ^ stamps) & WARP != 0)
-        )
+        warps = (old != 0) & (block_of(old) == block) & ~other
+        warps &= same_time & ((old ^ stamps) & WARP != 0)
         warps |= (now ^ stamps) & WARP != 0
         flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
         marked = flags != 0
@@ -412,17 +404,15 @@ class GlobalRaces:
         numbers = self._place(vector)
         if problem != _PROBLEMS["overtake"]:
             numbers += f"; written at {m.program.describe(int(self.write_pc[vector]))}"
-        advice = (
-            "write these bytes in one block only, use atomics, or order the accesses (a barrier "
-            "within a block; another launch, or a fence and an atomic, between blocks)"
-        )
+        way = "write these bytes in one block only, use atomics, or order the accesses (a barrier "
+        way += "within a block; another launch, or a fence and an atomic, between blocks)"
         if problem is LANES_OF_A_WARP:
-            advice = SYNCHRONISE_LANES
+            way = SYNCHRONISE_LANES
         elif problem == _PROBLEMS["write"]:
-            advice += m.forgives_store(site, together)
+            way += m.forgives_store(site, together)
         if a.racing:
             numbers += VOLATILE
-        m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, advice)
+        m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, way)
 
 
 def _flying(stamps: Array) -> Array:

@@ -122,8 +122,7 @@ class LateWaits:
         known = m.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
         phase = known - ((known ^ parity) & 1)
         late = (m.mbarriers.phase[k, b] > phase + 1) & ~self.arrives[k, rows]
-        if late.any():
-            first = int(np.argmax(late))
+        for first in np.flatnonzero(late)[:1]:
             self._report(int(rows[first]), int(k[first]), int(phase[first]), pc)
 
     def _report(self, row: int, number: int, phase: int, pc: int) -> NoReturn:

@@ -95,21 +95,18 @@ class MemberLanes:
             for row in np.flatnonzero(stray.cohort.rows == warp).tolist():
                 lanes = np.flatnonzero(stray.bad[row]).tolist()
                 if lanes:
-                    self._report(
-                        pc, stray, row, site.lane if site.lane in lanes else lanes[0], used
-                    )
+                    lane = site.lane if site.lane in lanes else lanes[0]
+                    self._report(pc, stray, row, lane, used)
 
     def _report(self, pc: int, stray: _Stray, row: int, lane: int, used: str) -> NoReturn:
         source, members = int(stray.source[row, lane]), int(stray.members[row, lane])
         why = "does not execute it" if members >> source & 1 else "is outside"
-        self.machine.fail(
-            UninitialisedRead,
-            "a shuffle reads a lane that is outside its member mask or does not execute it: its "
-            "result is undefined",
-            Site(stray.cohort, pc, row, lane),
-            f"lane {source} {why}, member mask {members:#010x}{used}",
-            "let every lane that others read execute the shuffle, and name it in the mask",
-        )
+        what = "a shuffle reads a lane that is outside its member mask or does not execute it: its "
+        what += "result is undefined"
+        numbers = f"lane {source} {why}, member mask {members:#010x}{used}"
+        way_out = "let every lane that others read execute the shuffle, and name it in the mask"
+        site = Site(stray.cohort, pc, row, lane)
+        self.machine.fail(UninitialisedRead, what, site, numbers, way_out)
 
     def require_whole_warp(self, cohort: Cohort, pc: int) -> None:
         """Checks that no lane of a warp is missing at an instruction with .aligned.

@@ -19,6 +19,8 @@ decides. Lanes that synchronise without the rest of their warp have vector clock
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -124,12 +126,11 @@ class SharedShadow:
         self.written = np.full(self.count, NEVER, np.uint32)
         self.writer_pc = np.zeros(self.count, np.int32)
         self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous, machine.cluster_size)
-        self.tracks_lanes = "warp_synchronous" not in machine.allow
+        self.tracks_lanes = "warp_synchronous" not in machine.config.allow
         self.writer = np.full(self.count, EVERY, np.uint8)  # lane of the last write
         self.accessed = np.zeros(len(machine.row_block), bool)  # since the lanes synchronised
         self.partial: dict[int, Array] = {}  # row -> clocks of lanes that each lane has seen
         self.lane_reads: list[_LaneReads] = []
-        self._mark = np.zeros(0, np.int32)
         self.releases: dict[int, list[_PartialRelease]] = {}  # by warp
 
     def take(self, table: Array, where: Array, size: int) -> Array:
@@ -179,6 +180,11 @@ class SharedShadow:
         place, which = (int(i) for i in np.argwhere(bad)[0])
         offset, part = divmod(which, max(1, a.size >> self.shift))
         return int(a.where[place, offset] >> self.shift) + part, a.site(place, offset)
+
+    @functools.cached_property
+    def _mark(self) -> Array:
+        """Of each vector a mark, 0 between two calls."""
+        return np.zeros(self.count, np.int32)
 
     # ---- what synchronises lanes
 
@@ -236,61 +242,59 @@ class SharedShadow:
 
     # ---- checks
 
+    def _uncovered(self, a: SharedAccess, row: int) -> Iterator[tuple[_PartialRelease, Array]]:
+        """Partial releases of a warp that others may come after, but not after all of its lanes.
+
+        Yields:
+            The release, and which accesses (g,) come so.
+        """
+        cluster, member = divmod(row, self.warps)
+        others = (a.rows // self.warps == cluster) & (a.rows != row)
+        seen = self.clocks.seen[cluster, a.rows % self.warps, member]
+        for one in self.releases[row]:
+            late = others if one.covered is None else others & (seen < one.covered)
+            if late.any():
+                yield one, late
+
     def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
         """Checks accesses against writes of lanes whose warps arrived without them."""
         if a.rows.ndim > 1:
             return
         agent, clock = self.clocks.decode(stamps)
         writers = self.take(self.writer, a.where, a.size)
-        for row, found in self.releases.items():
-            cluster, member = divmod(row, self.warps)
-            its = (agent == member) & (stamps < ASYNC) & (writers != EVERY)
-            its &= ((a.rows // self.warps == cluster) & (a.rows != row))[:, None]
-            if not its.any():
-                continue
-            seen = self.clocks.seen[cluster, a.rows % self.warps, member][:, None]
-            for one in found:
-                late = np.inf if one.covered is None else one.covered
-                inside = (clock >= one.first) & (clock <= one.last) & (seen < late)
-                bad = its & inside & ~one.lanes[np.minimum(writers, 31)]
+        written = (stamps < ASYNC) & (writers != EVERY)
+        for row in self.releases:
+            its = written & (agent == row % self.warps)
+            for one, late in self._uncovered(a, row) if its.any() else ():
+                bad = its & (clock >= one.first) & (clock <= one.last) & late[:, None]
+                bad &= ~one.lanes[np.minimum(writers, 31)]
                 if bad.any():
-                    self._report_release(a, bad, int(self.writer_pc[self.first(a, bad)[0]]))
+                    self._report_release(a, bad, self._writer_pc(a, bad))
 
     def _reads_not_released(self, a: SharedAccess, reads: _LaneReads) -> None:
         """Checks a write against reads of lanes whose warps arrived without them."""
         before = reads.access
         readers = np.broadcast_to(lanes_of(before), before.where.shape)
-        for row, found in self.releases.items():
-            cluster, member = divmod(row, self.warps)
+        for row in self.releases:
             mine = before.rows == row
-            if not mine.any():
-                continue
-            writers = (a.rows // self.warps == cluster) & (a.rows != row)
-            seen = self.clocks.seen[cluster, a.rows % self.warps, member]
-            for one in found:
-                late = np.inf if one.covered is None else one.covered
+            for one, late in self._uncovered(a, row) if mine.any() else ():
                 of = mine & (reads.clock >= one.first) & (reads.clock <= one.last)
-                if not of.any() or not (writers & (seen < late)).any():
-                    continue
-                missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
-                if not len(self._mark):
-                    self._mark = np.zeros(self.count, np.int32)
-                self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
-                bad = self.take(self._mark, a.where, a.size) > 0
-                bad &= (writers & (seen < late))[:, None]
-                self.put(self._mark, before.where[of], before.size, np.int32(0))
-                if bad.any():
-                    self._report_release(a, bad, before.pc)
+                if of.any():
+                    missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
+                    self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
+                    bad = self.take(self._mark, a.where, a.size) > 0
+                    bad &= late[:, None]
+                    self.put(self._mark, before.where[of], before.size, np.int32(0))
+                    if bad.any():
+                        self._report_release(a, bad, before.pc)
 
     def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
-        self.fail(
-            a,
-            bad,
-            "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that they "
-            "have not synchronised with",
-            f"another lane of that warp accesses the bytes: {self.machine.program.describe(pc)}",
-            "execute __syncwarp() (bar.warp.sync) before the arrival" + way_out("warp_synchronous"),
-        )
+        what = "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that "
+        what += "they have not synchronised with"
+        access = self.machine.program.describe(pc)
+        numbers = f"another lane of that warp accesses the bytes: {access}"
+        advice = "execute __syncwarp() (bar.warp.sync) before the arrival"
+        self.fail(a, bad, what, numbers, advice + way_out("warp_synchronous"))
 
     def lanes_against_writes(self, a: SharedAccess, stamps: Array, verb: str) -> None:
         """Checks an access against earlier writes of other lanes of its warp, with these stamps."""
@@ -338,8 +342,6 @@ class SharedShadow:
 
     def _against_read(self, a: SharedAccess, reads: _LaneReads, late: Array) -> None:
         before = reads.access
-        if not len(self._mark):
-            self._mark = np.zeros(self.count, np.int32)
         readers = np.broadcast_to(lanes_of(before), before.where.shape)
         tags = ((before.rows + 1)[:, None] << 6 | readers) * late[:, None]
         mine = lanes_of(a, self.shift)
@@ -390,10 +392,8 @@ class SharedShadow:
         self.accessed[a.rows] = True
         self.lane_reads.append(_LaneReads(a, clock, *self._reach(a)))
         if len(self.lane_reads) > _KEPT_READS:
-            synced = self.clocks.synced
-            self.lane_reads = [
-                e for e in self.lane_reads if (e.clock >= synced[e.access.rows]).any()
-            ]
+            reads, synced = self.lane_reads, self.clocks.synced
+            self.lane_reads = [e for e in reads if (e.clock >= synced[e.access.rows]).any()]
             del self.lane_reads[: -_KEPT_READS // 2]
 
     def _reach(self, a: SharedAccess) -> tuple[int, int]:

@@ -52,9 +52,8 @@ class SharedRaces(SharedShadow):
         # Of accesses to other blocks of the cluster: their latest clock, by block and warp.
         self.remote_clock = np.zeros((len(machine.blocks), machine.cluster_warps), np.int64)
         self.remote_pc = np.zeros(self.remote_clock.shape, np.int64)
-        self.proxy = None
-        if machine.program.asynchronous:
-            self.proxy = AsyncProxy(self, self._against_reads)
+        asynchronous = machine.program.asynchronous
+        self.proxy = AsyncProxy(self, self._against_reads) if asynchronous else None
 
     def barrier_of_all(self, blocks: Array) -> None:
         """A barrier of all warps of the blocks completed."""
@@ -88,12 +87,11 @@ class SharedRaces(SharedShadow):
             late = np.flatnonzero(self.remote_clock[block] > seen)
             if len(late):
                 row, pc = cluster * self.warps + int(late[0]), int(self.remote_pc[block, late[0]])
-                raise OutOfBounds(
-                    "a block may exit before another block of its cluster accesses its memory",
-                    where=m.place(row, None, pc),
-                    numbers=f"the shared memory of rank {rank} of the cluster",
-                    way_out="let every block wait at a barrier of the cluster before it exits",
-                )
+                what = "a block may exit before another block of its cluster accesses its memory"
+                where = m.place(row, None, pc)
+                numbers = f"the shared memory of rank {rank} of the cluster"
+                advice = "let every block wait at a barrier of the cluster before it exits"
+                raise OutOfBounds(what, where=where, numbers=numbers, way_out=advice)
 
     # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
 
@@ -210,7 +208,7 @@ class SharedRaces(SharedShadow):
         if self.releases:
             self.against_partial_releases(a, stamps)
         fine = stamps < self.clocks.lane_floor[a.rows][:, None]
-        if verb == "write" or "uninitialised_rows" in self.machine.allow:
+        if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == shadow.NEVER
         if not fine.all():
             bad = ~(fine | self._ordered(a, stamps, verb))
@@ -284,9 +282,8 @@ class SharedRaces(SharedShadow):
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= shadow.ASYNC and self.proxy is not None:
             writer = self.proxy.describe(stamp)
-            advice = (
-                "wait for its mbarrier first, in this warp or in one that it passes a barrier with"
-            )
+            advice = "wait for its mbarrier first, in this warp or in one that it passes a barrier "
+            advice += "with"
             if stamp == shadow.MBARRIER:
                 advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"

@@ -178,9 +178,7 @@ class _DataFlow:
             marks = 0 if ins.op == "wgmma" else mask_of(self.effects[pc][0]) & suspects
             wrong, reused = touched.get(pc, (0, 0))
             if marks or wrong or reused:
-                found.watched[pc] = WatchedRegisters(
-                    bits_of(wrong), bits_of(reused), bits_of(marks)
-                )
+                found.watched[pc] = WatchedRegisters(*map(bits_of, (wrong, reused, marks)))
 
 
 def fragments_of(ins: Instruction) -> int:
@@ -194,9 +192,7 @@ def union(masks: tuple[int, ...]) -> int:
 
 def _renewed(ages: tuple[int, ...], used: int) -> tuple[int, ...]:
     """``used`` is in flight again, with age 0."""
-    if not used:
-        return ages
-    return (ages[0] | used, *(mask & ~used for mask in ages[1:]))
+    return (ages[0] | used, *(mask & ~used for mask in ages[1:])) if used else ages
 
 
 def _aged(ages: tuple[int, ...]) -> tuple[int, ...]:

@@ -86,9 +86,8 @@ def simulate(trace: recorder.AccessTrace, capacity: int, resident: int) -> L2Tra
     else:
         fetched, written, left, evictions = _evicting(line, sectors, kind, lines)
     each = recorder.SECTOR_BYTES
-    return L2Traffic(
-        capacity, resident, requested, fetched * each, written * each, left * each, evictions
-    )
+    moved = (requested, fetched * each, written * each, left * each)
+    return L2Traffic(capacity, resident, *moved, evictions)
 
 
 def interleaved(starts: Array, resident: int) -> Array:

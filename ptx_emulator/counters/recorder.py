@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self, machine: Wave) -> None:
         self.machine = machine
         # What is read after the launch, when the machine is gone.
-        self._memory, self._blocks = machine.memory, math.prod(machine.grid)
+        self._memory, self._blocks = machine.memory, math.prod(machine.config.grid)
         size = len(machine.program.code)
         arena = len(machine.memory.flat.bytes)
         self._steps = np.zeros(size + 1, np.int64)
@@ -116,22 +116,19 @@ class Recorder:
         off = spread(~np.asarray(guard), cohort.n)
         self._idle[pc] += np.count_nonzero(off if cohort.mask is None else off & cohort.mask)
 
-    def shared_access(
-        self, here: Execution, address: Any, size: int, in_turn: bool = False
-    ) -> None:
+    def shared_access(self, here: Execution, offset: Any, size: int, in_turn: bool = False) -> None:
         """Records an access to shared memory of ``size`` bytes per lane.
 
         Addresses are offsets into the shared memory of the block.
         """
-        where = here.spread(address)
+        where = here.spread(offset)
         active = None if here.lanes is None else here.active
         count = where.size if active is None else int(np.count_nonzero(active))
         self._shared(here.pc, size * count, wavefronts(where, active, size, in_turn))
 
     def matrices(self, rows: Array, pc: int) -> None:
         """Records ldmatrix or stmatrix: addresses of 16-byte rows, (warps, 8 per matrix)."""
-        taken = phases((rows // ROW_BYTES).reshape(-1, 8), None)
-        self._shared(pc, rows.size * ROW_BYTES, taken)
+        self._shared(pc, rows.size * ROW_BYTES, phases((rows // ROW_BYTES).reshape(-1, 8), None))
 
     def operand(self, size: int, pc: int) -> None:
         """Records the read of a wgmma operand: eight 16-byte rows per wavefront, no conflicts."""
@@ -176,7 +173,8 @@ class Recorder:
         requested = size * int(np.count_nonzero(active))
         if not requested:
             return
-        self._mark(chosen, size, kind)
+        for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
+            touched.view[size][chosen >> SHIFT[size]] = _MARK[size]
         different = active.copy()
         different[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
         least = -(-size * different.sum(axis=1) // SECTOR_BYTES)
@@ -188,10 +186,6 @@ class Recorder:
         self.sectors_least[here.pc] += least.sum()
         self._by_buffer(ordered, active, first, least, size, kind)
         self._keep(here.cohort, sector, first, kind)
-
-    def _mark(self, offset: Array, size: int, kind: int) -> None:
-        for touched in self._touched if kind == ATOMIC else (self._touched[kind],):
-            touched.view[size][offset >> SHIFT[size]] = _MARK[size]
 
     def _by_buffer(
         self, ordered: Array, active: Array, first: Array, least: Array, size: int, kind: int

@@ -47,9 +47,8 @@ def class_of(ins: Instruction) -> str:
         raise UnknownInstruction(what, where=where, numbers=numbers, way_out=way_out)
     if unit in ("float", "special", "compare") and "f64" in ins.mods:
         return "double"
-    if unit in ("float", "special") and _FLOATS.isdisjoint(ins.mods):
-        return "integer"
-    return unit
+    whole = unit in ("float", "special") and _FLOATS.isdisjoint(ins.mods)
+    return "integer" if whole else unit
 
 
 def multiply_adds(ins: Instruction) -> int:

@@ -17,29 +17,22 @@ from ptx_emulator.isa.cluster import resolved
 from ptx_emulator.isa.convert import half_op, half_op2
 from ptx_emulator.isa.floats import maximum, minimum
 from ptx_emulator.isa.generator import Generator, instruction, items_of
-from ptx_emulator.isa.memory import (
-    FUNCTION,
-    accessed_bytes,
-    address,
-    by_space,
-    take_access,
-    unpack,
-)
+from ptx_emulator.isa.memory import FUNCTION, accessed_bytes, address, by_space, take_access, unpack
 from ptx_emulator.isa.warp import REDUCTIONS
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
 from ptx_emulator.state.memory import SHIFT, Array
 from ptx_emulator.state.wave import Execution
 
+Operation = tuple[str, str]
+"""An operation and the PTX type of its elements, such as ("add", "f32")."""
 
-def atomic(
-    here: Execution, space: str, operation: tuple[str, str], address: Any, values: Any
-) -> Any:
+
+def atomic(here: Execution, space: str, operation: Operation, address: Any, values: Any) -> Any:
     """Applies an atomic to each active lane.
 
     Args:
         space: "global", "shared", "cluster" or "generic".
-        operation: the operation and the PTX type of the elements, such as ("add", "f32").
         values: one operand; two for "cas".
 
     Returns:
@@ -82,8 +75,7 @@ def atomic(
         way_out = "use an ordinary operation, or an address in shared or global memory"
         machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
     given = [here.chosen(v) for v in values]
-    old = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
-    out[chosen] = old
+    out[chosen] = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     return out
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.errors import OutOfBounds
-from ptx_emulator.isa.generator import Generator, instruction
+from ptx_emulator.isa.generator import Generator, formula, instruction
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction
 from ptx_emulator.state.cohort import Cohort
@@ -53,9 +53,8 @@ def resolved(here: Execution, address: Any, size: int) -> tuple[Array, Array]:
         machine.fail(OutOfBounds, what, site, numbers, way_out)
     if machine.shared_races and machine.cluster_size > 1:
         chosen = here.active & (blocks != own)
-        machine.shared_races.note_remote(
-            here.spread(rows[:, None])[chosen], blocks[chosen], here.pc
-        )
+        others = here.spread(rows[:, None])[chosen]
+        machine.shared_races.note_remote(others, blocks[chosen], here.pc)
     return blocks, offset
 
 
@@ -100,8 +99,4 @@ def emit_map_address(g: Generator, ins: Instruction) -> None:
     g.write(to, f"map_rank({g.here()}, {value}, {number})", dtype)
 
 
-@instruction("getctarank", unit="move")
-def emit_rank_of_address(g: Generator, ins: Instruction) -> None:
-    g.mods.take("shared::cluster")
-    dtype = DTYPE[g.mods.type()]
-    g.write(ins.operands[0], f"rank_of(E, C, {g.read(ins.operands[1], dtype)})", "u4")
+formula("getctarank", "move", "u4", "rank_of(E, C, {a:T})", "shared::cluster")

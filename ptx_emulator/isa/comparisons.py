@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptx_emulator.isa.floats import is_float
-from ptx_emulator.isa.generator import Generator, instruction, split_pair
+from ptx_emulator.isa.generator import Generator, formula, instruction, split_pair
 from ptx_emulator.isa.warp import raw_dtype
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink
@@ -143,11 +143,4 @@ def bits_or(g: Generator, operand: Operand, dtype: str) -> str:
     return g.read(operand, dtype)
 
 
-@instruction("slct", unit="compare")
-def emit_select_by_sign(g: Generator, ins: Instruction) -> None:
-    g.mods.take("ftz")
-    test, kind = g.mods.type(), g.mods.type()
-    dtype = DTYPE[kind]
-    a, b = (g.read(o, dtype) for o in ins.operands[1:3])
-    c = g.read(ins.operands[3], DTYPE[test])
-    g.write(ins.operands[0], f"where({c} >= 0, {a}, {b})", dtype)
+formula("slct", "compare", "S", "where({c:T} >= 0, {a:S}, {b:S})", "ftz")

@@ -24,17 +24,13 @@ from ptx_emulator.isa.mma import SMALL_FLOATS
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
 
-_ROUND_TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_INTEGRAL = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 _SIXTEEN = np.uint32(16)
 
 
-def round_to_integral(x: Any, rounding: str) -> Any:
-    return _ROUND_TO_INTEGER[rounding](x)
-
-
-def float_to_integer(x: Any, rounding: str, to: Any) -> Any:
+def float_to_integer(x: Any, rounded: Callable[[Any], Any], to: Any) -> Any:
     """To an integer dtype: out of range clamps, NaN gives 0."""
-    wide = round_to_integral(x.astype(np.float64), rounding)
+    wide = rounded(x.astype(np.float64))
     limits = np.iinfo(to)
     inside = np.clip(wide, float(limits.min), float(limits.max))
     if to.itemsize < 8:
@@ -117,8 +113,7 @@ def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> 
     if kind == "bf16":
         bits = to_bf16(high, rounding).astype(np.uint32) << _SIXTEEN
         return to_bf16(low, rounding).astype(np.uint32) | bits
-    shape = np.broadcast_shapes(high.shape, low.shape)
-    out: Any = np.empty((*shape, 2), np.float16)
+    out: Any = np.empty((*np.broadcast_shapes(high.shape, low.shape), 2), np.float16)
     for place, half in enumerate((low, high)):
         # The assignment rounds to nearest.
         out[..., place] = (
@@ -158,8 +153,7 @@ def to_small_float(x: Any, kind: str) -> Any:
     known = SMALL_FLOATS[kind][: most + 1].astype(np.float64)
     nearest = np.where(np.isinf(size), known[most], np.rint(finite / step) * step)
     bits = np.searchsorted(known, np.minimum(nearest, known[most]))
-    signed = bits | np.where(np.signbit(x), 0x80, 0)
-    return np.where(np.isnan(x), 0x7F, signed).astype(np.uint8)
+    return np.where(np.isnan(x), 0x7F, bits | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
 def pack_small_floats(high: Any, low: Any, kind: str, clamps: bool) -> Any:
@@ -185,9 +179,6 @@ def halves_of_small_floats(pair: Any, kind: str, clamps: bool) -> Any:
     return low | high << np.uint32(16)
 
 
-_INTEGER_ROUNDING = ("rni", "rzi", "rmi", "rpi")
-
-
 @instruction("cvt", unit="convert")
 def emit_convert_number(g: Generator, ins: Instruction) -> None:
     mods = g.mods
@@ -205,7 +196,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))
-    integral = mods.take(*_INTEGER_ROUNDING)
+    integral = _INTEGRAL.get(mods.take(*_INTEGRAL))
     rounding = mods.take("rn", "rz", "rm", "rp", "rna")
     if pair:
         if source != "f32" or saturates or rounding not in ("rn", "rz"):
@@ -218,7 +209,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     g.refuse_if(clamps and source != "f32", "relu of this source")
     dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
-    if not _is_float(source):
+    if "f" not in source:
         value = _from_integer(g, value, source, to, saturates, rounding)
         g.write(ins.operands[0], value, dtype)
         return
@@ -228,12 +219,12 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         value = f"flush({value})"
     if source == "bf16":
         value = f"bf16_to_f32({value})"
-    if not _is_float(to):
+    if "f" not in to:
         g.refuse_if(not integral, "float to integer without a rounding mode")
-        g.write(ins.operands[0], f"float_to_integer({value}, {integral!r}, {dtype})", dtype)
+        g.write(ins.operands[0], f"float_to_integer({value}, {integral}, {dtype})", dtype)
         return
     if integral:
-        value = f"round_to_integral({value}, {integral!r})"
+        value = f"{integral}({value})"
     if saturates:
         value = f"saturate({value})"
     value = _rounded(value, "f4" if source == "bf16" else DTYPE[source], to, rounding)
@@ -274,10 +265,6 @@ def _pack(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"pack_saturated({a}, {b}, {c}, {bits}, {into[0] == 's'})", "u4")
 
 
-def _is_float(kind: str) -> bool:
-    return "f" in kind
-
-
 def _rounded(value: str, held: str, to: str, rounding: str) -> str:
     """A float of dtype ``held`` as the float type ``to``."""
     dtype = DTYPE[to]
@@ -294,7 +281,7 @@ def _from_integer(
     g: Generator, value: str, source: str, to: str, saturates: bool, rounding: str
 ) -> str:
     dtype = DTYPE[to]
-    if not _is_float(to):
+    if "f" not in to:
         if saturates:
             return f"saturate_integer({value}, {dtype})"
         wide, size = TYPE_BYTES[to], TYPE_BYTES[source]
@@ -305,22 +292,16 @@ def _from_integer(
     if to == "f32":
         text = f"integer_to_f32({value}, {rounding or 'rn'!r})"
         return f"saturate({text})" if saturates else text
-    if rounding not in ("", "rn"):
-        raise g.unknown(
-            f"directed rounding {'to f64' if to == 'f64' else 'of an integer to a half'}"
-        )
+    what = "to f64" if to == "f64" else "of an integer to a half"
+    g.refuse_if(rounding not in ("", "rn"), f"directed rounding {what}")
     text = f"{value}.astype(f8)"
     return _rounded(f"saturate({text})" if saturates else text, "f8", to, "rn")
 
 
 _FLOAT32: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "min": floats.minimum,
-    "max": floats.maximum,
-    "ex2": np.exp2,
-    "tanh": np.tanh,
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply},
+    **{"min": floats.minimum, "max": floats.maximum},
+    **{"ex2": np.exp2, "tanh": np.tanh},
 }
 
 
@@ -392,8 +373,7 @@ def parts_of(value: Any, part: Any) -> Any:
 
 def join_parts(dtype: Any, part: Any, *values: Any) -> Any:
     """The reverse of :func:`parts_of`, the low part first."""
-    shape = np.broadcast_shapes(*(np.shape(v) for v in values))
-    out = np.empty((*shape, len(values)), part)
+    out = np.empty((*np.broadcast_shapes(*(np.shape(v) for v in values)), len(values)), part)
     for place, value in enumerate(values):
         out[..., place] = value
     return out.view(dtype)[..., 0]

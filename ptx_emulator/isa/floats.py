@@ -9,6 +9,7 @@ sums", 2008).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,7 @@ def fma32(a: Any, b: Any, c: Any) -> Any:
     doubtful = half_way | small
     if not doubtful.any():
         return result
-    error = sum_error(product, c.astype(np.float64), total)
-    exact = to_odd(total, error).astype(np.float32)
+    exact = to_odd(total, sum_error(product, c.astype(np.float64), total)).astype(np.float32)
     return np.where(doubtful, exact, result)
 
 
@@ -203,7 +203,6 @@ def quick_quotient(a: Any, b: Any) -> Any:
 
 _HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
 _FLOATS = {*_HALVES, "f32", "f64", "f32x2"}
-_SIGNS = {"add": "+", "sub": "-", "mul": "*"}
 
 
 def is_float(kind: str) -> bool:
@@ -238,97 +237,86 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     g.write(ins.operands[0], value if pair else f"({value}).view({DTYPE[kind]})", DTYPE[kind])
 
 
+# What each opcode computes, rounded to nearest; of some, in a directed rounding mode.
+_NEAREST = {
+    **{"add": "{a} + {b}", "sub": "{a} - {b}", "mul": "{a} * {b}", "div": "{a} / {b}"},
+    **{"min": "minimum({a}, {b})", "max": "maximum({a}, {b})"},
+    **{"abs": "np.abs({a})", "neg": "-{a}"},
+    **dict.fromkeys(("fma", "mad"), "fma{bits}({a}, {b}, {c})"),  # the same since sm_20
+}
+_FUNCTIONS = {
+    **{"ex2": "np.exp2({a})", "lg2": "np.log2({a})", "rcp": "{one} / {a}", "sqrt": "np.sqrt({a})"},
+    "rsqrt": "(1.0 / np.sqrt({a}.astype(f8))).astype({dtype})",
+    "sin": "np.sin({a}.astype(f8)).astype({dtype})",
+    "cos": "np.cos({a}.astype(f8)).astype({dtype})",
+    "tanh": "np.tanh({a})",
+}
+_DIRECTED = {
+    "add": "directed('add', {mode!r}, {a}, {b})",
+    "sub": "directed('add', {mode!r}, {a}, -{b})",
+    "mul": "directed('mul', {mode!r}, {a}, {b})",
+    **dict.fromkeys(("fma", "mad"), "directed('fma', {mode!r}, {a}, {b}, {c})"),
+    "div": "directed_quotient({mode!r}, {a}, {b})",
+    "rcp": "directed_quotient({mode!r}, {one}, {a})",
+    "sqrt": "directed_root({mode!r}, {a})",
+}
+_SOURCE = re.compile(r"\{([abc])\}")
+
+
+def _result(g: Generator, ins: Instruction, text: str, dtype: str, ftz: bool, mode: str) -> str:
+    """An expression of one of the tables with the sources of an instruction."""
+    names = sorted({*_SOURCE.findall(text)})
+    values = dict(zip(names, sources(g, ins.operands[1:], dtype, ftz), strict=True))
+    one = g.constant_one(dtype) if "{one}" in text else ""
+    return text.format(**values, one=one, dtype=dtype, bits=8 * int(dtype[1:]), mode=mode)
+
+
 def emit_float(g: Generator, ins: Instruction, kind: str) -> None:
-    """add, sub, mul, div, min, max, abs, neg, fma; mad is the same as fma since sm_20."""
+    """add, sub, mul, div, min, max, abs, neg, fma and mad."""
     mods, op = g.mods, ins.op
     g.refuse_if(kind == "f32x2", "pairs of f32")
     if kind in _HALVES:
         g.refuse_if(op == "div", "half division")
         half_arithmetic(g, ins, kind)
         return
-    dtype = DTYPE[kind]
-    ftz = bool(mods.take("ftz"))
-    values = sources(g, ins.operands[1:], dtype, ftz)
+    dtype, ftz, text = DTYPE[kind], bool(mods.take("ftz")), _NEAREST[op]
     if op in ("abs", "neg"):
-        (value,) = values
-        g.write(ins.operands[0], f"np.abs({value})" if op == "abs" else f"-{value}", dtype)
+        g.write(ins.operands[0], _result(g, ins, text, dtype, ftz, ""), dtype)
         return
     saturates = bool(mods.take("sat"))
-    rounding = mods.take("rn", "rz", "rm", "rp") or "rn"
-    g.refuse_if(rounding != "rn" and dtype != "f4", "directed rounding of f64")
-    if op in ("fma", "mad"):
-        a, b, c = values
-        value = f"fma{kind[1:]}({a}, {b}, {c})"
-        if rounding != "rn":
-            value = f"directed('fma', {rounding!r}, {a}, {b}, {c})"
-    else:
-        value = _binary(g, op, rounding, values)
-    finish(g, ins.operands[0], value, dtype, ftz, saturates)
-
-
-def _binary(g: Generator, op: str, rounding: str, values: list[str]) -> str:
-    """The result of add, sub, mul, div, min or max as an expression."""
-    mods = g.mods
+    mode = mods.take("rn", "rz", "rm", "rp") or "rn"
+    g.refuse_if(mode != "rn" and dtype != "f4", "directed rounding of f64")
     if op in ("min", "max"):
         g.refuse_if(mods.take("xorsign"), "xorsign")
-        propagates = mods.take("NaN")
-        g.refuse_if(mods.take("abs") or len(values) != 2, "three operands or .abs")
-    a, b = values
-    if op in ("min", "max"):
-        value = f"{op}imum({a}, {b})"
-        return f"or_nan({value}, {a}, {b})" if propagates else value
-    if op == "div":
-        form = mods.take("approx", "full")
-        if rounding != "rn":
-            return f"directed_quotient({rounding!r}, {a}, {b})"
-        return f"quick_quotient({a}, {b})" if form == "approx" else f"{a} / {b}"
-    if rounding == "rn":
-        return f"{a} {_SIGNS[op]} {b}"
-    if op == "sub":
-        return f"directed('add', {rounding!r}, {a}, -{b})"
-    return f"directed({op!r}, {rounding!r}, {a}, {b})"
+        text = f"or_nan({text}, {{a}}, {{b}})" if mods.take("NaN") else text
+        g.refuse_if(mods.take("abs") or len(ins.operands) != 3, "three operands or .abs")
+    elif op == "div" and mods.take("approx", "full") == "approx":
+        text = "quick_quotient({a}, {b})"
+    text = text if mode == "rn" else _DIRECTED.get(op, text)
+    finish(g, ins.operands[0], _result(g, ins, text, dtype, ftz, mode), dtype, ftz, saturates)
 
 
 # ---- functions of one argument
 
-_FUNCTIONS = {
-    "ex2": "np.exp2({x})",
-    "lg2": "np.log2({x})",
-    "rcp": "{one} / {x}",
-    "rsqrt": "(1.0 / np.sqrt({x}.astype(f8))).astype({dtype})",
-    "sqrt": "np.sqrt({x})",
-    "sin": "np.sin({x}.astype(f8)).astype({dtype})",
-    "cos": "np.cos({x}.astype(f8)).astype({dtype})",
-    "tanh": "np.tanh({x})",
-}
-
 
 @instruction(*_FUNCTIONS, unit="special")
 def emit_function(g: Generator, ins: Instruction) -> None:
-    kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
+    kind, op = g.mods.take("f16x2", "bf16x2") or g.mods.type(), ins.op
     if kind in _HALVES:
-        g.refuse_if(ins.op not in ("ex2", "tanh"), "in half precision")
+        g.refuse_if(op not in ("ex2", "tanh"), "in half precision")
         half_arithmetic(g, ins, kind)
         return
-    dtype = DTYPE[kind]
-    ftz = bool(g.mods.take("ftz"))
-    approx = g.mods.take("approx")
-    rounding = g.mods.take("rn", "rz", "rm", "rp")
-    directed = rounding not in ("", "rn")
-    g.refuse_if(not approx and not rounding, "no rounding mode")
-    g.refuse_if(directed and (dtype != "f4" or ins.op not in ("rcp", "sqrt")), "directed rounding")
-    g.refuse_if(dtype == "f8" and ins.op not in ("rcp", "sqrt", "rsqrt"), "in double precision")
-    if ins.op == "ex2" and ftz:
+    dtype, ftz = DTYPE[kind], bool(g.mods.take("ftz"))
+    approx, mode = g.mods.take("approx"), g.mods.take("rn", "rz", "rm", "rp")
+    directed = mode not in ("", "rn")
+    g.refuse_if(not approx and not mode, "no rounding mode")
+    g.refuse_if(directed and (dtype != "f4" or op not in _DIRECTED), "directed rounding")
+    g.refuse_if(dtype == "f8" and op not in ("rcp", "sqrt", "rsqrt"), "in double precision")
+    if op == "ex2" and ftz:
         g.write(ins.operands[0], f"exp2_flushed({g.read(ins.operands[1], dtype)})", dtype)
         return
-    (x,) = sources(g, ins.operands[1:2], dtype, ftz)
-    one = g.constant_one(dtype)
-    value = _FUNCTIONS[ins.op].format(x=x, one=one, dtype=dtype)
-    if directed and ins.op == "rcp":
-        value = f"directed_quotient({rounding!r}, {one}, {x})"
-    elif directed:
-        value = f"directed_root({rounding!r}, {x})"
-    finish(g, ins.operands[0], value, dtype, ftz, False)
+    text = (_DIRECTED if directed else _FUNCTIONS)[op]
+    finish(g, ins.operands[0], _result(g, ins, text, dtype, ftz, mode), dtype, ftz, False)
 
 
 formula("copysign", "compare", "T", "np.copysign({b:T}, {a:T})")

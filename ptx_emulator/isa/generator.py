@@ -27,19 +27,8 @@ from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa.pending_products import PendingProducts
 from ptx_emulator.isa.special_registers import SPECIAL
-from ptx_emulator.ptx import syntax
-from ptx_emulator.ptx.instructions import (
-    OPCODES,
-    Opcode,
-    Width,
-    as_immediate,
-    fact,
-    has_members,
-    is_warp_wide,
-    may_access_between_threads,
-    opcode_of,
-    synchronises_lanes,
-)
+from ptx_emulator.ptx import instructions, syntax
+from ptx_emulator.ptx.instructions import OPCODES, Opcode, Width, fact, opcode_of
 from ptx_emulator.ptx.lexer import double_to_single
 from ptx_emulator.ptx.program import ALL_LANES, PtxProgram
 from ptx_emulator.ptx.register_types import DTYPE
@@ -48,6 +37,8 @@ from ptx_emulator.state.wave import Execution
 
 Emitter = Callable[[Any, Instruction], None]
 """Writes the code of an instruction: (generator, instruction)."""
+TypedEmitter = Callable[[Any, Instruction, str], None]
+"""Writes the code of an instruction of a type: (generator, instruction, type)."""
 # What generated code finds by name: numpy, dtypes, and the functions of the modules of `isa`.
 RUNTIME: dict[str, Any] = {"np": np, "where": np.where, "Execution": Execution}
 for _code in ["b1", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c16"]:
@@ -58,8 +49,7 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
     """Registers the emitter of some opcodes, and their facts: see `Opcode`."""
 
     def register(emitter: Emitter) -> Emitter:
-        opcode = Opcode(emitter, unit, **facts)
-        OPCODES.update(dict.fromkeys(opcodes, opcode))
+        OPCODES.update(dict.fromkeys(opcodes, Opcode(emitter, unit, **facts)))
         return emitter
 
     return register
@@ -68,23 +58,33 @@ def instruction(*opcodes: str, unit: Any, **facts: Any) -> Callable[[Emitter], E
 _FIELD = re.compile(r"\{([a-d]:)?([\w/]+)\}")
 
 
-def formula(opcode: str, unit: str, result: str, text: str) -> None:
-    """Registers an opcode whose result is an expression.
+def formula(op: str, unit: str, result: str, text: str, ignored: str = "", **facts: Any) -> None:
+    """Registers an op whose result is an expression; see `expression_of`."""
+    emit = expression_of(result, text, ignored)
+    instruction(op, unit=unit, **facts)(lambda g, ins: emit(g, ins, g.mods.type()))
+
+
+def expression_of(result: str, text: str, ignored: str = "") -> TypedEmitter:
+    """The emitter of an expression.
 
     Args:
-        result: its dtype: T is that of the type modifier, U the unsigned one of the same size, and
-            N the one for bits that do not depend on the sign.
+        result: its dtype: T is that of the type, U the unsigned one of the same size, N the one for
+            bits that do not depend on the sign, and S that of the type modifier before; ``u4|b1``
+            for the dtypes of ``d|p``.
         text: the expression. ``{a:u4}`` is the first source, read as uint32; ``{wrap}`` is whether
             the modifier .wrap is present, and ``{wrap/clamp}`` whether it is .wrap, not .clamp.
+        ignored: a modifier without effect.
     """
     read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
 
-    def emit(g: Generator, ins: Instruction) -> None:
+    def emit(g: Generator, ins: Instruction, kind: str) -> None:
         to, *sources = ins.operands
-        kind = g.mods.type()
+        g.mods.take(ignored)
         size = syntax.TYPE_BYTES.get(kind, 4)
         neutral = "b1" if kind == "pred" else g.integer(to, size)
         dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
+        if result == "S":
+            dtypes["S"] = DTYPE[g.mods.type()]
         given = zip(sorted(read), sources, strict=True)
         values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
 
@@ -92,9 +92,15 @@ def formula(opcode: str, unit: str, result: str, text: str) -> None:
             words = field[2].split("/")
             return values[field[1][0]] if field[1] else str(g.mods.take(*words) == words[0])
 
-        g.write(to, _FIELD.sub(filled, text), dtypes.get(result, result))
+        value = _FIELD.sub(filled, text)
+        if "|" not in result:
+            g.write(to, value, dtypes.get(result, result))
+            return
+        both = g.let(value)
+        for place, (part, dtype) in enumerate(zip(split_pair(to), result.split("|"), strict=True)):
+            g.write(part, f"{both}[{place}]", dtype)
 
-    instruction(opcode, unit=unit)(emit)
+    return emit
 
 
 class Modifiers:
@@ -224,7 +230,7 @@ class Generator:
 
     def immediate(self, operand: Operand, what: str) -> int:
         """The value of an operand, which must be an integer constant."""
-        value = as_immediate(operand)
+        value = instructions.as_immediate(operand)
         if value is None:
             raise self.unknown(f"{what} that is not a constant")
         return value
@@ -312,8 +318,7 @@ class Generator:
                 raise self.unknown("a float constant of a different width")
         elif dtype[0] == "f":
             # An integer literal in a float instruction is a number; in .bN it is bits.
-            number = np.array(value, dtype=RUNTIME[dtype])
-            value = int.from_bytes(number.tobytes(), "little")
+            value = int.from_bytes(np.array(value, dtype=RUNTIME[dtype]).tobytes(), "little")
         return self.literal(value, dtype)
 
     def special(self, name: str) -> tuple[str, str]:
@@ -345,8 +350,7 @@ class Generator:
         index = operand.index
         held = self.program.dtype[index]
         if held != dtype:
-            if held == "b1" or dtype == "b1":
-                raise self.unknown("a predicate as the destination of a number")
+            self.refuse_if("b1" in (held, dtype), "a predicate as the destination of a number")
             wide, size = int(held[1:]), int(dtype[1:])
             if wide > size:
                 kind = "i" if dtype[0] == "i" else "u"
@@ -425,7 +429,7 @@ class Generator:
 
     def membermask(self) -> str:
         """The member mask of a .sync instruction as an expression; 'None' means all lanes."""
-        if not has_members(self.ins):
+        if not instructions.has_members(self.ins):
             return "None"
         mask = self.ins.operands[-1]
         constant = self.program.constant_of(mask)
@@ -490,7 +494,7 @@ class Generator:
             self.require_defined()
             if self.profile:
                 self.emit(f"E.recorder.guarded(C, {self.guard}, {self.pc})")
-        if self.masked and is_warp_wide(ins):
+        if self.masked and instructions.is_warp_wide(ins):
             self.emit(f"if E.wait_for_warp(C, {self.membermask()}, {self.pc}): return True")
             if width is Width.WHOLE_WARP:
                 self.emit(f"E.members.require_whole_warp(C, {self.pc})")
@@ -509,7 +513,7 @@ class Generator:
 
     def require_members(self, ins: Instruction) -> None:
         """Emits a check that the lanes that execute a .sync instruction are in its mask."""
-        members = self.membermask() if is_warp_wide(ins) else "None"
+        members = self.membermask() if instructions.is_warp_wide(ins) else "None"
         if members != "None" and self.namespace.get(members) != ALL_LANES:
             self.emit(f"E.members.require({self.execution()}, {members})")
 
@@ -517,14 +521,14 @@ class Generator:
         """Emits the calls by which the checker of lanes follows an instruction."""
         if not self.check or not self.program.accesses.between_threads:
             return
-        if synchronises_lanes(ins):
+        if instructions.synchronises_lanes(ins):
             members = self.membermask()
             whole = members == "None" or self.namespace.get(members) == ALL_LANES
             if whole and self.synchronised:
                 return
             self.emit(f"E.shared_races.synchronise_lanes(C, {'None' if whole else members})")
             self.synchronised = whole
-        elif may_access_between_threads(ins):
+        elif instructions.may_access_between_threads(ins):
             self.synchronised = False
 
     def finish(self, *targets: int) -> None:

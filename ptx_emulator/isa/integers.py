@@ -12,7 +12,14 @@ import numpy as np
 
 from ptx_emulator.isa.convert import parts_of
 from ptx_emulator.isa.floats import emit_float, is_float
-from ptx_emulator.isa.generator import Generator, formula, instruction, split_pair
+from ptx_emulator.isa.generator import (
+    Generator,
+    TypedEmitter,
+    expression_of,
+    formula,
+    instruction,
+    split_pair,
+)
 from ptx_emulator.ptx.instructions import as_immediate
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction
@@ -77,15 +84,13 @@ def add_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
     """Sum of unsigned numbers and a carry bit; and the carry out."""
     first = a + b
     total = first + carry.astype(a.dtype)
-    out = (first < a) | (total < first)
-    return total, out.astype(np.uint32)
+    return total, ((first < a) | (total < first)).astype(np.uint32)
 
 
 def subtract_borrow(a: Any, b: Any, borrow: Any) -> tuple[Any, Any]:
     take = borrow.astype(a.dtype)
     total = a - b - take
-    out = (a < b) | ((a == b) & (take != 0))
-    return total, out.astype(np.uint32)
+    return total, ((a < b) | ((a == b) & (take != 0))).astype(np.uint32)
 
 
 def _highest_bit(a: Any) -> Any:
@@ -243,17 +248,16 @@ def find_nth(mask: Any, base: Any, offset: Any) -> Any:
 
 _SIGNS = {"add": "+", "sub": "-"}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
-_Arithmetic = Callable[[Generator, Instruction, str], None]
 _PACKED = {"u16x2": "u2", "s16x2": "i2"}  # the dtype of their elements
 
 
 # ---- arithmetic
 
 
-def _arithmetic(*opcodes: str, unit: str = "integer") -> Callable[[_Arithmetic], _Arithmetic]:
+def _arithmetic(*opcodes: str, unit: str = "integer") -> Callable[[TypedEmitter], TypedEmitter]:
     """Registers the integer forms of opcodes; their float forms are those of `floats`."""
 
-    def register(emitter: _Arithmetic) -> _Arithmetic:
+    def register(emitter: TypedEmitter) -> TypedEmitter:
         def emit(g: Generator, ins: Instruction) -> None:
             kind = g.mods.take(*_PACKED) or g.mods.type()
             (emit_float if is_float(kind) else emitter)(g, ins, kind)
@@ -358,15 +362,15 @@ def _multiply_add(g: Generator, ins: Instruction, kind: str) -> None:
 def _multiply_add_carried(g: Generator, ins: Instruction, kind: str) -> None:
     value, dtype = _product(g, ins, kind)
     unsigned = f"u{dtype[1:]}"
-    c = g.read(ins.operands[3], unsigned)
-    _write_carried(g, ins, f"{value}.view({unsigned})", c, unsigned)
+    _write_carried(g, ins, f"{value}.view({unsigned})", g.read(ins.operands[3], unsigned), unsigned)
 
 
-@_arithmetic("div", unit="special")
-def _divide(g: Generator, ins: Instruction, kind: str) -> None:
-    dtype = DTYPE[kind]
-    a, b = (g.read(o, dtype) for o in ins.operands[1:])
-    g.write(ins.operands[0], f"divide({a}, {b})", dtype)
+for _opcode, _unit, _text in (
+    ("div", "special", "divide({a:T}, {b:T})"),
+    ("abs", "compare", "np.abs({a:T})"),
+    ("neg", "compare", "-{a:T}"),
+):
+    _arithmetic(_opcode, unit=_unit)(expression_of("T", _text))
 
 
 @_arithmetic("min", "max", unit="compare")
@@ -382,13 +386,6 @@ def _minimum(g: Generator, ins: Instruction, kind: str) -> None:
     if g.mods.take("relu"):
         value = f"np.maximum({value}, {g.literal(0, dtype)})"
     g.write(ins.operands[0], value, dtype)
-
-
-@_arithmetic("abs", "neg", unit="compare")
-def _sign(g: Generator, ins: Instruction, kind: str) -> None:
-    dtype = DTYPE[kind]
-    value = g.read(ins.operands[1], dtype)
-    g.write(ins.operands[0], f"np.abs({value})" if ins.op == "abs" else f"-{value}", dtype)
 
 
 @instruction("dp2a", "dp4a", unit="integer")

@@ -48,7 +48,7 @@ def _changing(here: Execution, view: Array, index: Array, value: Any) -> Array:
 
 def _seen_by(here: Execution, view: Array, where: Array, value: Any) -> Execution:
     """A store, at offsets in ``view`` (n, 32), as the checkers of races see it."""
-    if "same_value" in here.machine.allow:
+    if "same_value" in here.machine.config.allow:
         shift = view.itemsize.bit_length() - 1
         return here._replace(lanes=_changing(here, view, where >> shift, value))
     return here
@@ -160,9 +160,8 @@ def store_local(here: Execution, address: Any, value: Any, size: int, written: A
 def load_global(here: Execution, address: Any, size: int, noted: bool = True) -> Array:
     """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
     m, offset = here.machine, locate(here, address, size, False)
-    m.counters.global_read_bytes += size * (
-        32 * here.cohort.n if here.lanes is None else len(offset)
-    )
+    count = 32 * here.cohort.n if here.lanes is None else len(offset)
+    m.counters.global_read_bytes += size * count
     m.counters.global_read_sectors += count_sectors(here, offset)
     if m.recorder is not None:
         m.recorder.global_access(here, offset, size, READ)
@@ -299,8 +298,7 @@ def address(g: Generator, operand: Operand, space: str) -> str:
 
 
 def space_of(g: Generator) -> str:
-    space = g.mods.take(*SPACES, "shared::cluster")
-    return space.split("::")[0]
+    return g.mods.take(*SPACES, "shared::cluster").split("::")[0]
 
 
 def implied_space(g: Generator, space: str, memory: Operand) -> str:
@@ -339,9 +337,7 @@ def accessed_bytes(ins: Instruction) -> tuple[int, int]:
     size = TYPE_BYTES[kinds[-1]]
     if ins.op not in ("atom", "red"):  # vectors of atomics are one atomic per element
         size *= next((int(word[1]) for word in ins.mods if word in ("v2", "v4", "v8")), 1)
-    shared, device = (
-        any(word.startswith(space) for word in ins.mods) for space in ("shared", "global")
-    )
+    shared, device = (any(w.startswith(space) for w in ins.mods) for space in ("shared", "global"))
     return 16 if device else size, 16 if shared else size
 
 
@@ -364,8 +360,7 @@ def emit_load(g: Generator, ins: Instruction) -> None:
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
     here = g.here("None" if space == "param" and named else "")
-    value = g.let(f"load_{function}({here}, {where}, {size})")
-    unpack(g, value, items, kind)
+    unpack(g, g.let(f"load_{function}({here}, {where}, {size})"), items, kind)
 
 
 def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> None:
@@ -490,8 +485,7 @@ def emit_convert_address(g: Generator, ins: Instruction) -> None:
 
 @instruction("isspacep", unit="move")
 def emit_is_space(g: Generator, ins: Instruction) -> None:
-    space = space_of(g)
-    kind = {"global": 0, "shared": 1, "local": 2}.get(space)
+    kind = {"global": 0, "shared": 1, "local": 2}.get(space_of(g))
     if kind is None:
         raise g.unknown("this space")
     g.write(ins.operands[0], f"spaces({g.read(ins.operands[1], 'i8')}) == {kind}", "b1")

@@ -19,7 +19,7 @@ from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
 from ptx_emulator.isa.memory import address, space_of
 from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
-from ptx_emulator.isa.tensor_core_sums import SumModel, scratch, sum_products
+from ptx_emulator.isa.tensor_core_sums import Kinds, SumModel, model_for, scratch, sum_products
 from ptx_emulator.ptx.instructions import Width
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sink
@@ -27,8 +27,6 @@ from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Wave
 
-Kinds = tuple[str, str]
-"""The types of A and of B."""
 Tiles = tuple[int, int, int]
 """M tiles of 16 rows, n tiles of 8 columns, and chunks of 16 bytes along k."""
 CHUNK = np.dtype("c16")
@@ -178,32 +176,23 @@ def split_halves(registers: Any, n: int) -> list[Array]:
 
 def join_halves(registers: list[Array]) -> list[Array]:
     """Registers of float32 rounded to float16, two to a register."""
-    return [
-        np.stack(pair, axis=-1).astype(np.float16).view(np.uint32)[..., 0]
-        for pair in zip(registers[::2], registers[1::2], strict=True)
-    ]
+    pairs = zip(registers[::2], registers[1::2], strict=True)
+    return [np.stack(p, axis=-1).astype(np.float16).view(np.uint32)[..., 0] for p in pairs]
 
 
 def mma_group(
-    machine: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any
+    m: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any, half: bool = False
 ) -> list[Array]:
-    """D = A B + C in float32 for a grid of tiles; ``c`` is ordered by (m, n, register)."""
-    kind_a, kind_b, k = form
-    model = machine.sums.of("mma", kind_a, k, half=False) if machine.sums else None
-    product = multiply_matrices(cohort.n, (kind_a, kind_b), tiles, a, b, model, c)
-    registers = product.reshape(-1, cohort.n, 32)
-    return list(registers) if model else add_single(registers, c)
+    """D = A B + C for a grid of tiles; ``c`` is ordered by (m, n, register).
 
-
-def mma_half(
-    machine: Wave, cohort: Cohort, form: Form, depth: int, a: Any, b: Any, c: Any
-) -> list[Array]:
-    """One tile with a float16 accumulator: two registers of two halves each."""
+    The accumulators are of float32; with ``half`` of float16, two to a register.
+    """
     kind_a, kind_b, k = form
-    model = machine.sums.of("mma", kind_a, k, half=True) if machine.sums else None
-    n, start = cohort.n, split_halves(c, cohort.n)
-    product = multiply_matrices(n, (kind_a, kind_b), (1, 1, depth), a, b, model, start)[0, 0]
-    return join_halves(list(product) if model else add_single(product, start))
+    n, start = cohort.n, split_halves(c, cohort.n) if half else c
+    model = model_for(m, "mma", kind_a, k, half)
+    product = multiply_matrices(n, (kind_a, kind_b), tiles, a, b, model, start).reshape(-1, n, 32)
+    registers = list(product) if model else add_single(product, start)
+    return join_halves(registers) if half else registers
 
 
 def mma_integer(cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any) -> Any:
@@ -304,9 +293,9 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     dtype = "i4" if integers else "u4"
     c = [g.read(o, dtype) for o in items_of(ins.operands[3])]
     g.require_defined()
-    args = f"{depth}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    function = f"mma_integer(C, {form[:2]}" if integers else f"mma_half(E, C, {form}"
-    out = g.let(f"{function}, {args})")
+    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    how = f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)"
+    out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args})" if integers else how)
     g.write_items(items_of(ins.operands[0]), out + "[{}]", dtype)
 
 
@@ -424,10 +413,8 @@ def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
     g.mods.left.clear()
     g.refuse_if(shape not in _DOUBLE, "this shape with these types")
     halves, depth = _DOUBLE[shape]
-    counts = (halves * depth, depth, 2 * halves)
-    given = zip(ins.operands[1:], counts, strict=True)
+    given = zip(ins.operands[1:], (halves * depth, depth, 2 * halves), strict=True)
     groups = [fragment(g, operand, count, "f8") for operand, count in given]
     to = fragment_items(g, ins.operands[0], 2 * halves)
     g.require_defined()
-    out = g.let(f"mma_double(C, {halves}, {', '.join(groups)})")
-    g.write_items(to, out + "[{}]", "f8")
+    g.write_items(to, g.let(f"mma_double(C, {halves}, {', '.join(groups)})") + "[{}]", "f8")

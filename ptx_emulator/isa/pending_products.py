@@ -8,14 +8,13 @@ accumulate into the same registers and tiles that share operands have become one
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Form = tuple[str, str, int]
 """The types of A and of B, and k of one instruction."""
 
 
-@dataclass
-class PendingProduct:
+class PendingProduct(NamedTuple):
     """An mma whose code has not been written yet; ``a`` to ``d`` are names of locals.
 
     Attributes:
@@ -68,9 +67,8 @@ class PendingProducts:
                 chains[at].append(product)
             else:
                 chains.append([product])
-                levels.append(
-                    1 + max((level_of_name.get(name, -1) for name in product.c), default=-1)
-                )
+                below = max((level_of_name.get(name, -1) for name in product.c), default=-1)
+                levels.append(1 + below)
                 at = len(chains) - 1
             tail[product.d] = at
             for name in product.d:

@@ -40,7 +40,7 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
         return np.asarray(value).astype(np.uint32)[()]
 
     lane = np.arange(32)[None, :].astype(np.uint64)
-    one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
+    config, one, full = machine.config, np.uint64(1), np.uint64(0xFFFFFFFF)
     block = machine.blocks[machine.row_block][:, None]
     table = {
         "laneid": unsigned(lane),
@@ -54,10 +54,10 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
         "smid": unsigned(block % 108),
         "nsmid": unsigned(108),
         "gridid": unsigned(1),
-        "dynamic_smem_size": unsigned(machine.dynamic_bytes),
+        "dynamic_smem_size": unsigned(config.shared_bytes),
         "total_smem_size": unsigned(machine.shared_size),
     }
-    for name, number, sizes in (("tid", thread, machine.block), ("ctaid", block, machine.grid)):
+    for name, number, sizes in (("tid", thread, config.block), ("ctaid", block, config.grid)):
         x, y, _ = sizes
         values = (number % x, number // x % y, number // (x * y))
         for axis, size, value in zip("xyz", sizes, values, strict=True):
@@ -68,7 +68,7 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
     table["cluster_nctarank"] = unsigned(machine.cluster_size)
     table["is_explicit_cluster"] = np.bool_(machine.cluster_size > 1)
     inner = 1
-    for axis, size in zip("xyz", machine.cluster_shape, strict=True):
+    for axis, size in zip("xyz", config.cluster, strict=True):
         table[f"clusterid.{axis}"] = table[f"ctaid.{axis}"] // np.uint32(size)
         table[f"nclusterid.{axis}"] = table[f"nctaid.{axis}"] // np.uint32(size)
         table[f"cluster_ctaid.{axis}"] = unsigned(rank // inner % size)

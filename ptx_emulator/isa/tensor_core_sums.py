@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +31,11 @@ import numpy.typing as npt
 
 from flashgen.shared.errors import called_by_users
 from ptx_emulator.errors import UnknownInstruction
-from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Wave
+
+Kinds = tuple[str, str]
+"""The types of A and of B."""
 
 # By code path, instruction and operand type: products of a block at most, and F.
 _OLD = {"f16": (8, 24), "bf16": (8, 24), "tf32": (4, 24), "fp8": (16, 13)}
@@ -55,8 +57,7 @@ _PRODUCTS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class SumModel:
+class SumModel(NamedTuple):
     """How one instruction adds; see `tensor_core_sums` for the meaning of the terms.
 
     Attributes:
@@ -121,28 +122,25 @@ def has_sums_of(gpu: str, target: str, instruction: str) -> bool:
     return model is not None and model == model_of(target, *how)
 
 
-class SumModels:
-    """The models of the instructions of a kernel; its module's ``.target`` is the architecture."""
+def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) -> SumModel | None:
+    """`model_of` the architecture of a kernel's module; None in launches whose sums are rounded.
 
-    def __init__(self, program: PtxProgram) -> None:
-        self._program = program
-
-    def of(self, instruction: str, kind: str, k: int, half: bool) -> SumModel:
-        """`model_of` the architecture.
-
-        Raises:
-            UnknownInstruction: how the architecture adds is not known.
-        """
-        found = model_of(self._program.module.target, instruction, kind, k, half)
-        if found is None:
-            raise UnknownInstruction(
-                "how the tensor cores of this architecture add is not known to the emulator",
-                where=f"kernel {self._program.name}",
-                numbers=f".target {self._program.module.target}, {instruction} of {kind}",
-                way_out='sums="rounded" adds in float64; known are sm_80 and later, without 8-bit '
-                "floats from sm_100 on",
-            )
-        return found
+    Raises:
+        UnknownInstruction: how the architecture adds is not known.
+    """
+    if machine.config.sums == "rounded":
+        return None
+    program = machine.program
+    found = model_of(program.module.target, instruction, kind, k, half)
+    if found is None:
+        raise UnknownInstruction(
+            "how the tensor cores of this architecture add is not known to the emulator",
+            where=f"kernel {program.name}",
+            numbers=f".target {program.module.target}, {instruction} of {kind}",
+            way_out='sums="rounded" adds in float64; known are sm_80 and later, without 8-bit '
+            "floats from sm_100 on",
+        )
+    return found
 
 
 _SCRATCH = threading.local()
@@ -170,9 +168,7 @@ _TERMS = 4  # products of a sum that are made together
 _EXPONENT = 0x7F800000  # the bits of the exponent in float32
 
 
-def sum_products(
-    model: SumModel, kinds: tuple[str, str], x: Array, y: Array, start: Array | None
-) -> Array:
+def sum_products(model: SumModel, kinds: Kinds, x: Array, y: Array, start: Array | None) -> Array:
     """x y + start, added as the instructions of ``model`` do.
 
     Args:
@@ -197,9 +193,7 @@ def sum_products(
     return total
 
 
-def _add_blocks(
-    model: SumModel, kinds: tuple[str, str], x: Array, y: Array, start: Array | None
-) -> Array:
+def _add_blocks(model: SumModel, kinds: Kinds, x: Array, y: Array, start: Array | None) -> Array:
     smallest = [_SMALLEST[kind] for kind in kinds]
     (batch, rows, depth), columns = x.shape, y.shape[2]
     left, right = _powers(x, smallest[0], 2), _powers(y, smallest[1], 1)

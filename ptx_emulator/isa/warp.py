@@ -14,12 +14,8 @@ from ptx_emulator.state.cohort import LANES, Cohort, active, spread
 from ptx_emulator.state.memory import Array
 
 REDUCTIONS: dict[str, Any] = {
-    "add": np.add,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "and": np.bitwise_and,
-    "min": np.minimum,
-    "max": np.maximum,
+    **{"add": np.add, "min": np.minimum, "max": np.maximum},
+    **{"or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and},
 }
 
 
@@ -181,18 +177,10 @@ def emit_vote(g: Generator, ins: Instruction) -> None:
 formula("activemask", "exchange", "u4", "active_mask(C)")
 
 
-@instruction("match", unit="exchange", width=Width.WARP)
-def emit_match(g: Generator, ins: Instruction) -> None:
-    g.mods.take("sync")
-    every = g.mods.take("all", "any") == "all"
-    dtype = DTYPE[g.mods.type()]
-    to, same = split_pair(ins.operands[0])
-    value, mask = g.read(ins.operands[1], dtype), g.read(ins.operands[2], "u4")
-    both = g.let(f"match(C, {every}, {value}, {mask})")
-    g.write(to, f"{both}[0]", "u4")
-    g.write(same, f"{both}[1]", "b1")
-
-
+formula(
+    *("match", "exchange", "u4|b1", "match(C, {all/any}, {a:T}, {b:u4})", "sync"), width=Width.WARP
+)
+formula("elect", "exchange", "u4|b1", "elect(C, {a:u4})", "sync", width=Width.WARP)
 _REDUCED = {
     **dict.fromkeys(("add", "min", "max"), ("u32", "s32")),
     **dict.fromkeys(("and", "or", "xor"), ("b32",)),
@@ -214,12 +202,3 @@ def emit_reduce(g: Generator, ins: Instruction) -> None:
     else:
         raise g.unknown("this reduction of this type")
     g.write(ins.operands[0], text, DTYPE[kind])
-
-
-@instruction("elect", unit="exchange", width=Width.WARP)
-def emit_elect(g: Generator, ins: Instruction) -> None:
-    g.mods.take("sync")
-    lane, chosen = split_pair(ins.operands[0])
-    both = g.let(f"elect(C, {g.read(ins.operands[1], 'u4')})")
-    g.write(lane, f"{both}[0]", "u4")
-    g.write(chosen, f"{both}[1]", "b1")

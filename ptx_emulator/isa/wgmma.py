@@ -12,8 +12,7 @@ eight columns are ordered as 0 2 4 6 1 3 5 7, the four accumulators of one row i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ ROWS = 64
 KEPT_GROUPS = 64  # most committed groups per warpgroup that may be in flight
 
 
-@dataclass(frozen=True)
-class WgmmaForm:
+class WgmmaForm(NamedTuple):
     """The form of a wgmma.mma_async: shape, types and registers.
 
     Attributes:
@@ -62,8 +60,7 @@ class WgmmaForm:
         return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.half)
 
 
-@dataclass
-class SharedOperand:
+class SharedOperand(NamedTuple):
     """An operand in shared memory, for one or more warpgroups.
 
     Attributes:
@@ -160,11 +157,10 @@ def warpgroup_product(
     groups, n = warps // 4, form.columns
     kind_a, kind_b = form.kinds
     mn_a, mn_b = form.transposed
-    left = (
-        fragments(a, warps)
-        if form.fragments
-        else gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
-    )
+    if form.fragments:
+        left = fragments(a, warps)
+    else:
+        left = gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
     sharers = _sharers(arena, b)
     alone = [part.part(slice(None, None, sharers)) for part in b]
     right = gather(view, arena[::sharers], alone, n, mn_b, not mn_b, "wgmma b")
@@ -303,18 +299,16 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     # Each 16-bit operand in shared memory has a transposition flag.
     movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
     g.refuse_if(len(flags) != len(movable) or not set(flags) <= {0, 1}, "these transposition flags")
-    transposed = [False, False]
-    for which, flag in zip(movable, flags, strict=True):
-        transposed[which] = flag == 1
+    turned = dict(zip(movable, flags, strict=True))
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
     fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
     half = d_type == "f16"
     g.refuse_if(len(set(registers)) != columns // (4 if half else 2), "this number of accumulators")
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of this size")
-    kinds, turned, sign = (a_type, b_type), (transposed[0], transposed[1]), signs[0] * signs[1]
-    used = (tuple(registers), tuple(fragments))
-    return WgmmaForm(columns, half, kinds, turned, sign, *used), a, b, adds
+    transposed, sign = (turned.get(0) == 1, turned.get(1) == 1), signs[0] * signs[1]
+    how = (columns, half, (a_type, b_type), transposed, sign)
+    return WgmmaForm(*how, tuple(registers), tuple(fragments)), a, b, adds
 
 
 @instruction(

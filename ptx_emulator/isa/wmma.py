@@ -13,8 +13,7 @@ mma.m8n8k4" to "mma.m16n8k16" with floating point type .f64).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,9 @@ from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction
 from ptx_emulator.isa.memory import FUNCTION, address, implied_space, space_of
 from ptx_emulator.isa.mma import ELEMENTS, fragment, multiply, to_single
+from ptx_emulator.isa.tensor_core_sums import model_for
 from ptx_emulator.ptx.instructions import Width
-from ptx_emulator.ptx.syntax import Instruction, Operand
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, Operand
 from ptx_emulator.state.cohort import LANES, spread
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution
@@ -33,8 +33,7 @@ Shape = tuple[int, int, int]
 """M, N and K."""
 
 
-@dataclass(frozen=True)
-class FragmentForm:
+class FragmentForm(NamedTuple):
     """The form of a wmma.load or wmma.store.
 
     Attributes:
@@ -75,8 +74,7 @@ def load_fragment(here: Execution, form: FragmentForm, address: Any, stride: Any
     """
     load = getattr(memory, f"load_{form.space}")
     parts = [here.spread(load(here, at, form.width)) for at in form.places(address, stride)]
-    values = np.stack(parts, axis=-1)
-    return to_registers(values, form.registers)
+    return to_registers(np.stack(parts, axis=-1), form.registers)
 
 
 def to_registers(values: Array, registers: int) -> list[Array]:
@@ -128,8 +126,7 @@ def wmma_multiply(
         return to_registers(total.reshape(n, 32, each), len(c))
     product = np.empty((n, rows, columns), np.float32)
     half, integers = kind_d == "f16", kind_d == "s32"
-    sums = None if integers else here.machine.sums
-    model = sums.of("mma", kind_a, depth, half=half) if sums else None
+    model = None if integers else model_for(here.machine, "mma", kind_a, depth, half=half)
     added = None if model is None else to_single(start, kind_c).reshape(start.shape)
     multiply(model, (kind_a, kind_b), to_single(x, kind_a), to_single(y, kind_b), added, product)
     if integers:
@@ -154,7 +151,6 @@ _SHAPES = {
     "m16n16k8": ((16, 16, 8), ("tf32",)),
     "m8n8k4": ((8, 8, 4), ("f64",)),
 }
-_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4}
 _SUMS = {"f16": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",), "f64": ("f64",)}
 
 
@@ -162,7 +158,7 @@ def _registers(size: tuple[int, int], kind: str, role: str) -> int:
     """Registers of a fragment; those of float16 operands have room for 16 elements."""
     if kind == "f16" and role != "c":
         return 8
-    return max(1, size[0] * size[1] // 32 * _BYTES[kind] // (8 if kind == "f64" else 4))
+    return max(1, size[0] * size[1] // 32 * TYPE_BYTES[kind] // (8 if kind == "f64" else 4))
 
 
 def _dtype(kind: str) -> str:
@@ -176,7 +172,7 @@ def _write(g: Generator, out: str, items: tuple[Operand, ...], kind: str) -> Non
 
 
 def _element_bytes(ins: Instruction) -> tuple[int, int]:
-    size = 16 if "mma" in ins.mods else _BYTES[ins.mods[-1]]
+    size = 16 if "mma" in ins.mods else TYPE_BYTES[ins.mods[-1]]
     return size, size
 
 
@@ -249,7 +245,5 @@ def _multiply(g: Generator, ins: Instruction, name: str) -> None:
     for operand, (kind, size, role) in zip(ins.operands[1:], sizes, strict=True):
         groups.append(fragment(g, operand, _registers(size, kind, role), _dtype(kind)))
     to = fragment_items(g, ins.operands[0], _registers((m, n), d, "c"))
-    shape = (m, n, k)
-    given = f"{shape}, {kinds!r}, {saturates}, {', '.join(groups)}"
-    out = g.let(f"wmma_multiply({g.here()}, {given})")
-    _write(g, out, to, d)
+    given = f"{(m, n, k)}, {kinds!r}, {saturates}, {', '.join(groups)}"
+    _write(g, g.let(f"wmma_multiply({g.here()}, {given})"), to, d)

@@ -57,14 +57,20 @@ class DeviceArguments:
             names = ", ".join(p.name for p in params)
             numbers = f"{len(args)} given; the kernel has {len(params)}: {names}"
             raise self.error(what, numbers, "pass one per parameter; None for a hidden pointer")
-        self._variables()
+        constants, variables = program.constants, program.variables
+        for name, address in constants.items():
+            size, data = variables[name].size, variables[name].init
+            self.memory.fixed(address, size, f"the module variable {name}", data or bytes(size))
         self._place(args)
         self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
             at = self.program.params_at[param.name]
             self.parameters[at : at + param.size] = self._one(number, value, param)
         self.memory.commit()
-        self._relocate()
+        for name, address in constants.items():
+            for offset, target in variables[name].relocations:
+                place = self.memory.span(address + offset, 8).view(np.uint64)
+                place += np.uint64(constants[target])
 
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"
@@ -73,19 +79,6 @@ class DeviceArguments:
     def misfit(self, number: int, numbers: str) -> LaunchArguments:
         way_out = "pass arrays or None for pointers and numbers of the parameter's type"
         return self.error(f"argument {number} does not fit its parameter", numbers, way_out)
-
-    def _variables(self) -> None:
-        for name, address in self.program.constants.items():
-            variable = self.program.variables[name]
-            data = variable.init or bytes(variable.size)
-            self.memory.fixed(address, variable.size, f"the module variable {name}", data)
-
-    def _relocate(self) -> None:
-        """Adds the addresses of module variables that initialisers refer to."""
-        for name, address in self.program.constants.items():
-            for offset, target in self.program.variables[name].relocations:
-                place = self.memory.span(address + offset, 8).view(np.uint64)
-                place += np.uint64(self.program.constants[target])
 
     def _place(self, args: Sequence[Any]) -> None:
         """Creates one allocation per array; arrays that overlap on the host share one."""
@@ -117,27 +110,23 @@ class DeviceArguments:
 
     def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
         size = high - low
-        host = None
-        if size:
-            raw = (ctypes.c_uint8 * size).from_address(low)
-            host = np.ctypeslib.as_array(raw)
+        host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low)) if size else None
         allocation = self.memory.allocate(size, low % 16, label, host)
         allocation.writable = any(a.flags.writeable for a in arrays)
         return allocation
 
     def _one(self, number: int, value: Any, param: Variable) -> bytes:
         """The bytes of one parameter."""
+        at = PARAM_WINDOW + self.program.params_at[param.name]
+        if isinstance(value, TensorMap) and param.size == 8:
+            value = np.array([value], object)  # a pointer to a map in global memory
+        data: bytes | None
         if isinstance(value, (tuple, list)):
-            at = PARAM_WINDOW + self.program.params_at[param.name]
             # CUtensorMap is aligned to 64 bytes in CUDA 12: the alignment of the struct shows it.
-            align = min(param.align, MAP_ALIGN)
-            data: bytes | None = self._struct(number, value, at, align)
+            data = self._struct(number, value, at, min(param.align, MAP_ALIGN))
         elif isinstance(value, np.void):
             data = value.tobytes()
         else:
-            if isinstance(value, TensorMap) and param.size == 8:
-                value = np.array([value], object)  # a pointer to a map in global memory
-            at = PARAM_WINDOW + self.program.params_at[param.name]
             data = value if isinstance(value, bytes) else self._reference(number, value, at)
         if data is None:
             return self._number(number, value, param)
@@ -186,8 +175,7 @@ class DeviceArguments:
             marks = len(self.maps)
             size = len(self._struct(number, items, 0))  # at address 0, to find the size
             del self.maps[marks:]
-            label = f"the struct of argument {number}"
-            allocation = self.memory.allocate(size, 0, label, None)
+            allocation = self.memory.allocate(size, 0, f"the struct of argument {number}", None)
             self.addresses[key] = allocation.start
             data = self._struct(number, items, allocation.start)
             self.memory.preset.append((allocation.start, data))

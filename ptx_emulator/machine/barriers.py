@@ -37,10 +37,8 @@ class Barriers:
         ``votes`` of bar.red: the predicates, and `WaitsAtBarrier.result`.
         """
         m, cohort, pc = self.machine, here.cohort, here.pc
-        ids, counts = (
-            np.broadcast_to(np.asarray(value), (cohort.n, 1))[:, 0].astype(np.int64)
-            for value in (number, count)
-        )
+        wide = (np.broadcast_to(value, (cohort.n, 1))[:, 0] for value in (number, count))
+        ids, counts = (values.astype(np.int64) for values in wide)
         self._validate(here, ids, counts)
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
@@ -90,8 +88,7 @@ class Barriers:
 
     def _validate(self, here: Execution, ids: Array, counts: Array) -> None:
         bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
-        if bad.any():
-            row = int(np.argmax(bad))
+        for row in np.flatnonzero(bad)[:1]:
             what = "a barrier with a number or thread count that PTX does not allow"
             numbers = f"barrier {ids[row]}, {counts[row]} threads"
             way_out = "numbers are 0 to 15, counts multiples of 32"
@@ -150,8 +147,7 @@ class Barriers:
         """Checks that no more threads have arrived together than a barrier counts."""
         m, arrived, expected = self.machine, self.arrived[blocks, ids], self.expected[blocks, ids]
         above = (expected > 0) & (arrived > expected)
-        if above.any():
-            which = int(np.argmax(above))
+        for which in np.flatnonzero(above)[:1]:
             row, pc = self.latest[blocks[which], ids[which]].tolist()
             what = "more threads arrive at a barrier than it counts: which of them it lets pass "
             what += "together depends on their order"
@@ -166,8 +162,8 @@ class Barriers:
             DeadlockError: threads have arrived at a barrier that never completed.
         """
         m = self.machine
-        left = self.arrived > 0
-        if not m.check or "barrier_left_incomplete" in m.allow or not left.any():
+        left, allowed = self.arrived > 0, "barrier_left_incomplete" in m.config.allow
+        if not m.config.check or allowed or not left.any():
             return
         block, barrier = (int(i) for i in np.argwhere(left)[0])
         row, pc = self.latest[block, barrier].tolist()
@@ -209,7 +205,9 @@ class Barriers:
         if m.shared_races:
             rows = np.concatenate([c.rows for c in waiting]) if waiting else np.zeros(0, np.int64)
             slot = int(self._slots(np.array([block]), np.array([barrier]))[0])
-            m.clocks.release(rows, block // m.cluster_size, slot)
+            # The warps that waited are ordered after all that arrived.
+            m.clocks.acquire(rows, np.full(len(rows), slot))
+            m.clocks.published[block // m.cluster_size, slot] = 0
 
     def _free(self, c: Cohort, free: Array, votes: list[Array] | None) -> Cohort:
         m, waits = self.machine, c.waits

@@ -19,18 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ptx_emulator import errors
 from ptx_emulator.checks.bounds import check_aligned, check_window, check_writable
 from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
-from ptx_emulator.errors import (
-    LaunchArguments,
-    MbarrierMisuse,
-    OutOfBounds,
-    RaceError,
-    UnknownInstruction,
-    way_out,
-)
+from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
 from ptx_emulator.isa.atomics import combine
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.machine import tma
@@ -41,6 +35,8 @@ from ptx_emulator.state.cohort import Cohort, SingleThreads, active
 from ptx_emulator.state.memory import SHIFT, Array
 from ptx_emulator.state.wave import Execution, Wave
 
+Reduction = tuple[str, str] | None
+"""The operation and the type of a reduction; None for a copy."""
 _TENSOR_ALIGN = 128
 _FIT = "pass a map and operands that fit the instruction"
 _BITS = ("u32", "s32", "b32", "u64", "s64", "b64")
@@ -74,7 +70,7 @@ class BulkTransfer:
     start: Array
     shared_offsets: Array
     blocks: Array
-    reduction: tuple[str, str] | None
+    reduction: Reduction
     barriers: Array | None = None
     writes: Array | None = None
     known: Array | None = None
@@ -97,7 +93,7 @@ class BulkTransfer:
         offsets, wide = box.offsets[which], box.wide_offsets[which]
         names = ("start", "shared_offsets", "blocks", "groups")
         cut: dict[str, Any] = {name: getattr(self, name)[which] for name in names}
-        box = replace(box, offsets=offsets, inside=inside, wide_offsets=wide)
+        box = box._replace(offsets=offsets, inside=inside, wide_offsets=wide)
         return replace(self, here=here, box=box, **cut)
 
     def spans(self) -> tuple[Array, int]:
@@ -134,8 +130,7 @@ def boxes_at(
     m, site, spec, base = here.machine, here.site(), tensor.spec, tensor.base
     if spec.swizzle and spec.inner_bytes < spec.swizzle:
         what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
-        numbers = f"{spec.inner_bytes} bytes, span {spec.swizzle}"
-        m.fail(LaunchArguments, what, site, numbers, _FIT)
+        m.fail(LaunchArguments, what, site, f"{spec.inner_bytes} bytes, span {spec.swizzle}", _FIT)
     if tensor.before and load:
         what = "a load by a tensor map that begins before its array"
         way_out = "begin the map at the array: addresses of 64 bits may wrap around"
@@ -147,14 +142,13 @@ def boxes_at(
         _check_box(here, box, tensor.before, tensor.bytes)
     m.memory.touched = [m.memory.find(base)]
     shift = first - m.memory.base
-    return replace(box, offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
+    return box._replace(offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
 def check_shared(here: Execution, at: Array, size: int, align: int) -> None:
     limit = here.machine.shared_size
     bad = (at < 0) | (at + size > limit)
-    if bad.any():
-        which = int(np.argmax(bad))
+    for which in np.flatnonzero(bad)[:1]:
         what = "a bulk copy extends beyond shared memory"
         numbers = f"{size:,} bytes at offset {int(at[which]):,} of {limit:,} bytes"
         way_out = "check the address and the box, or pass a larger shared_bytes"
@@ -180,8 +174,7 @@ def check_global(here: Execution, at: Array, size: int, write: bool) -> None:
     memory = here.machine.memory
     index = np.searchsorted(memory.starts, at, "right") - 1
     bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
-    if bad.any():
-        which = int(np.argmax(bad))
+    for which in np.flatnonzero(bad)[:1]:
         what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
         numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
         way_out = "check the index against the array that was passed"
@@ -195,7 +188,7 @@ def check_reduction(here: Execution, operation: str, kind: str) -> None:
         what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
         numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
         way_out = "add it to ptx_emulator/machine/bulk.py"
-        here.machine.fail(UnknownInstruction, what, here.site(), numbers, way_out)
+        here.machine.fail(errors.UnknownInstruction, what, here.site(), numbers, way_out)
 
 
 def count_transfer(t: BulkTransfer, into: bool) -> None:
@@ -285,7 +278,7 @@ class BulkCopies:
 
     def plain(
         self, here: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
-        reduction: tuple[str, str] | None,
+        reduction: Reduction,
     ) -> None:  # fmt: skip
         """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
         m = self.machine
@@ -355,13 +348,10 @@ class BulkCopies:
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
         return which, m.row_cluster[here.cohort.rows[which]] * size + rank
 
-    def _start(
-        self, of: _Operands, box: Boxes, to: Array, reduction: tuple[str, str] | None
-    ) -> None:
+    def _start(self, of: _Operands, box: Boxes, to: Array, reduction: Reduction) -> None:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
         base = of.blocks * self.machine.shared_pitch
-        shared = to + base[:, None]
-        t = BulkTransfer(of.here, box, of.shared + base, shared, of.blocks, reduction)
+        t = BulkTransfer(of.here, box, of.shared + base, to + base[:, None], of.blocks, reduction)
         count_transfer(t, of.barrier is not None)
         if of.barrier is not None:
             self._start_in(t, of.barrier)
@@ -378,9 +368,8 @@ class BulkCopies:
         m.mbarriers.require_fenced(t.here.site(), t.barriers, t.blocks)
         if m.proxy is not None:
             columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
-            t.writes = m.proxy.write(
-                SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc), columns
-            )
+            access = SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc)
+            t.writes = m.proxy.write(access, columns)
         if m.shared_races is not None:
             t.known = m.clocks.of(t.issued.rows)
         self._global_order(t, READ)
@@ -410,8 +399,7 @@ class BulkCopies:
         some, offsets, size = t.in_global()
         here = t.here._replace(cohort=t.issued.some(some))
         if len(some) and kind == READ:
-            touched = self.machine.memory.touched
-            t.source = CopySource(touched, offsets, size, t.pc, places=some)
+            t.source = CopySource(self.machine.memory.touched, offsets, size, t.pc, places=some)
             races.read(here, offsets, size)
         elif len(some):
             races.write(here, offsets, size, strong=kind == ATOMIC, bulk=True)
@@ -456,8 +444,7 @@ class BulkCopies:
             if races is not None and over.any():
                 done = t.part(over)
                 some, offsets, size = done.in_global()
-                here = done.here._replace(cohort=done.issued.some(some))
-                races.complete(here, offsets, size)
+                races.complete(done.here._replace(cohort=done.issued.some(some)), offsets, size)
             if not over.all():
                 kept.append(t.part(~over))
         self.stores = kept
@@ -515,13 +502,15 @@ class BulkCopies:
         Raises:
             RaceError: a copy still reads or writes the shared memory of a block that has ended.
         """
-        if self.machine.check:
+        if self.machine.config.check:
             for t in self.incoming:
                 self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
-            for t in self.outgoing if "exit_before_bulk_store" not in self.machine.allow else ():
+            allowed = "exit_before_bulk_store" in self.machine.config.allow
+            for t in () if allowed else self.outgoing:
                 row = int(np.argmin(t.waited))
                 advice = "execute cp.async.bulk.wait_group.read first"
-                self._unfinished(t, row, "out of", advice + way_out("exit_before_bulk_store"))
+                advice += errors.way_out("exit_before_bulk_store")
+                self._unfinished(t, row, "out of", advice)
         for t in self.incoming + self.outgoing:
             self.execute(t)
 

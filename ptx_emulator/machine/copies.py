@@ -106,8 +106,7 @@ class AsyncCopies:
             loads = here if some is None else here._replace(lanes=some)
             out = load_global(loads, address, size, False)
             if m.global_races is not None:
-                offsets = address - m.memory.base
-                reads = CopySource(m.memory.touched, offsets, size, here.pc, some)
+                reads = CopySource(m.memory.touched, address - m.memory.base, size, here.pc, some)
         octets = out.view(np.uint8).reshape(-1, 32, size)
         for byte in range(size) if some is not None else ():
             part = ~whole & active & (wanted > byte)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from ptx_emulator.counters.recorder import Recorder
 from ptx_emulator.counters.totals import Counters
 from ptx_emulator.isa.segments import Segments
 from ptx_emulator.isa.special_registers import special_values
-from ptx_emulator.isa.tensor_core_sums import SumModels
 from ptx_emulator.machine.arguments import DeviceArguments
 from ptx_emulator.machine.barriers import Barriers, ClusterBarrier
 from ptx_emulator.machine.bulk import BulkCopies
@@ -29,26 +26,10 @@ from ptx_emulator.machine.scheduler import Scheduler
 from ptx_emulator.machine.wgmma import Warpgroups
 from ptx_emulator.state.cohort import LANES, Cohort, rows_of
 from ptx_emulator.state.memory import Array, FlatMemory
+from ptx_emulator.state.wave import LaunchConfig
 
 WARPS_PER_WAVE = 512
 SHARED_BYTES_PER_WAVE = 64 << 20
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """How a kernel is launched; see `ptx_emulator.launch`."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    check: bool
-    order_seed: int | None
-    step_limit: int
-    profile: bool
-    sums: str
-    allow: frozenset[str]
-    cluster: tuple[int, int, int]
-    watcher: Callable[[Counters], None] | None = None
 
 
 def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> Array:
@@ -62,29 +43,20 @@ def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int])
 class Machine(Scheduler):
     """Creates the state of a launch and of each wave of blocks, and runs the waves."""
 
-    def __init__(
-        self, segments: Segments, config: LaunchConfig, arguments: DeviceArguments
-    ) -> None:
-        program, block = segments.program, config.block
-        self.segments, self.program = segments, program
-        self.grid, self.block = config.grid, block
-        self.cluster_shape = config.cluster
+    def __init__(self, segments: Segments, config: LaunchConfig, given: DeviceArguments) -> None:
+        program = segments.program
+        self.segments, self.program, self.config = segments, program, config
         self.cluster_size = math.prod(config.cluster)
-        self.memory = arguments.memory
-        self.maps = TensorMaps(self, arguments.maps, arguments.started)
-        self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
-        self.check, self.allow = config.check, config.allow
-        self.sums = SumModels(program) if config.sums == "hardware" else None
+        self.memory = given.memory
+        self.maps = TensorMaps(self, given.maps, given.started)
+        self.parameters = np.frombuffer(given.parameters.ljust(16, b"\0"), np.uint8)
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
-        self.step_limit = config.step_limit
-        self.watcher = config.watcher
         self.steps = 0
         self.ticks = 0
-        self.threads = math.prod(block)
+        self.threads = math.prod(config.block)
         self.warps = -(-self.threads // 32)
         self.cluster_warps = self.warps * self.cluster_size
-        self.dynamic_bytes = config.shared_bytes
         self.shared_size = program.dynamic_shared + config.shared_bytes
         self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
         self.recorder = Recorder(self) if config.profile else None
@@ -94,7 +66,7 @@ class Machine(Scheduler):
     # ---- the grid
 
     def run(self) -> Counters:
-        clusters = blocks_by_cluster(self.grid, self.cluster_shape)
+        clusters = blocks_by_cluster(self.config.grid, self.config.cluster)
         order = list(range(len(clusters)))
         if self.random:
             self.random.shuffle(order)
@@ -118,11 +90,10 @@ class Machine(Scheduler):
         self.alive = thread < self.threads
         self.live_warps = np.full(count, warps)
         self.shared = FlatMemory(count * self.shared_pitch)
-        if "uninitialised_rows" in self.allow:
+        if "uninitialised_rows" in self.config.allow:
             self.shared.bytes[:] = 0xFF
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
-        written = FlatMemory(len(self.local.bytes), sparse=True) if self.check else None
-        self.local_written = written
+        self.local_written = None
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
         self.members = MemberLanes(self)
@@ -131,21 +102,21 @@ class Machine(Scheduler):
         self.copies = AsyncCopies(self)
         self.bulk = BulkCopies(self)
         self.shared_races = self.proxy = None
-        if self.check:
+        if self.config.check:
+            self.local_written = FlatMemory(len(self.local.bytes), sparse=True)
             self.shared_races = races = SharedRaces(self, count // self.cluster_size)
             self.clocks, self.proxy = races.clocks, races.proxy
         self.wgmma = Warpgroups(self)
         self.registers = RegisterPool(self)
         self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
-        rows = np.arange(count * warps)
-        for part in self._initial_cohorts(rows):
+        for part in self._initial_cohorts(np.arange(count * warps)):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))
         while self.cohorts:
             self._run(self._pick())
-            if self.watcher is not None:
-                self.watcher(self.counters)
+            if self.config.watcher is not None:
+                self.config.watcher(self.counters)
         self.barriers.finish()
         self.copies.finish()
         self.bulk.finish()

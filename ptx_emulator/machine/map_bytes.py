@@ -101,7 +101,7 @@ class TensorMaps:
             numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
             way_out = f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does"
             m.fail(Misaligned, what, site, numbers, way_out)
-        if m.check and not in_parameters(address):
+        if m.config.check and not in_parameters(address):
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
             if seen != data:
@@ -141,13 +141,9 @@ class TensorMaps:
             way_out = "use a tiled map without interleave that fills with zeros"
             m.fail(LaunchArguments, what, site, numbers, way_out)
         try:
-            spec = TensorMapSpec(
-                name,
-                tuple(size or 1 << 32 for size in dims[:rank]),
-                tuple(strides[: rank - 1]),
-                tuple(box[:rank]),
-                _SPANS[swizzle],
-            )
+            sizes = tuple(side or 1 << 32 for side in dims[:rank])
+            parts = sizes, tuple(strides[: rank - 1]), tuple(box[:rank])
+            spec = TensorMapSpec(name, *parts, _SPANS[swizzle])
             spec.check_address(base)
         except LaunchError as problem:
             what = "a tensor map in device memory that the driver would reject"

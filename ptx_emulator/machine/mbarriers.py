@@ -78,8 +78,7 @@ class Mbarriers:
             self.made_by[numbers, blocks] = m.row_member[rows]
             self.made_at[numbers, blocks] = m.clocks.clock[rows]
         bad = (counts < 1) | (counts > MOST)
-        if bad.any():
-            which = int(np.argmax(bad))
+        for which in np.flatnonzero(bad)[:1]:
             what = "an mbarrier with an impossible number of arrivals"
             numbers_text = f"count {int(counts[which])}; it can be 1 to {MOST:,}"
             way_out = "count the arrivals of one phase"
@@ -92,7 +91,7 @@ class Mbarriers:
 
     def _again(self, here: Execution, address: Any, place: Array, lane: Array, state: str) -> None:
         """These lanes of an mbarrier.init find an mbarrier: refused, or as after mbarrier.inval."""
-        if "mbarrier_reinit" not in self.machine.allow:
+        if "mbarrier_reinit" not in self.machine.config.allow:
             what = "an mbarrier is initialised a second time"
             advice = "initialise it once, or execute mbarrier.inval first"
             advice += way_out("mbarrier_reinit")
@@ -131,7 +130,8 @@ class Mbarriers:
             FenceError: it is not.
         """
         m = self.machine
-        if self.all_fenced or m.shared_races is None or "mbarrier_init_fence" in m.allow:
+        allowed = "mbarrier_init_fence" in m.config.allow
+        if self.all_fenced or m.shared_races is None or allowed:
             return
         rows = site.cohort.rows
         clocks = m.clocks
@@ -139,8 +139,7 @@ class Mbarriers:
         alone &= clocks.synced[rows] <= self.made_at[numbers, blocks]
         self.fenced[numbers[alone], blocks[alone]] = 1
         missing = self.fenced[numbers, blocks] == 0
-        if missing.any():
-            which = int(np.argmax(missing))
+        for which in np.flatnonzero(missing)[:1]:
             what = "an asynchronous copy signals an mbarrier that no fence followed"
             text = f"mbarrier at shared offset {self.addresses[int(numbers[which])]}; its "
             text += "initialisation need not be visible to the asynchronous proxy"
@@ -161,8 +160,7 @@ class Mbarriers:
             self.late.add()
             m = self.machine
             if m.proxy is not None:
-                slot = m.clocks.new_slots(2 * m.cluster_size)
-                self._slots = np.append(self._slots, slot)
+                self._slots = np.append(self._slots, m.clocks.new_slots(2 * m.cluster_size))
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
                 ranks = range(m.cluster_size)
                 of_ranks = [m.proxy.agent("mbarrier", (address, r), name) for r in ranks]
@@ -210,8 +208,7 @@ class Mbarriers:
         missing = numbers < 0
         if not missing.any():
             missing = self.expected[numbers, blocks] == 0
-        if missing.any():
-            which = int(np.argmax(missing))
+        for which in np.flatnonzero(missing)[:1]:
             known = ", ".join(map(str, self.addresses)) or "none"
             what = "an mbarrier that is not initialised"
             text = f"shared offset {int(address[which])}; initialised ones: {known}"
@@ -222,8 +219,7 @@ class Mbarriers:
         warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
         seen = m.clocks.seen[m.row_cluster[rows], warps, maker]
         early = (maker != warps) & (seen < self.made_at[numbers, blocks])
-        if early.any():
-            which = int(np.argmax(early))
+        for which in np.flatnonzero(early)[:1]:
             problem = "an mbarrier is used, and its initialisation is not ordered before"
             at, by = self.addresses[int(numbers[which])], int(maker[which])
             text = f"shared offset {at}; warp {by} initialises it"
@@ -349,8 +345,7 @@ class Mbarriers:
     def _expect(self, here: Execution, k: Array, b: Array, size: Array, place: Array) -> None:
         np.add.at(self.tx, (k, b), size)
         bad = np.abs(self.tx[k, b]) > MOST
-        if bad.any():
-            which = int(np.argmax(bad))
+        for which in np.flatnonzero(bad)[:1]:
             what = "an mbarrier counts more bytes than it can"
             text = f"{int(self.tx[k, b][which]):,} bytes outstanding; at most {MOST:,}"
             advice = "expect the bytes of one phase only, in one place"
@@ -374,8 +369,7 @@ class Mbarriers:
 
     def _demand_room(self, here: Execution, k: Array, b: Array, place: Array, late: Array) -> None:
         """Fails for the first arrival that its mbarrier does not expect, if there is one."""
-        if late.any():
-            which = int(np.argmax(late))
+        for which in np.flatnonzero(late)[:1]:
             what = "more arrivals at an mbarrier than it expects"
             text = self.state(int(k[which]), int(b[which]))
             advice = "arrive as often as mbarrier.init counts, and wait before the next phase"
@@ -490,9 +484,8 @@ class Mbarriers:
         if m.shared_races and parity:
             at = numbers[place, lane]
             self.late.require_in_time(cohort.rows[place], at, wanted[place, lane], pc)
-        done: Array = (
-            np.asarray(((now ^ wanted) & 1 != 0) if parity else now != wanted) & waiting_lanes
-        )
+        passed = (now ^ wanted) & 1 != 0 if parity else now != wanted
+        done: Array = np.asarray(passed & waiting_lanes)
         for row in cohort.rows.tolist() if pc in m.program.failed_waits.loose else ():
             self._succeeded.pop((row, pc), None)
         # A warp continues if the phase of any of its lanes has completed; the others get false.
@@ -500,8 +493,7 @@ class Mbarriers:
         # On a GPU a try_wait may time out; with an order_seed some do.
         gives_up = m.random is not None and m.random.random() < 0.25
         if blocks and stuck.any() and not gives_up:
-            waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
-            m.hold(cohort, ~stuck, pc, waits, pc)
+            m.hold(cohort, ~stuck, pc, WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck]), pc)
             return None
         if stuck.any():
             cohort.polls = self._polls(pc)

@@ -43,9 +43,10 @@ class Scheduler(Wave):
     def _run(self, c: Cohort) -> None:
         """Executes one segment of a cohort."""
         program, counters, recorder = self.program, self.counters, self.recorder
-        found = self.segments.at(c.pc, c.mask is not None, self.check, recorder is not None)
+        check = self.config.check
+        found = self.segments.at(c.pc, c.mask is not None, check, recorder is not None)
         self.steps += 1
-        if self.steps > self.step_limit:
+        if self.steps > self.config.step_limit:
             self._too_many_steps(c)
         c.age = self.steps
         mask, rows = c.mask, c.n
@@ -262,8 +263,7 @@ class Scheduler(Wave):
         if gone.any():
             self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
         complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
-        missing = np.unique(members[~complete])
-        self.hold(cohort, complete, pc, WaitsForWarpgroup(pc, missing), pc)
+        self.hold(cohort, complete, pc, WaitsForWarpgroup(pc, np.unique(members[~complete])), pc)
         return True
 
     def _fail_incomplete(self, cohort: Cohort, pc: int, row: int) -> None:
@@ -300,7 +300,7 @@ class Scheduler(Wave):
         self.fail(UninitialisedRead, what, site, numbers, way_out)
 
     def _too_many_steps(self, c: Cohort) -> None:
-        numbers = f"{self.steps:,} segments executed, limit {self.step_limit:,}"
+        numbers = f"{self.steps:,} segments executed, limit {self.config.step_limit:,}"
         way_out = "look for an endless loop, or raise step_limit of emulator.launch"
         self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
 
@@ -329,33 +329,25 @@ class Scheduler(Wave):
             if not self._comes(c) and (partial is None or pc < partial.waits.pc):
                 partial = c
             lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
-            lines.append(
-                f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at "
-                f"{self.program.describe(pc)}"
-            )
+            at = self.program.describe(pc)
+            lines.append(f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at {at}")
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
-            raise BarrierDivergence(
-                f"only a part of a {whole} reached an instruction that the whole {whole} must "
-                "execute",
-                where=self.place(int(partial.rows[0]), None, pc),
-                numbers="\n".join(lines),
-                way_out="move it out of the divergent branch, or make the branch uniform in the "
-                f"{whole}",
-            )
+            what = f"only a part of a {whole} reached an instruction that the whole {whole} must "
+            where = self.place(int(partial.rows[0]), None, pc)
+            way = f"move it out of the divergent branch, or make the branch uniform in the {whole}"
+            numbers = "\n".join(lines)
+            raise BarrierDivergence(what + "execute", where=where, numbers=numbers, way_out=way)
         # A wait for the rest of a warp is a consequence of what the rest waits for.
-        first = next(
-            (c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)), self.cohorts[0]
-        )
+        causes = [c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)]
+        first = (causes or self.cohorts)[0]
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
-        raise DeadlockError(
-            "deadlock: every warp waits and none can be released",
-            where=self.place(int(first.rows[0]), None, first.waits.pc),
-            numbers="\n".join(lines),
-            way_out="check that all warps that a barrier counts arrive at it, and that as many "
-            "bytes are copied as an mbarrier expects",
-        )
+        what = "deadlock: every warp waits and none can be released"
+        where = self.place(int(first.rows[0]), None, first.waits.pc)
+        way = "check that all warps that a barrier counts arrive at it, and that as many bytes are "
+        way += "copied as an mbarrier expects"
+        raise DeadlockError(what, where=where, numbers="\n".join(lines), way_out=way)
 
     def _comes(self, c: Cohort) -> bool:
         """Whether the lanes that ``c`` waits for wait at an mbarrier themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,18 +58,13 @@ class TensorMap:
             way_out = "permute its axes, or pass a copy"
             raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         self.array = array
-        self.spec = TensorMapSpec(
-            dtype or array.dtype.name,
-            tuple(array.shape[::-1]) if dims is None else tuple(dims),
-            tuple(array.strides[-2::-1]) if strides is None else tuple(strides),
-            tuple(box),
-            swizzle,
-        )
+        dims = tuple(array.shape[::-1] if dims is None else dims)
+        strides = tuple(array.strides[-2::-1] if strides is None else strides)
+        self.spec = TensorMapSpec(dtype or array.dtype.name, dims, strides, tuple(box), swizzle)
         self.before = before
         start = array.ctypes.data
         self.spec.check_address(start - before)
-        end = np.lib.array_utils.byte_bounds(array)[1]
-        self.bytes = end - start
+        self.bytes = np.lib.array_utils.byte_bounds(array)[1] - start
         whole = not before and not self.spec.wraps_around
         if whole and self.spec.span_bytes > self.bytes:
             raise LaunchArguments(
@@ -81,8 +76,7 @@ class TensorMap:
             )
 
 
-@dataclass(frozen=True)
-class Boxes:
+class Boxes(NamedTuple):
     """The bytes of a tensor that copies access, as offsets from its first byte.
 
     Attributes:
@@ -106,8 +100,7 @@ class Boxes:
 
 def boxes(spec: TensorMapSpec, base: int, coordinates: Array) -> Boxes:
     """The boxes at ``coordinates`` (copies, dimensions) of a tensor at address ``base``."""
-    steps = np.array((spec.element_bytes, *spec.strides))
-    start = coordinates @ steps
+    start = coordinates @ np.array((spec.element_bytes, *spec.strides))
     if (coordinates < 0).any() or (coordinates + spec.box > spec.dims).any():
         return _cut_boxes(spec, base, coordinates, start)
     count = len(coordinates)
@@ -200,9 +193,7 @@ def swizzled(address: Array, span: int) -> Array:
 
 def overlapping(spec: TensorMapSpec) -> bool:
     """Whether a box may contain the same element twice, because strides are small."""
-    sides = [
-        (step, side) for step, side in zip(spec.strides, spec.box[1:], strict=True) if side > 1
-    ]
+    sides = [(step, n) for step, n in zip(spec.strides, spec.box[1:], strict=True) if n > 1]
     end = spec.inner_bytes
     for step, side in sorted(sides):
         if step < end:

@@ -10,8 +10,8 @@ to wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -22,15 +22,14 @@ from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES
 from ptx_emulator.isa.mma import add_single, join_halves, split_halves
-from ptx_emulator.isa.tensor_core_sums import SumModels
+from ptx_emulator.isa.tensor_core_sums import model_for
 from ptx_emulator.isa.wgmma import SharedOperand, WgmmaForm
 from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Site, Wave
 
 
-@dataclass(eq=False)
-class IssuedWgmma:
+class IssuedWgmma(NamedTuple):
     """One instruction of a chain, for one or more warpgroups.
 
     Attributes:
@@ -51,7 +50,7 @@ class IssuedWgmma:
         """The instruction for the warpgroups that ``keep`` (g,) selects."""
         a = self.a.part(keep) if isinstance(self.a, SharedOperand) else _rows_of(self.a, keep)
         adds = None if self.adds is None else self.adds[keep]
-        return replace(self, a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
+        return self._replace(a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
 
     def joins(self, other: IssuedWgmma) -> bool:
         """Whether ``other``, the next along k, can be computed together with this one."""
@@ -87,18 +86,16 @@ class WgmmaChain:
         """Appends an instruction; earlier ones are dropped if it overwrites the accumulators."""
         if step.adds is not None and not step.adds.any():
             self.start, self.steps = None, []
-            step = replace(step, adds=None)
+            step = step._replace(adds=None)
         self.steps.append(step)
 
-    def execute(self, count: int, view: Array, arena: Array, sums: SumModels | None) -> list[Any]:
+    def execute(self, machine: Wave, count: int, arena: Array) -> list[Any]:
         """The accumulators after the first ``count`` instructions, each (warps, 32).
 
         Args:
-            view: shared memory of the wave in 16-byte chunks.
-            arena: offset in ``view`` of the block of each warpgroup, in bytes (g,).
-            sums: how tensor cores add; None: sums are rounded once.
+            arena: offset in `Wave.shared` of the block of each warpgroup, in bytes (g,).
         """
-        warps = 4 * len(self.groups)
+        warps, view = 4 * len(self.groups), machine.shared.view[16]
         accumulators = self.start
         at = 0
         while at < count:
@@ -111,13 +108,11 @@ class WgmmaChain:
             a, b = [step.a for step in run], [step.b for step in run]
             if first.adds is not None and accumulators is not None:
                 keep = np.repeat(first.adds, 4)[:, None]
-                accumulators = [
-                    np.where(keep, value, value.dtype.type(0)) for value in accumulators
-                ]
+                accumulators = [np.where(keep, v, v.dtype.type(0)) for v in accumulators]
             form, start = first.form, list(accumulators or ())
             if form.half:
                 start = split_halves(start, warps)
-            model = sums.of("wgmma", form.kinds[0], form.depth, form.half) if sums else None
+            model = model_for(machine, "wgmma", form.kinds[0], form.depth, form.half)
             product = wgmma.warpgroup_product(view, arena, form, a, b, warps, model, start)
             accumulators = list(product) if model else add_single(product, start)
             if form.half:
@@ -163,9 +158,7 @@ class Warpgroups:
 
     # ---- issue
 
-    def issue(
-        self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, accumulators: Any
-    ) -> None:
+    def issue(self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, c: Any) -> None:
         """Starts wgmma.mma_async.
 
         Args:
@@ -173,7 +166,7 @@ class Warpgroups:
             a: descriptor, or four registers.
             b: descriptor.
             adds: scale-d.
-            accumulators: values of the accumulators; None if a chain with all of them is in flight.
+            c: values of the accumulators; None if a chain with all of them is in flight.
         """
         groups = self.numbers(here.cohort)
         if self.machine.shared_races is not None:
@@ -186,7 +179,7 @@ class Warpgroups:
         chains = self._claim(here, groups, form)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
-            fresh = WgmmaChain(form.registers, groups, list(accumulators), [])
+            fresh = WgmmaChain(form.registers, groups, list(c), [])
             if chains:
                 taken = np.concatenate([chain.groups for chain in chains])
                 fresh = fresh.part(~np.isin(groups, taken))
@@ -235,8 +228,7 @@ class Warpgroups:
         quads = np.broadcast_to(value, (n, value.shape[1])).reshape(n // 4, -1)
         first: Array = quads[:, 0]
         bad = (quads != first[:, None]).any(axis=1)
-        if bad.any():
-            group = int(np.argmax(bad))
+        for group in np.flatnonzero(bad)[:1]:
             what = f"the {what} of wgmma differs between threads of a warpgroup"
             numbers = f"the first thread has {first[group]}, others {quads[group][-1]}"
             way_out = "compute it from values common to all 128 threads: threadIdx.x / 128"
@@ -266,7 +258,7 @@ class Warpgroups:
             m.recorder.operand(size, here.pc)
         if m.proxy is not None:
             quarters = [chunks]
-            if which == 0 and "wgmma_rows_syncwarp" in m.allow:
+            if which == 0 and "wgmma_rows_syncwarp" in m.config.allow:
                 quarters = _rows_of_warps(chunks, mn_major)
             self._read(here, groups, quarters)
         return operand
@@ -368,7 +360,7 @@ class Warpgroups:
     ) -> None:
         m = self.machine
         arena = chain.groups // self.per_block * m.shared_pitch
-        accumulators = chain.execute(count, m.shared.view[16], arena, m.sums)
+        accumulators = chain.execute(m, count, arena)
         if count < len(chain.steps):
             chain.start, chain.steps = accumulators, chain.steps[count:]
             return

@@ -7,7 +7,7 @@ the guard of an instruction that threads execute together becomes a branch aroun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ptx_emulator.errors import UnknownInstruction
@@ -16,25 +16,15 @@ from ptx_emulator.ptx.instructions import is_barrier, is_warp_wide
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, LabelRef, Operand, Reg, Sym
 
 
-@dataclass
-class FlatCode:
-    """The flat code of a kernel, the input of the code generator."""
-
-    code: list[Instruction] = field(default_factory=list)
-    registers: list[tuple[str, str]] = field(default_factory=list)
-    variables: dict[str, syntax.Variable] = field(default_factory=dict)
-    branch_targets: dict[str, list[int]] = field(default_factory=dict)
-
-
-def flatten(module: syntax.Module, entry: syntax.Function) -> FlatCode:
-    """Inlines all calls of ``entry``; calls of external functions remain.
+def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
+    """``entry`` with all calls inlined; calls of external functions remain.
 
     Raises:
         UnknownInstruction: a recursive or predicated call.
     """
-    flat = FlatCode(entry.code, entry.registers, entry.variables, entry.branch_targets)
+    flat = replace(entry)
     if any(i.op == "call" for i in entry.code):
-        flat = FlatCode()
+        flat = replace(entry, code=[], registers=[], variables={}, branch_targets={})
         _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
     if any(_needs_branch(i) for i in flat.code):
         _branch_around(flat)
@@ -45,7 +35,7 @@ def _needs_branch(ins: Instruction) -> bool:
     return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins))
 
 
-def _branch_around(flat: FlatCode) -> None:
+def _branch_around(flat: syntax.Function) -> None:
     """Replaces the guards of warp-wide instructions and barriers by branches around them."""
     starts: list[int] = []
     code: list[Instruction] = []
@@ -58,13 +48,9 @@ def _branch_around(flat: FlatCode) -> None:
             ins = replace(ins, guard=None)
         code.append(ins)
     starts.append(len(code))
-    flat.code = [
-        replace(ins, operands=[_moved(operand, starts) for operand in ins.operands]) for ins in code
-    ]
-    flat.branch_targets = {
-        name: [starts[target] for target in targets]
-        for name, targets in flat.branch_targets.items()
-    }
+    flat.code = [replace(i, operands=[_moved(o, starts) for o in i.operands]) for i in code]
+    tables = flat.branch_targets.items()
+    flat.branch_targets = {name: [starts[t] for t in targets] for name, targets in tables}
 
 
 def _moved(operand: Operand, starts: list[int]) -> Operand:
@@ -72,7 +58,7 @@ def _moved(operand: Operand, starts: list[int]) -> Operand:
 
 
 class _Inliner:
-    def __init__(self, module: syntax.Module, flat: FlatCode) -> None:
+    def __init__(self, module: syntax.Module, flat: syntax.Function) -> None:
         self.module = module
         self.flat = flat
         self.slots: dict[tuple[str, int], Reg] = {}
@@ -134,10 +120,7 @@ class _Inliner:
                 flat.code.append(ins)
         starts.append(len(flat.code))
         for place in patches:
-            code = flat.code[place]
-            code.operands = [
-                LabelRef(starts[o.target]) if isinstance(o, LabelRef) else o for o in code.operands
-            ]
+            flat.code[place].operands = [_moved(o, starts) for o in flat.code[place].operands]
         for name, targets in fn.branch_targets.items():
             flat.branch_targets[name] = [starts[t] for t in targets]
 
@@ -184,7 +167,7 @@ class _Inliner:
                 return
             raise _unknown(ins, "a computed address in the parameters of a call")
         name, kind = memory.base.name, ins.mods[-1]
-        if in_entry and load and not self.is_local(name):
+        if in_entry and load and not any(slot[0] == name for slot in self.slots):
             self.flat.code.append(ins)
             return
         value = ins.operands[0 if load else 1]
@@ -211,9 +194,6 @@ class _Inliner:
                 made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
                 made.operands = [to, source]
             self.flat.code.append(made)
-
-    def is_local(self, name: str) -> bool:
-        return any(key[0] == name for key in self.slots)
 
 
 def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:

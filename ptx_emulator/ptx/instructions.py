@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ class Width(Enum):
     BLOCK = "all threads that a barrier of a block or a cluster counts"
 
 
-@dataclass(frozen=True)
-class Opcode:
+class Opcode(NamedTuple):
     """The facts of an opcode. One that depends on the modifiers is a function of the instruction.
 
     Attributes:
@@ -109,8 +107,7 @@ def registers_in(operand: Operand) -> list[int]:
     if isinstance(operand, Not):
         return [operand.reg.index]
     if isinstance(operand, Mem):
-        items = (operand.base, *operand.coordinates)
-        return [r for item in items for r in registers_in(item)]
+        return [r for item in (operand.base, *operand.coordinates) for r in registers_in(item)]
     if isinstance(operand, Pair):
         return registers_in(operand.first) + registers_in(operand.second)
     if isinstance(operand, (Vec, Group)):
@@ -130,9 +127,7 @@ def bits_of(mask: int) -> tuple[int, ...]:
 
 def as_immediate(operand: Operand) -> int | None:
     """The value of an integer immediate, else None."""
-    if isinstance(operand, Imm) and not operand.float_bits:
-        return operand.value
-    return None
+    return operand.value if isinstance(operand, Imm) and not operand.float_bits else None
 
 
 def gates(code: list[Instruction], leaders: set[int]) -> set[int]:

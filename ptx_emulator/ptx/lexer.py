@@ -36,9 +36,7 @@ def strip_comments(text: str) -> str:
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()
-        if found[0] == '"':
-            return found
-        return re.sub(r"[^\n]", " ", found)
+        return found if found[0] == '"' else re.sub(r"[^\n]", " ", found)
 
     return _COMMENT.sub(blank, text)
 
@@ -69,18 +67,17 @@ def tokenize(text: str) -> Tokens:
     return Tokens([*kinds, "end"], [*texts, ""], [*positions, len(text)])
 
 
+# By how a number begins: its base, and the bits of a float.
+_BASES = {"0f": (16, 32), "0d": (16, 64), "0x": (16, 0), "0b": (2, 0)}
+
+
 def number(text: str) -> Imm:
     """The value of a numeric token."""
     head = text[:2].lower()
-    if head == "0f":
-        return Imm(int(text[2:], 16), 32)
-    if head == "0d":
-        return Imm(int(text[2:], 16), 64)
+    if head in _BASES:
+        base, float_bits = _BASES[head]
+        return Imm(int(text[2:].rstrip("U"), base), float_bits)
     text = text.rstrip("U")
-    if head == "0x":
-        return Imm(int(text, 16))
-    if head == "0b":
-        return Imm(int(text, 2))
     if text.isdigit():
         return Imm(int(text, 8) if len(text) > 1 and text[0] == "0" else int(text))
     return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
@@ -157,16 +154,13 @@ class Cursor:
         found = []
         while True:
             name = self.take()
-            count, is_array = vector, False
+            count = vector
             if self.accept("<"):
                 raise self.fail("a range of variables outside .reg")
             while self.accept("["):
-                is_array = True
                 count *= 0 if self.peek() == "]" else number(self.take()).value
                 self.take("]")
-            variable = Variable(
-                name, space, kind, count, align or TYPE_BYTES[kind] * vector, is_array
-            )
+            variable = Variable(name, space, kind, count, align or TYPE_BYTES[kind] * vector)
             if self.accept("="):
                 self.initialiser(variable)
             found.append(variable)
@@ -191,23 +185,17 @@ class Cursor:
         variable.init = bytes(data.ljust(variable.size, b"\0"))
 
     def initial_value(self, variable: Variable, size: int, offset: int) -> bytes:
-        negative = self.accept("-")
-        if self.kinds[self.at] == "number":
-            value = number(self.take())
-            bits = value.value
-            if value.float_bits == 64 and size == 4:
-                bits = double_to_single(bits)
-            if negative:
-                bits = bits ^ (1 << (8 * size - 1)) if value.float_bits else -bits
+        if self.kinds[self.at] == "number" or self.peek() == "-":
+            value = self.immediate()
+            single = value.float_bits == 64 and size == 4
+            bits = double_to_single(value.value) if single else value.value
             return (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
         name = self.take()
         if name == "generic":
             self.take("(")
             name = self.take()
             self.take(")")
-        extra = 0
-        if self.accept("+"):
-            extra = number(self.take()).value
+        extra = number(self.take()).value if self.accept("+") else 0
         variable.relocations.append((offset, name))
         return extra.to_bytes(size, "little")
 

@@ -135,7 +135,7 @@ class _Parser(Cursor):
                 self.take()
                 kind = self.take()[1:]
                 name = self.take()
-                self.fn.param_registers[name] = self.declare(name, kind)
+                self.fn.param_registers[name] = self.declare(self.scope, name, kind)
                 found.append(Variable(name, "reg", kind))
             else:
                 for variable in self.variable_declaration(parameter=True):
@@ -207,7 +207,7 @@ class _Parser(Cursor):
                     self.scope.ranges[name] = (kind, int(self.take()))
                     self.take(">")
                 else:
-                    self.scope.registers[name] = self.declare(name, kind)
+                    self.declare(self.scope, name, kind)
                 if not self.accept(","):
                     break
             self.take(";")
@@ -228,12 +228,12 @@ class _Parser(Cursor):
         else:
             raise self.fail("a directive that is not known inside a function")
 
-    def declare(self, name: str, kind: str) -> Reg:
+    def declare(self, scope: _Scope, name: str, kind: str) -> Reg:
         if kind not in syntax.TYPE_BYTES:
             raise self.fail(f"unknown register type .{kind}")
         reg = Reg(len(self.fn.registers))
         self.fn.registers.append((name, kind))
-        self.scope.registers[name] = reg
+        scope.registers[name] = reg
         return reg
 
     def register(self, name: str) -> Reg | None:
@@ -245,10 +245,7 @@ class _Parser(Cursor):
                 return found
             span = scope.ranges.get(stem)
             if span and stem != name and int(name[len(stem) :]) < span[1]:
-                inner, self.scope = self.scope, scope
-                reg = self.declare(name, span[0])
-                self.scope = inner
-                return reg
+                return self.declare(scope, name, span[0])
             scope = scope.outer
         return None
 
@@ -268,21 +265,15 @@ class _Parser(Cursor):
                 break
             if self.peek() == ";":
                 raise self.fail("expected an operand")
-        end = self.positions[self.at]
+        place = (self.line, self.outer, begin, self.positions[self.at])
         self.take(";")
-        self.fn.code.append(
-            Instruction(
-                op, tuple(mods), operands, guard, negated, self.line, self.outer, begin, end
-            )
-        )
+        self.fn.code.append(Instruction(op, tuple(mods), operands, guard, negated, *place))
 
     # ---- operands
 
     def operand(self) -> Operand:
         first = self.simple_operand()
-        if self.accept("|"):
-            return syntax.Pair(first, self.simple_operand())
-        return first
+        return syntax.Pair(first, self.simple_operand()) if self.accept("|") else first
 
     def simple_operand(self) -> Operand:
         text = self.texts[self.at]

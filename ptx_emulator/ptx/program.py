@@ -15,7 +15,7 @@ from ptx_emulator.ptx.flatten import flatten
 from ptx_emulator.ptx.instructions import Width, bits_of, fact, opcode_of
 from ptx_emulator.ptx.register_types import register_dtypes
 from ptx_emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
-from ptx_emulator.ptx.syntax import Instruction, LabelRef, Module, Operand, Reg, Sym
+from ptx_emulator.ptx.syntax import Instruction, LabelRef, Module, Operand, Reg, Sym, Variable
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
@@ -98,36 +98,31 @@ class PtxProgram:
         self.local: dict[str, int] = {}
         self.constants: dict[str, int] = {}
         self.params_at: dict[str, int] = {}
-        shared = local = param = 0
-        constant = GLOBAL_BASE
-        dynamic = []
+        ends = {"shared": 0, "local": 0, "param": 0, "global": GLOBAL_BASE}
+
+        def place(table: dict[str, int], variable: Variable, name: str, space: str) -> None:
+            align = max(variable.align, 16 if space == "global" else 1)
+            table[name] = -(-ends[space] // align) * align
+            ends[space] = table[name] + variable.size + (CONST_GAP if space == "global" else 0)
+
+        dynamic: dict[str, int] = {}  # the alignments of extern arrays
         for name, variable in self.variables.items():
-            align = variable.align
             if variable.space == "shared" and variable.count == 0:
-                dynamic.append((name, align))
+                dynamic[name] = variable.align
             elif variable.space == "shared":
-                shared = -(-shared // align) * align
-                self.shared[name] = shared
-                shared += variable.size
+                place(self.shared, variable, name, "shared")
             elif variable.space == "local":
-                local = -(-local // align) * align
-                self.local[name] = local
-                local += variable.size
+                place(self.local, variable, name, "local")
             elif variable.space in ("global", "const"):
-                constant = -(-constant // max(16, align)) * max(16, align)
-                self.constants[name] = constant
-                constant += variable.size + CONST_GAP
+                place(self.constants, variable, name, "global")
         for variable in self.params:
-            param = -(-param // variable.align) * variable.align
-            self.params_at[variable.name] = param
-            param += variable.size
-        top = max([align for _, align in dynamic], default=16)
-        self.dynamic_shared = -(-shared // top) * top if dynamic else shared
-        for name, _ in dynamic:
-            self.shared[name] = self.dynamic_shared
-        self.local_bytes = -(-local // 16) * 16
-        self.param_bytes = param
-        self.constant_bytes = constant - GLOBAL_BASE
+            place(self.params_at, variable, variable.name, "param")
+        top = max(dynamic.values(), default=1)
+        self.dynamic_shared = -(-ends["shared"] // top) * top
+        self.shared |= dict.fromkeys(dynamic, self.dynamic_shared)
+        self.local_bytes = -(-ends["local"] // 16) * 16
+        self.param_bytes = ends["param"]
+        self.constant_bytes = ends["global"] - GLOBAL_BASE
 
     # ---- control flow and liveness
 
@@ -201,10 +196,8 @@ class PtxProgram:
         for pc, ins in enumerate(code):
             to, source = self.effects(ins)
             for r in to:
-                writes[pc] |= 1 << r
                 self._definitions.setdefault(r, []).append(ins)
-            for r in source:
-                reads[pc] |= 1 << r
+            writes[pc], reads[pc] = instructions.mask_of(to), instructions.mask_of(source)
             writes[pc] &= ~reads[pc] if ins.guard is not None else -1
         starts = sorted(s for s in self.leaders if s < count)
         ends = [*starts[1:], count]

@@ -7,6 +7,7 @@ the bits as the type they need; choosing the most frequent type makes such views
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from ptx_emulator.ptx.instructions import registers_in
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, Mem, Not, Operand, Pair
@@ -63,36 +64,25 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
         total.setdefault(root(index), Counter()).update(counter)
     found = []
     for place, kind in enumerate(kinds):
-        if kind in _FIXED:
-            found.append(DTYPE[kind])
-            continue
-        poll = total[root(place)]
         width = str(TYPE_BYTES[kind])
-        best = [(count, code) for code, count in poll.items() if code[1:] == width]
-        found.append(max(best)[1] if best else "u" + width)
+        polled = [(count, code) for code, count in total[root(place)].items() if code[1:] == width]
+        best = max(polled)[1] if polled else "u" + width
+        found.append(DTYPE[kind] if kind in _FIXED else best)
     found.append("u4")  # the carry flag
     return found
 
 
-def _vote(ins: Instruction, types: list[str], vote: object) -> None:
-    assert callable(vote)
-    if ins.op == "cvt":
-        vote(ins.operands[0], types[0])
-        for operand in ins.operands[1:]:
-            vote(operand, types[-1])
-    elif ins.op == "mma":
-        vote(ins.operands[0], types[0])
-        vote(ins.operands[3], types[-1])
-    elif ins.op == "wgmma":
-        vote(ins.operands[0], types[0])
-    elif "wide" in ins.mods:
-        wide = types[0][0] + str(16 * TYPE_BYTES[types[0]])
-        vote(ins.operands[0], wide)
-        for operand in ins.operands[1:3]:
-            vote(operand, types[0])
-    else:
-        for operand in ins.operands:
-            vote(operand, types[-1])
+def _vote(ins: Instruction, types: list[str], vote: Callable[[Operand, str], None]) -> None:
+    """Votes for the operands of an instruction that is no move."""
+    first, last, others = types[0], types[-1], ins.operands[1:]
+    if "wide" in ins.mods:
+        last, first, others = first, first[0] + str(16 * TYPE_BYTES[first]), others[:2]
+    elif ins.op in ("mma", "wgmma"):
+        others = others[2:] if ins.op == "mma" else []
+    elif ins.op != "cvt":
+        first = last
+    for place, operand in enumerate((*ins.operands[:1], *others)):
+        vote(operand, last if place else first)
 
 
 def _plain(operand: Operand) -> list[int]:

@@ -47,9 +47,7 @@ class Repeats(NamedTuple):
 def find_waits(code: list[Instruction]) -> list[int]:
     """The instructions that test or wait for a phase of an mbarrier."""
     words = {"try_wait", "test_wait"}
-    return [
-        pc for pc, ins in enumerate(code) if ins.op == "mbarrier" and words.intersection(ins.mods)
-    ]
+    return [pc for pc, ins in enumerate(code) if ins.op == "mbarrier" and words & {*ins.mods}]
 
 
 def find_repeats(program: PtxProgram) -> Repeats:
@@ -128,9 +126,7 @@ def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
     }
 
 
-def _is_fixed(
-    program: PtxProgram, loop: set[int], registers: list[int], but: int | None = None
-) -> bool:
+def _is_fixed(program: PtxProgram, loop: set[int], registers: list[int], but: int = -1) -> bool:
     """Whether registers have the same value in every turn, but for the result of ``but``."""
     todo, seen = list(registers), set[int]()
     while todo:
@@ -176,10 +172,7 @@ def _uses(program: PtxProgram, pc: int) -> _Uses:
 
 Known = dict[int, int]
 """The values of registers that a failure determines."""
-_COMPARED = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
-    "gt": operator.gt, "ge": operator.ge,
-}  # fmt: skip
+_COMPARED = {word: getattr(operator, word) for word in ("eq", "ne", "lt", "le", "gt", "ge")}
 _LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 

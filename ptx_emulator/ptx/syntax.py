@@ -123,7 +123,6 @@ class Variable:
     type: str
     count: int = 1
     align: int = 1
-    is_array: bool = False
     init: bytes | None = None
     relocations: list[tuple[int, str]] = field(default_factory=list)
 

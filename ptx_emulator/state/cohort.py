@@ -223,8 +223,7 @@ def _concatenate(parts: list[Cohort], live: Sequence[int]) -> Cohort:
     places = [place[lo:hi] for lo, hi in itertools.pairwise(bounds)]
     registers: list[Any] = [None] * len(parts[0].registers)
     for index in live:
-        values = [p.registers[index] for p in parts]
-        registers[index] = _join(values, places, total)
+        registers[index] = _join([p.registers[index] for p in parts], places, total)
     mask = None
     if any(p.mask is not None for p in parts):
         mask = np.empty((total, 32), bool)

@@ -7,6 +7,7 @@ to this state. This module imports the parts for type checking only.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ptx_emulator.checks.shared_races import SharedRaces
     from ptx_emulator.counters.recorder import Recorder
     from ptx_emulator.counters.totals import Counters
-    from ptx_emulator.isa.tensor_core_sums import SumModels
     from ptx_emulator.machine.barriers import Barriers, ClusterBarrier
     from ptx_emulator.machine.bulk import BulkCopies
     from ptx_emulator.machine.copies import AsyncCopies
@@ -113,6 +113,25 @@ class Execution(NamedTuple):
         return self.site(row, int(lane))
 
 
+class LaunchConfig(NamedTuple):
+    """How a kernel is launched; see `ptx_emulator.launch`.
+
+    ``allow`` holds names of `errors.FORGIVEN` that are not reported.
+    """
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    check: bool
+    order_seed: int | None
+    step_limit: int
+    profile: bool
+    sums: str
+    allow: frozenset[str]
+    cluster: tuple[int, int, int]
+    watcher: Callable[[Counters], None] | None = None
+
+
 class Wave:
     """State of one launch, and of the wave of blocks that is running.
 
@@ -125,8 +144,8 @@ class Wave:
         shared_size: bytes of shared memory per block; ``shared_pitch``: distance of two blocks in
             ``shared``, which holds the shared memory of all blocks of the wave.
         blocks: number of each block of the wave in the grid.
-        cluster_shape: sizes of a cluster of blocks; ``cluster_size``: their product. The blocks of
-            a cluster follow each other in the wave, in the order of their ranks.
+        cluster_size: blocks of a cluster, which follow each other in the wave, in the order of
+            their ranks.
         row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
             ``cluster_warps``: warps per cluster.
         cluster_ids: number in the grid of the first block of each cluster of the wave.
@@ -134,9 +153,7 @@ class Wave:
             written it, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
-        allow: names of `errors.FORGIVEN` that are not reported.
         random: source of random scheduling decisions; None without an order_seed.
-        sums: how tensor cores add; None if their sums are rounded once.
         stored: the store that is being checked, for messages.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
         clocks: those of ``shared_races``.
@@ -144,25 +161,18 @@ class Wave:
 
     # Of the launch.
     program: PtxProgram
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster_shape: tuple[int, int, int]
+    config: LaunchConfig
     cluster_size: int
     cluster_warps: int
     memory: GlobalMemory
     maps: TensorMaps
     parameters: Array
     random: random.Random | None
-    step_limit: int
     steps: int
     threads: int
     warps: int
-    dynamic_bytes: int
     shared_size: int
     shared_pitch: int
-    check: bool
-    sums: SumModels | None
-    allow: frozenset[str]
     counters: Counters
     recorder: Recorder | None
     global_races: GlobalRaces | None
@@ -200,14 +210,12 @@ class Wave:
         self.cohorts.remove(old)
         self.cohorts += parts
 
-    def split(
-        self, cohort: Cohort, keep: Array, pc_kept: int, pc_rest: int
-    ) -> tuple[Cohort, Cohort]:
+    def split(self, c: Cohort, keep: Array, pc_kept: int, pc_rest: int) -> tuple[Cohort, Cohort]:
         """Splits a cohort in two by row; both selections must be non-empty."""
         live = self.program.live_list
-        kept = cohort.part(keep, live(pc_kept), pc_kept)
-        rest = cohort.part(~keep, live(pc_rest), pc_rest)
-        self.replace(cohort, [kept, rest])
+        kept = c.part(keep, live(pc_kept), pc_kept)
+        rest = c.part(~keep, live(pc_rest), pc_rest)
+        self.replace(c, [kept, rest])
         return kept, rest
 
     def hold(self, cohort: Cohort, ready: Array, pc: int, waits: Any, after: int) -> Cohort | None:
@@ -240,7 +248,7 @@ class Wave:
 
     def forgives_store(self, site: Site, together: bool) -> str:
         """The end of a way out for a store that races with another one of the same value, or ''."""
-        if "same_value" in self.allow or self.stored is None:
+        if "same_value" in self.config.allow or self.stored is None:
             return ""
         same = self.stored.repeats(site.row, site.lane, together)
         return way_out("same_value") if same else ""
@@ -248,7 +256,7 @@ class Wave:
     def block_name(self, row: int) -> str:
         """The block of a row as its grid coordinates."""
         linear = int(self.blocks[self.row_block[row]])
-        gx, gy, _ = self.grid
+        gx, gy, _ = self.config.grid
         return f"({linear % gx}, {linear // gx % gy}, {linear // (gx * gy)})"
 
     def place(self, row: int, lane: int | None, pc: int) -> str:

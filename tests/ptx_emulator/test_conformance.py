@@ -75,11 +75,8 @@ def probe_text(
     lines += ["  .reg .b32 %index, %block, %size, %count;", "  .reg .b64 %base;"]
     for name, kind in operands:
         lines += [f"  .reg {register(kind)} %{name};", f"  .reg .b64 %at_{name};"]
-    lines += [
-        "  mov.u32 %index, %tid.x;",
-        "  mov.u32 %block, %ctaid.x;",
-        "  mov.u32 %size, %ntid.x;",
-    ]
+    lines += ["  mov.u32 %index, %tid.x;", "  mov.u32 %block, %ctaid.x;"]
+    lines += ["  mov.u32 %size, %ntid.x;"]
     lines += ["  mad.lo.u32 %index, %block, %size, %index;", "  ld.param.u32 %count, [count];"]
     lines += ["  setp.ge.u32 %past, %index, %count;", "  @%past bra DONE;"]
     for name, kind in operands:

@@ -188,11 +188,8 @@ def test_a_spin_lock_taken_by_every_lane_of_a_warp(seed: int | None) -> None:
 
 def test_reductions_without_a_result() -> None:
     values = np.random.default_rng(4).integers(-50, 50, 192).astype(np.float32)
-    total, low, bits = (
-        np.zeros(1, np.float32),
-        np.full(1, 1 << 30, np.int32),
-        np.zeros(1, np.uint64),
-    )
+    total, low = np.zeros(1, np.float32), np.full(1, 1 << 30, np.int32)
+    bits = np.zeros(1, np.uint64)
     run(CUDA, "reductions", (2,), (96,), values, total, low, bits)
     assert total[0] == values.sum()
     assert low[0] == 100 * values.min()

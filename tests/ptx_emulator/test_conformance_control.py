@@ -198,17 +198,8 @@ def jumps(x: int) -> int:
 
 
 def dispatch(x: int) -> int:
-    cases = {
-        0: x + 1,
-        1: x * x,
-        2: x ^ 77,
-        3: x ^ 77,
-        4: x // 3,
-        5: x % 7,
-        6: x << 2,
-        9: 99,
-        11: -1,
-    }
+    cases = {0: x + 1, 1: x * x, 2: x ^ 77, 3: x ^ 77, 4: x // 3, 5: x % 7, 6: x << 2}
+    cases |= {9: 99, 11: -1}
     return cases.get(x & 15, 1000)
 
 

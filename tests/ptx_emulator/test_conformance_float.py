@@ -34,10 +34,8 @@ NEGATIVE, INF = 0x80000000, 0x7F800000
 
 def operand_pairs() -> tuple[Array, Array]:
     left, right = pairs(EDGES_F32)
-    return (
-        np.concatenate([left, random_f32(300, 1), random_f32(100, 2, -149, -120)]),
-        np.concatenate([right, random_f32(300, 3), random_f32(100, 4, -149, -120)]),
-    )
+    left = np.concatenate([left, random_f32(300, 1), random_f32(100, 2, -149, -120)])
+    return left, np.concatenate([right, random_f32(300, 3), random_f32(100, 4, -149, -120)])
 
 
 def exact_sub(x: Exact, y: Exact, mode: str = "rn") -> Exact:
@@ -180,10 +178,8 @@ def test_f32_fast_division_is_within_two_units(form: str) -> None:
 
 
 def test_div_full_is_not_confused_by_a_huge_divisor() -> None:
-    left, right = (
-        f32([0x7F000000, 0x7F7FFFFF, 0xFF000000]),
-        f32([0x7F000000, 0x7F7FFFFF, 0x7F000000]),
-    )
+    left = f32([0x7F000000, 0x7F7FFFFF, 0xFF000000])
+    right = f32([0x7F000000, 0x7F7FFFFF, 0x7F000000])
     got = probe("div.full.f32 %d, %a, %b;", "f4", left, right)
     within(got, np.array([1.0, 1.0, -1.0]), left, rel=2.0**-22)
 

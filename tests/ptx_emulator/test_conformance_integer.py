@@ -85,15 +85,9 @@ def test_mul_wide_keeps_the_whole_product(kind: str) -> None:
 def test_mad_wide_adds_at_the_double_width(kind: str) -> None:
     wide = f"{kind[0]}{2 * int(kind[1:])}"
     left, right = pairs(operands(kind))
-    third = np.resize(operands(wide), left.size)
-    kinds = f"{kind} {kind} {wide}"
-    check(
-        f"mad.wide.{kind} %d, %a, %b, %c;",
-        wide,
-        kinds,
-        lambda a, b, c: a * b + c,
-        *(left, right, third),
-    )
+    given = (left, right, np.resize(operands(wide), left.size))
+    body, kinds = f"mad.wide.{kind} %d, %a, %b, %c;", f"{kind} {kind} {wide}"
+    check(body, wide, kinds, lambda a, b, c: a * b + c, *given)
 
 
 @pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
@@ -101,14 +95,9 @@ def test_mad_wide_adds_at_the_double_width(kind: str) -> None:
 def test_mad_adds_one_half_of_the_product(kind: str, part: str) -> None:
     shift = 0 if part == "lo" else int(kind[1:])
     left, right = pairs(operands(kind))
-    third = np.resize(operands(kind), left.size)
-    check(
-        f"mad.{part}.{kind} %d, %a, %b, %c;",
-        kind,
-        f"{kind} {kind} {kind}",
-        lambda a, b, c: (a * b >> shift) + c,
-        *(left, right, third),
-    )
+    given = (left, right, np.resize(operands(kind), left.size))
+    body, kinds = f"mad.{part}.{kind} %d, %a, %b, %c;", f"{kind} {kind} {kind}"
+    check(body, kind, kinds, lambda a, b, c: (a * b >> shift) + c, *given)
 
 
 @pytest.mark.parametrize("kind", ["s16", "u16", "s32", "u32", "s64", "u64"])

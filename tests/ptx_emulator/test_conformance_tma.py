@@ -174,12 +174,8 @@ def test_stores_leave_out_what_lies_outside(at: tuple[int, int], span: int) -> N
 )
 def test_reductions_combine_with_what_is_there(operation: str, dtype: str) -> None:
     function: Any = {
-        "add": np.add,
-        "min": np.minimum,
-        "max": np.maximum,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
+        **{"add": np.add, "min": np.minimum, "max": np.maximum},
+        **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
     }[operation]
     before = RNG.integers(0, 100, (6, 16)).astype(dtype)
     array = before.copy()

@@ -39,19 +39,10 @@ def flash(
     spans = (swizzle, 128, 128, 128)
     parts = zip((q, k, v, o), boxes, spans, strict=True)
     maps = [TensorMap(x, box, swizzle=span) for x, box, span in parts]
-    counters = launch(
-        compile_ptx(source or flash_forward(head_dim), "sm_90a"),
-        "flash",
-        (-(-n // 128), heads),
-        384,
-        [*maps, n, head_dim**-0.5, int(causal)],
-        shared_bytes(head_dim),
-        check=check,
-        order_seed=seed,
-        profile=profile,
-        sums=sums,
-    )
-    return [q, k, v, o], counters
+    ptx = compile_ptx(source or flash_forward(head_dim), "sm_90a")
+    args, grid = [*maps, n, head_dim**-0.5, int(causal)], (-(-n // 128), heads)
+    how = {"check": check, "order_seed": seed, "profile": profile, "sums": sums}
+    return [q, k, v, o], launch(ptx, "flash", grid, 384, args, shared_bytes(head_dim), **how)
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> np.ndarray:

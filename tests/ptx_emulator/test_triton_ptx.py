@@ -33,16 +33,10 @@ def start(
 ) -> Any:
     facts = LAUNCHES[name]
     assert len(args) == len(facts["arguments"])
-    return launch(
-        (FOLDER / f"{name}.ptx").read_text(),
-        facts["kernel"],
-        (*grid, 1, 1)[:3],
-        (facts["threads"], 1, 1),
-        [*args, *[None] * facts["hidden_pointers"]],
-        shared_bytes=facts["shared_bytes"],
-        order_seed=seed,
-        **options,
-    )
+    ptx, given = (FOLDER / f"{name}.ptx").read_text(), [*args, *[None] * facts["hidden_pointers"]]
+    shape = (*grid, 1, 1)[:3], facts["threads"]
+    options |= {"shared_bytes": facts["shared_bytes"], "order_seed": seed}
+    return launch(ptx, facts["kernel"], *shape, given, **options)
 
 
 def tiles(size: int, name: str, block: str) -> int:

@@ -16,7 +16,7 @@ typedef unsigned long long ull;
 #define FIX(...)
 #define BUG(...) __VA_ARGS__
 #endif
-#define KERNEL(name) extern "C" __global__ void name
+#define KERNEL(name, ...) extern "C" __global__ void name
 #define T threadIdx.x
 struct __align__(64) CUtensorMap { ull opaque[16]; };
 #define MAP const __grid_constant__ CUtensorMap
