@@ -14,7 +14,7 @@ from benchmarks.suite.contenders.ours import in_short, spec_of
 from benchmarks.suite.records import RESULTS, latest, read
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.shared.call import CheckedCall
-from flashgen.spec.analysis import row_interval
+from flashgen.spec.analysis.intervals import row_interval
 from flashgen.tools.tune.rank import predicted
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}

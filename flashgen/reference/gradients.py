@@ -37,8 +37,10 @@ from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import softmax_times_v
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
-from flashgen.spec.language import SCORE, Element, TensorSymbol, elements_of
+from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -15,23 +15,6 @@ import sympy
 import torch
 
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language import (
-    SCORE,
-    Abs,
-    AsFloat,
-    Element,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
-    Floor,
-    FloorDiv,
-    FloorMod,
-    Maximum,
-    Minimum,
-    Round,
-    is_condition,
-)
 from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitOr,
@@ -42,6 +25,7 @@ from flashgen.spec.language.bit_functions import (
 )
 from flashgen.spec.language.comparisons import FLOAT_RELATIONS, FloatRelation
 from flashgen.spec.language.float_functions import (
+    Abs,
     Atan,
     Atan2,
     Cos,
@@ -56,7 +40,24 @@ from flashgen.spec.language.float_functions import (
     Sin,
     Tanh,
 )
+from flashgen.spec.language.float_operations import (
+    AsFloat,
+    FloatPower,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+)
 from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.symbols import SCORE, is_condition
+from flashgen.spec.language.sympy_functions import (
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Round,
+)
+from flashgen.spec.language.tensor_elements import Element
 
 Tensor = torch.Tensor
 

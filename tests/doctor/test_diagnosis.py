@@ -15,16 +15,9 @@ from flashgen.calls.trust import trial
 from flashgen.shared.arch import known
 from flashgen.shared.errors import CompileError
 from flashgen.tools.cli import app
-from flashgen.tools.doctor import (
-    Cache,
-    Diagnosis,
-    MachineFacts,
-    Nvrtc,
-    diagnose,
-    diagnosis,
-    machine,
-)
-from flashgen.tools.doctor.machine import unfit
+from flashgen.tools.doctor import diagnosis, machine
+from flashgen.tools.doctor.diagnosis import Diagnosis, diagnose
+from flashgen.tools.doctor.machine import Cache, MachineFacts, Nvrtc, unfit
 from flashgen.tools.doctor.problems import PROBLEMS
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver

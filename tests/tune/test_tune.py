@@ -21,18 +21,11 @@ from flashgen.kernels.compile.cache import CacheWarning
 from flashgen.kernels.planner import Tile, plan, plan_backward
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.traffic import LaunchSizes
-from flashgen.shared.call import CheckedCall, LaunchOptions, Operands
+from flashgen.shared.call import CheckedCall, Inputs, LaunchOptions, Operands
 from flashgen.tools.cli import app
-from flashgen.tools.tune import (
-    Inputs,
-    TileChoice,
-    by_time,
-    checked,
-    derived,
-    fastest,
-    measure,
-    rank,
-)
+from flashgen.tools.tune import measure
+from flashgen.tools.tune.measure import checked, fastest
+from flashgen.tools.tune.rank import TileChoice, by_time, derived, rank
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import plain
 from tests.support.shapes import Case

@@ -19,30 +19,30 @@ import torch
 from flashgen.calls.cpu.elements import flat_index, inside, read
 from flashgen.calls.cpu.program import VARYING, Program, ProgramStep
 from flashgen.shared.errors import SpecError
-from flashgen.spec.analysis import evaluate
-from flashgen.spec.language import (
-    Abs,
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS
+from flashgen.spec.language.divisors import may_be_zero
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs
+from flashgen.spec.language.float_operations import (
     AsFloat,
-    Element,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
+)
+from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
     Maximum,
     Minimum,
     Round,
-    is_condition,
-    is_int,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS
-from flashgen.spec.language.divisors import may_be_zero
-from flashgen.spec.language.float_functions import FUNCTIONS
-from flashgen.spec.language.integer_limits import fits
-from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.tensor_elements import Element
 
 Tensor = torch.Tensor
 

@@ -23,8 +23,8 @@ from flashgen.calls.cpu.program import BoundProgram, Program
 from flashgen.shared.dropout import keep_mask
 from flashgen.shared.dtypes import Number
 from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileRun, TileWalk, numbers_of
-from flashgen.spec.language import B, H
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H
 
 Tensor = torch.Tensor
 

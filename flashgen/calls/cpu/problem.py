@@ -25,9 +25,9 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, heads_of
 from flashgen.spec.analysis.tile_walk import TileAxis
-from flashgen.spec.language import TensorSymbol
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor_elements import TensorSymbol
 
 Tensor = torch.Tensor
 

@@ -25,21 +25,13 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import InputError
 from flashgen.shared.signature import LAYOUT_NAMES
 from flashgen.spec.analysis.tile_walk import numbers_of
-from flashgen.spec.language import (
-    SCORE,
-    B,
-    Element,
-    H,
-    K,
-    Q,
-    TensorSymbol,
-    is_condition,
-    mod_functions,
-    python_text,
-)
+from flashgen.spec.language import mod_functions
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.lets import Let, lets_of, named
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 from flashgen.spec.language.user_source import SourceLines
 
 Tensor = torch.Tensor

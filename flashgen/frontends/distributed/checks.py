@@ -36,8 +36,9 @@ from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.dropout import BLOCK
 from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.signature import OFFSETS
-from flashgen.spec.language import SEQ_K, SEQ_Q, python_text
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
 
 Tensor = torch.Tensor
 

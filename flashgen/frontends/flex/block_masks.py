@@ -25,9 +25,23 @@ from flashgen.frontends.flex.graph_capture import captures_a_graph
 from flashgen.frontends.flex.operation_results import alone
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.traced_mods import TracedMods
-from flashgen.spec.analysis import MaskAnalysis, analyse_mask, evaluate
-from flashgen.spec.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.mask import MaskAnalysis, analyse_mask
 from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.symbols import (
+    BATCH,
+    HEADS,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    SEQ_K,
+    SEQ_Q,
+    B,
+    H,
+    K,
+    Q,
+)
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]

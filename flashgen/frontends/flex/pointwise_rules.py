@@ -15,12 +15,15 @@ import torch
 
 import flashgen.spec.language.mod_functions as fg
 from flashgen.frontends.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.spec.language import SCORE, AsFloat, Element, Tensor, Traced, python_text
 from flashgen.spec.language.float_functions import FUNCTIONS, Log
+from flashgen.spec.language.float_operations import AsFloat
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.mod_functions import where
-from flashgen.spec.language.symbols import is_int
-from flashgen.spec.language.traced import Value
+from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.symbols import SCORE, is_int
+from flashgen.spec.language.tensor import Tensor
+from flashgen.spec.language.tensor_elements import Element
+from flashgen.spec.language.traced import Traced, Value
 
 Rule = Callable[..., Entry]
 

@@ -17,8 +17,8 @@ from flashgen.frontends.flex.recorder import Operation
 from flashgen.frontends.flex.traced_array import TracedArray, literal
 from flashgen.frontends.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.shared.errors import FlashgenError, SpecError
-from flashgen.spec.language import SCORE, B, H, K, Q
 from flashgen.spec.language.integer_limits import promoted
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q
 
 
 def replay(

@@ -16,15 +16,16 @@ from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
 from flashgen.frontends.flex.tracer import CapturedTensor, Tracer
-from flashgen.spec.language import SCORE, B, H, K, Q, Traced, is_condition, python_text
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_options import GENERIC_NAMES
-from flashgen.spec.language.traced import Capture
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod
 from flashgen.spec.language.user_source import SourceLines, code_of, lines_of, shown_path
 

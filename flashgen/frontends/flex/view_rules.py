@@ -24,8 +24,8 @@ from flashgen.frontends.flex.traced_array import (
     literal,
     single,
 )
-from flashgen.spec.language import Traced
 from flashgen.spec.language.mod_functions import where
+from flashgen.spec.language.traced import Traced
 
 Rule = Callable[..., Any]
 

@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
-from flashgen.frontends.flex import as_argument, padded
+from flashgen.frontends.flex import padded
+from flashgen.frontends.flex.traced_mods import as_argument
 from flashgen.frontends.transformers.layers import (
     CAUSAL,
     FULL,

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.calls.ops import Attention, attention
-from flashgen.frontends.flex import Notes, Recorder, TracedMods, record, trace
 from flashgen.frontends.flex.operation_results import name_of
-from flashgen.frontends.flex.recorded_mods import POSITIONS
+from flashgen.frontends.flex.recorded_mods import POSITIONS, Notes, record
+from flashgen.frontends.flex.recorder import Recorder
+from flashgen.frontends.flex.traced_mods import TracedMods, trace
 from flashgen.shared.errors import InputError, SpecError
-from flashgen.spec.language import B, H, K, Q, mod_functions
+from flashgen.spec.language import mod_functions
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.spec.language.tensor import Tensor
 
 _lock = threading.RLock()

@@ -11,29 +11,29 @@ import numpy as np
 import sympy
 
 from flashgen.spec.analysis.minmax_table import table_of
-from flashgen.spec.language import (
-    Abs,
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs, FloatFunction, Sigmoid
+from flashgen.spec.language.float_operations import (
     AsFloat,
-    Element,
-    Extreme,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
+)
+from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
-    Least,
     Maximum,
     Minimum,
     Round,
-    is_int,
+    Select,
+    branches_of,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS
-from flashgen.spec.language.float_functions import FUNCTIONS, FloatFunction, Sigmoid
-from flashgen.spec.language.lets import lets_of
-from flashgen.spec.language.sympy_functions import Select, branches_of
+from flashgen.spec.language.tensor_elements import Element, Extreme, Least
 
 Env = Mapping[sympy.Symbol, Any]
 

@@ -13,29 +13,26 @@ from enum import IntEnum
 import sympy
 
 from flashgen.spec.analysis.sharing import CodeBlock, share, worth_a_name
-from flashgen.spec.language import (
-    K_HI,
-    K_LO,
-    Q_HI,
-    Q_LO,
-    SCORE,
-    Abs,
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.float_functions import Abs
+from flashgen.spec.language.float_operations import (
     AsFloat,
-    Element,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
+)
+from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SCORE, K, Q
+from flashgen.spec.language.sympy_functions import (
+    Floor,
     FloorDiv,
     FloorMod,
-    K,
     Maximum,
     Minimum,
-    Q,
+    Select,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.lets import Let, lets_of
-from flashgen.spec.language.sympy_functions import Floor, Select
+from flashgen.spec.language.tensor_elements import Element
 
 
 class Level(IntEnum):

@@ -9,9 +9,9 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.spec.analysis.tile_bounds import TileBounds, expanded, linear
-from flashgen.spec.language import FloorMod, Maximum, Minimum
 from flashgen.spec.language.comparisons import FloatRelation
 from flashgen.spec.language.divisors import is_data, may_be_zero
+from flashgen.spec.language.sympy_functions import FloorMod, Maximum, Minimum
 
 
 @dataclass(frozen=True)

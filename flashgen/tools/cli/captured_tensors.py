@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
-from flashgen.spec.language import Tensor as Capture
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, run_file
+from flashgen.spec.language.tensor import Tensor as Capture
 from flashgen.tools.cli.inputs import Shape
 
 if TYPE_CHECKING:
@@ -148,9 +148,10 @@ def _needed(
         The lengths of dimensions with names of their own, and for integer tensors whose elements
         are indices of dimensions with another length, their greatest element.
     """
-    from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, K, Q
     from flashgen.spec.language.integer_limits import Limits, limits
     from flashgen.spec.language.lets import elements_of
+    from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+    from flashgen.spec.language.tensor_elements import Element
 
     sizes = (lengths.batch, lengths.heads, lengths.seq_q, lengths.seq_k)
     places = zip((B, H, Q, K), sizes, strict=True)

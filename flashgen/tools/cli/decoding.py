@@ -21,7 +21,7 @@ from flashgen.tools.cli.inputs import Shape, parse_shape
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from flashgen.tools.profile import DecodingPlan
+    from flashgen.tools.profile.decoding import DecodingPlan
 
 OTHER_PAGES = 3
 """Pages of a cache that hold no key of the call."""
@@ -157,7 +157,8 @@ def decoding_plan(
         SpecError: the spec cannot have a paged cache, or split keys.
     """
     from flashgen.kernels.planner.traffic import LaunchSizes
-    from flashgen.tools.profile import array_of, plan_decoding
+    from flashgen.tools.profile.decoding import plan_decoding
+    from flashgen.tools.profile.run import array_of
 
     return plan_decoding(
         spec,

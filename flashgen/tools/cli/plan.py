@@ -138,7 +138,7 @@ def _predict(
     with busy("loading torch"):
         from flashgen.calls.runtime.bind_arguments import blocks_of_call, heads_of_call
         from flashgen.tools.cli.tune import problem_of
-        from flashgen.tools.tune import predicted
+        from flashgen.tools.tune.rank import predicted
     example = CallArguments(path=arguments.path, scalars=arguments.scalars)
     problem, captured = problem_of(spec, random_call(spec, example, sizes))
     of_call = []

@@ -13,7 +13,8 @@ from flashgen.tools.cli.inputs import check_folder, load_spec
 from flashgen.tools.cli.profiled import call_of, profiled_call
 
 if TYPE_CHECKING:
-    from flashgen.tools.profile import DecodingPlan, Profile, Quantity
+    from flashgen.tools.profile.decoding import DecodingPlan
+    from flashgen.tools.profile.kernel_profile import Profile, Quantity
 
 _SECTOR = 32  # bytes
 
@@ -23,7 +24,7 @@ def profile(arguments: ProfileArguments) -> None:
     spec = load_spec(arguments)
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
-        from flashgen.tools.profile import check_plot, plot
+        from flashgen.tools.profile.roofline import check_plot, plot
     if arguments.plot is not None:
         check_folder(arguments.plot.parent, "--plot")
         check_plot(arguments.plot)

@@ -44,7 +44,7 @@ def expected_work(
     from flashgen.calls.runtime.bind_arguments import heads_of_call
     from flashgen.kernels.planner import plan, plan_backward
     from flashgen.tools.cli.tune import problem_of
-    from flashgen.tools.profile import expected_multiply_adds
+    from flashgen.tools.profile.prediction import expected_multiply_adds
 
     arch = arguments.arch or config.arch() or DEFAULT_ARCH
     problem, captured = problem_of(spec, call)

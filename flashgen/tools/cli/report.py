@@ -180,7 +180,7 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
         InputError: its heads cannot share tiles as those of the executed call do.
     """
     from flashgen.tools.cli.tune import problem_of
-    from flashgen.tools.tune import predicted
+    from flashgen.tools.tune.rank import predicted
     from flashgen.tools.views.kernel import with_duration
 
     sizes = parse_shape(shape, "--predict")

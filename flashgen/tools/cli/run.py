@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flashgen.shared.errors import InputError
-from flashgen.spec.language import python_text
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
@@ -36,7 +36,7 @@ def run(arguments: RunArguments) -> None:
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
         from flashgen.calls.ops import run_forward
-        from flashgen.tools.tune import judge_of, on_gpu
+        from flashgen.tools.tune.measure import judge_of, on_gpu
     backend, why = choose_backend(arguments.backend)
     orders = _orders(arguments, backend)
     in_emulator = backend.startswith("emulator")
@@ -165,7 +165,7 @@ def _backward(
 ) -> tuple[BackwardRun, float | None]:
     """The gradients, and on a GPU the seconds that all backward kernels take together."""
     from flashgen.calls.ops import run_backward
-    from flashgen.tools.tune import on_gpu
+    from flashgen.tools.tune.measure import on_gpu
 
     tensors = (*call.operands, result.out, result.lse, *call.gradients)
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
     from flashgen.shared.call import CheckedCall
     from flashgen.spec.language.spec import AttentionSpec
-    from flashgen.tools.tune import Measured, TileChoice
+    from flashgen.tools.tune.measure import Measured
+    from flashgen.tools.tune.rank import TileChoice
 
 SMALL_SEQ = 333
 """The sequence length of the check against the oracle: odd, and longer than any tile."""
@@ -47,7 +48,7 @@ def tune(arguments: TuneArguments) -> None:
         )
     which = _pass(arguments)
     with busy("loading torch"):
-        from flashgen.tools.tune import by_time, derived, rank
+        from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
     problem, captured = problem_of(spec, call)
@@ -102,7 +103,7 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
 
 def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:
     """The problem that a call states, and its captured tensors as arrays."""
-    from flashgen.tools.profile import array_of, problem_of_call
+    from flashgen.tools.profile.run import array_of, problem_of_call
 
     problem = problem_of_call(spec, call.operands, call.options)
     tensors = call.options["tensors"]
@@ -170,7 +171,7 @@ def _measured(
     arch: str,
 ) -> list[Measured]:
     """The choices, checked against the oracle and timed, the fastest first."""
-    from flashgen.tools.tune import checked, fastest, on_gpu
+    from flashgen.tools.tune.measure import checked, fastest, on_gpu
 
     sizes, which = parse_shape(arguments.shape), _pass(arguments)
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)

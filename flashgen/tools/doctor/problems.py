@@ -15,11 +15,11 @@ import torch
 
 from flashgen.shared.call import Inputs
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.spec.language import Tensor as Capture
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.mod_functions import tanh
 from flashgen.spec.language.scalar import seq_k
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor import Tensor as Capture
 
 Tensor = torch.Tensor
 RNG = (0x0123456789ABCDEF, 42)

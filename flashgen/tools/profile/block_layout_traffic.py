@@ -20,9 +20,9 @@ import numpy as np
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
 from flashgen.shared.arch import WARP
-from flashgen.spec.analysis import evaluate
+from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.tile_walk import EMPTY, FULL, TileWalk
-from flashgen.spec.language import K, Q
+from flashgen.spec.language.symbols import K, Q
 from flashgen.tools.profile.listed_blocks import ListedBlocks
 from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit
 

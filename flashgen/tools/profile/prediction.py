@@ -24,7 +24,7 @@ from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
 from flashgen.shared.signature import field_stem
-from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
 from flashgen.tools.profile.split_calls import SplitPrediction

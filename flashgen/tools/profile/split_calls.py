@@ -15,9 +15,9 @@ from flashgen.kernels.planner.traffic import LaunchSizes, walks_of_head
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchBlocks
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
-from flashgen.spec.analysis import MaskAnalysis
-from flashgen.spec.language import BATCH, B
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import BATCH, B
 from flashgen.tools.profile.visited_tiles import Array, heads_of, joined
 
 

@@ -12,10 +12,10 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
-from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.analysis.tile_walk import EMPTY, TileAxis, TileWalk, numbers_of
-from flashgen.spec.language import B, H
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.listed_blocks import ListedBlocks
 
 Array = np.ndarray[Any, np.dtype[Any]]

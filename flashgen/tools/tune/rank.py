@@ -15,7 +15,7 @@ from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.shared.call import CheckedCall
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import walks_of
+from flashgen.tools.profile.visited_tiles import walks_of
 
 NEIGHBOURS = 4
 """The number of alternative tiles of each backward kernel, tried with the others' best tiles."""

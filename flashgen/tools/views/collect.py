@@ -19,7 +19,7 @@ from flashgen.reference.verdict import Judged, compare, judged_gradients
 from flashgen.shared.call import Inputs
 from flashgen.shared.errors import FlashgenError
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import Profile
+from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import multiply_adds_of
 from flashgen.tools.views.kernel import pane_of_profile
 from flashgen.tools.views.python_lines import PythonText

@@ -14,10 +14,10 @@ from flashgen.calls.ops import check
 from flashgen.calls.runtime.arguments.call import check_contents
 from flashgen.calls.runtime.arguments.positions import dtypes_of, offset_tensors
 from flashgen.calls.runtime.block_layouts import with_layout
-from flashgen.frontends.flex import record
 from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.frontends.flex.checks import mask_mod_of
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.recorded_mods import record
 from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed

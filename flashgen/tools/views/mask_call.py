@@ -14,12 +14,12 @@ import torch
 from flashgen.calls.cpu.chunks import SequenceRows, sequences
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
-from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.analysis.tile_walk import TileAxis, exact, numbers_of
-from flashgen.spec.language import B, H
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import array_of
+from flashgen.spec.language.symbols import B, H
+from flashgen.tools.profile.run import array_of
 from flashgen.tools.profile.visited_tiles import live_blocks
 
 Array = np.ndarray[Any, np.dtype[Any]]

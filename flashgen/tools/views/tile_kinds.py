@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.spec.analysis import evaluate
+from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileWalk
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
 from flashgen.tools.profile.visited_tiles import listed_blocks, visits_of
 from flashgen.tools.views.mask_call import MaskCall, Place
 
