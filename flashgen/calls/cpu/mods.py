@@ -225,14 +225,12 @@ class _Compiler:
             return self._element(expr, self.dtype)
         if isinstance(expr, sympy.Mul):
             return self._real_product(expr)
-        if isinstance(expr, sympy.Pow):
+        if isinstance(expr, sympy.Pow | FloatPower):
             return self._real_power(*expr.args)
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
         if isinstance(expr, AsFloat):
             return self.real(expr.args[0])
-        if isinstance(expr, FloatPower):
-            return self._real_power(*expr.args)
         function = _REAL_FUNCTIONS.get(expr.func)
         if function is not None:
             return self._step(function, *map(self.real, expr.args))
@@ -332,14 +330,10 @@ def _unknown(expr: sympy.Basic) -> SpecError:
 
 
 _RELATIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    sympy.Equality: torch.eq,
-    sympy.Unequality: torch.ne,
-    sympy.StrictLessThan: torch.lt,
-    sympy.LessThan: torch.le,
-    sympy.StrictGreaterThan: torch.gt,
-    sympy.GreaterThan: torch.ge,
+    kind: getattr(torch, of_floats.decide.__name__)
+    for real, of_floats in FLOAT_RELATIONS.items()
+    for kind in (real, of_floats)
 }
-_RELATIONS |= {FLOAT_RELATIONS[kind]: compare for kind, compare in _RELATIONS.items()}
 
 _FOLDS: dict[type[sympy.Basic], Callable[[Any, Any], Any]] = {
     sympy.Add: torch.add,

@@ -225,12 +225,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
-    sympy.StrictLessThan: lambda a, b: a < b,
-    sympy.LessThan: lambda a, b: a <= b,
-    sympy.StrictGreaterThan: lambda a, b: a > b,
-    sympy.GreaterThan: lambda a, b: a >= b,
-    sympy.Equality: lambda a, b: a == b,
-    sympy.Unequality: lambda a, b: a != b,
+    **{kind: of_floats.decide for kind, of_floats in FLOAT_RELATIONS.items()},
     sympy.And: _folded(lambda a, b: a and b, np.logical_and),
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
@@ -244,16 +239,6 @@ _FLOATS: dict[Any, Callable[..., Any]] = {
     FloatPower: np.power,
     FloorDiv: np.floor_divide,
     FloorMod: np.mod,
-    **{
-        FLOAT_RELATIONS[kind]: compare
-        for kind, compare in {
-            sympy.Lt: np.less,
-            sympy.Le: np.less_equal,
-            sympy.Gt: np.greater,
-            sympy.Ge: np.greater_equal,
-            sympy.Eq: np.equal,
-            sympy.Ne: np.not_equal,
-        }.items()
-    },
+    **{of_floats: of_floats.decide for of_floats in FLOAT_RELATIONS.values()},
 }
 """Operations of floats, which round."""

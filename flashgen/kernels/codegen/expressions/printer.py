@@ -32,7 +32,6 @@ from flashgen.spec.analysis.sharing import CodeBlock
 from flashgen.spec.language.divisors import is_data
 from flashgen.spec.language.float_operations import FloatSum
 from flashgen.spec.language.integer_limits import limits
-from flashgen.spec.language.python_printer import SIGNS
 from flashgen.spec.language.symbols import is_condition, is_int
 
 
@@ -157,7 +156,7 @@ class CPrinter(FloatPrinter):
     def _relation(self, expr: Relational) -> Text:
         if expr.lhs.is_number and not expr.rhs.is_number:
             expr = expr.reversed
-        left, right, sign = expr.lhs, expr.rhs, SIGNS[type(expr)]
+        left, right, sign = expr.lhs, expr.rhs, expr.rel_op
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
