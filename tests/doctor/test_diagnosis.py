@@ -218,7 +218,7 @@ def test_without_a_gpu_the_compiler_and_the_emulator_are_checked() -> None:
     assert json.loads(json.dumps(found.as_dict()))["exit_code"] == 2
     # The command prints the same.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashgen.tools.doctor.diagnose", lambda device, tell: found)
+        patch.setattr("flashgen.tools.doctor.diagnosis.diagnose", lambda device, tell: found)
         shown = CliRunner().invoke(app, ["doctor"])
         assert (shown.exit_code, shown.stdout) == (2, str(found))
         as_json = CliRunner().invoke(app, ["doctor", "--json"])

@@ -33,7 +33,9 @@ from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, run_file
 from flashgen.spec.language.tensor import Tensor as Capture
-from flashgen.tools.cli.inputs import Shape
+from flashgen.tools.cli.arguments import PlanArguments, VisualizeArguments
+from flashgen.tools.cli.console import busy
+from flashgen.tools.cli.inputs import Shape, scalar_values
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -61,6 +63,22 @@ class Lengths:
     heads_kv: int
     seq_q: int
     seq_k: int
+
+
+def captures_of(
+    spec: AttentionSpec,
+    arguments: PlanArguments | VisualizeArguments,
+    sizes: Shape,
+    q_offset: int = 0,
+    k_offset: int = 0,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The scalars and the captured tensors of a call whose examples need not be told apart."""
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        import torch  # noqa: F401
+    path = arguments.path
+    tensors, _ = tensor_values(spec, path, sizes, q_offset=q_offset, k_offset=k_offset)
+    return scalars, tensors
 
 
 def tensor_values(

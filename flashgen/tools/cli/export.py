@@ -9,13 +9,12 @@ from pathlib import Path
 from flashgen.calls.export import ExportRequest
 from flashgen.calls.export import export as export_spec
 from flashgen.calls.export.c_source import c_name, why_no_sources
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH, facts
+from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import ExportArguments
 from flashgen.tools.cli.console import busy, plural, say
-from flashgen.tools.cli.inputs import changed_spec, check_folder, options_of
+from flashgen.tools.cli.inputs import arch_of, changed_spec, check_folder, options_of
 
 
 def export(arguments: ExportArguments) -> None:
@@ -61,7 +60,7 @@ def _spec(path: str, arguments: ExportArguments) -> AttentionSpec:
 
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:
     """The architectures of ``--arch A,B``, which may be repeated."""
-    given = ",".join(arguments.archs) or config.arch() or DEFAULT_ARCH
+    given = ",".join(arguments.archs) or arch_of(None)
     archs = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
     for arch in archs:
         facts(arch)

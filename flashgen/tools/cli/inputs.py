@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
@@ -102,6 +104,11 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
         numbers=f"given {text[:80]!r}; each size is at most {POSITION_LIMIT:,}",
         way_out=f"{option} B,H,N as in 1,4,256, or {option} B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
     )
+
+
+def arch_of(given: str | None) -> str:
+    """The architecture that is given, or else set by FLASHGEN_ARCH, or else the default."""
+    return given or config.arch() or DEFAULT_ARCH
 
 
 OWN_TILE = "plan"

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.kernels.planner import plan as plan_forward
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
 from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.captured_tensors import captures_of
 from flashgen.tools.cli.console import busy, write
 from flashgen.tools.cli.decoding import capacity_of, decoding_plan, sizes_of
-from flashgen.tools.cli.inputs import Shape, load_spec, scalar_values
+from flashgen.tools.cli.inputs import Shape, arch_of, load_spec
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -28,7 +27,7 @@ def plan(arguments: PlanArguments) -> None:
     """
     spec = load_spec(arguments)
     sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
-    arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
+    arch, sram = arch_of(arguments.arch), arguments.sram
     if arguments.world is not None:
         _distributed(arguments, spec, arch, arguments.world, sizes)
         return
@@ -69,15 +68,8 @@ def write_summary(plans: Sequence[Plan]) -> None:
 
 def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:
     """The kernels of decoding calls, and the predictions for their launches."""
-    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    with busy("loading torch"):
-        from flashgen.tools.cli.captured_tensors import tensor_values
-    tensors, _ = tensor_values(
-        spec,
-        arguments.path,
-        replace(sizes, seq_k=capacity_of(arguments, sizes)),
-        q_offset=sizes.seq_k - sizes.seq_q,
-    )
+    whole = replace(sizes, seq_k=capacity_of(arguments, sizes))
+    scalars, tensors = captures_of(spec, arguments, whole, q_offset=sizes.seq_k - sizes.seq_q)
     options = {"scalars": scalars, "tensors": tensors}
     planned = decoding_plan(spec, arguments, sizes, options, arch)
     write(f"{planned}\n\nfor {sizes}, {spec.dtype}")
@@ -94,14 +86,10 @@ def _distributed(
             numbers=f"--world {world} without --shape",
             way_out="--shape B,H,N as in 1,32,131072",
         )
-    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    with busy("loading torch"):
-        from flashgen.frontends import distributed
-        from flashgen.tools.cli.captured_tensors import tensor_values
-    tensors, _ = tensor_values(
-        spec, arguments.path, sizes, q_offset=0, k_offset=0, seed=0, device="cpu"
-    )
+    scalars, tensors = captures_of(spec, arguments, sizes)
     captures = {**scalars, **tensors}
+    from flashgen.frontends import distributed
+
     shard: object = arguments.shard
     if shard == "balance":
         from flashgen.frontends.distributed.forecast import tile_of

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.tools.cli.arguments import CallArguments
 from flashgen.tools.cli.call import RandomCall
 from flashgen.tools.cli.console import busy, console
+from flashgen.tools.cli.inputs import arch_of
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -46,7 +45,7 @@ def expected_work(
     from flashgen.tools.cli.tune import problem_of
     from flashgen.tools.profile.prediction import expected_multiply_adds
 
-    arch = arguments.arch or config.arch() or DEFAULT_ARCH
+    arch = arch_of(arguments.arch)
     problem, captured = problem_of(spec, call)
     if backward:
         deterministic = arguments.deterministic
