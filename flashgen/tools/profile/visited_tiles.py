@@ -13,7 +13,7 @@ from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.mask import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import EMPTY, TileAxis, TileWalk, numbers_of
+from flashgen.spec.analysis.tile_walk import EMPTY, FULL, TileAxis, TileWalk, numbers_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.listed_blocks import ListedBlocks
@@ -176,3 +176,21 @@ def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
             tiles = [tile for tile in tiles if live[tile]]
         found.append(Visit(start, stop, first // walked.block, end, tiles))
     return found
+
+
+def unmasked_tiles(walk: TileWalk, start: int, stop: int) -> Array:
+    """Where the kernel does not evaluate the mask, for the walked tiles of one owned tile.
+
+    These are the whole tiles in the full range where that is exact, and else those that the mask
+    fills. A tile that the sequence cuts off has its mask evaluated.
+    """
+    mask, owned, walked = walk.mask, walk.owned, walk.walked
+    starts = np.arange(0, walked.length, walked.block)
+    found: Array = starts + walked.block <= walked.length
+    if walk.owns_keys:
+        found &= start + owned.block <= owned.length
+    if mask.full is None or not mask.full_exact:
+        return found if mask.always else found & (walk.classes(start, stop) == FULL)
+    lo, hi = walk.ends(mask.full, start, stop)
+    found &= starts >= (0 if lo is None else lo)
+    return found & (starts + walked.block <= (walked.length if hi is None else hi))
