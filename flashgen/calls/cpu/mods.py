@@ -20,17 +20,11 @@ from flashgen.calls.cpu.elements import flat_index, inside, read
 from flashgen.calls.cpu.program import VARYING, Program, ProgramStep
 from flashgen.shared.errors import SpecError
 from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.language import float_operations as floats
 from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.comparisons import FLOAT_RELATIONS
 from flashgen.spec.language.divisors import may_be_zero
 from flashgen.spec.language.float_functions import FUNCTIONS, Abs
-from flashgen.spec.language.float_operations import (
-    AsFloat,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
-)
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.lets import Let, lets_of
 from flashgen.spec.language.symbols import is_condition, is_int
@@ -225,11 +219,11 @@ class _Compiler:
             return self._element(expr, self.dtype)
         if isinstance(expr, sympy.Mul):
             return self._real_product(expr)
-        if isinstance(expr, sympy.Pow | FloatPower):
+        if isinstance(expr, sympy.Pow | floats.FloatPower):
             return self._real_power(*expr.args)
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
-        if isinstance(expr, AsFloat):
+        if isinstance(expr, floats.AsFloat):
             return self.real(expr.args[0])
         function = _REAL_FUNCTIONS.get(expr.func)
         if function is not None:
@@ -350,9 +344,9 @@ _SAME_KIND: dict[type[sympy.Basic], Callable[..., Any]] = {
 }
 
 _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    FloatSum: torch.add,
-    FloatProduct: torch.mul,
-    FloatQuotient: torch.true_divide,
+    floats.FloatSum: torch.add,
+    floats.FloatProduct: torch.mul,
+    floats.FloatQuotient: torch.true_divide,
     FloorDiv: torch.floor_divide,
     FloorMod: _remainder,
     Abs: torch.abs,

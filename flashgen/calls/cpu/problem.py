@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.cpu.chunks import (
-    OWNED_ROWS,
-    SequenceRows,
-    Sizes,
-    Workspace,
-)
+from flashgen.calls.cpu.chunks import OWNED_ROWS, SequenceRows, Sizes, Workspace
 from flashgen.calls.cpu.spec_programs import programs_of
 from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.arch import DEFAULT_ARCH

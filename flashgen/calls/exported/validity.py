@@ -10,13 +10,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
-from flashgen.calls.exported.manifest import (
-    FORMAT,
-    KERNELS,
-    KernelRecord,
-    Manifest,
-    ProgramRecord,
-)
+from flashgen.calls.exported.manifest import FORMAT, KERNELS, KernelRecord, Manifest, ProgramRecord
 from flashgen.shared.arch import portable
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES

@@ -19,15 +19,8 @@ from flashgen.frontends.transformers.layers import (
     reads,
 )
 from flashgen.frontends.transformers.masks import Mask
-from flashgen.frontends.transformers.ranks import (
-    check_layer,
-    current,
-    refuse_context_of_torch,
-)
-from flashgen.frontends.transformers.sequences import (
-    check_positions,
-    sequences_of,
-)
+from flashgen.frontends.transformers.ranks import check_layer, current, refuse_context_of_torch
+from flashgen.frontends.transformers.sequences import check_positions, sequences_of
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor

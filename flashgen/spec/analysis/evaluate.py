@@ -11,16 +11,10 @@ import numpy as np
 import sympy
 
 from flashgen.spec.analysis.minmax_table import table_of
+from flashgen.spec.language import float_operations as floats
 from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.comparisons import FLOAT_RELATIONS
 from flashgen.spec.language.float_functions import FUNCTIONS, Abs, FloatFunction, Sigmoid
-from flashgen.spec.language.float_operations import (
-    AsFloat,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
-)
 from flashgen.spec.language.lets import lets_of
 from flashgen.spec.language.symbols import is_int
 from flashgen.spec.language.sympy_functions import (
@@ -232,11 +226,11 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 _FLOATS: dict[Any, Callable[..., Any]] = {
-    AsFloat: lambda x: x,
-    FloatSum: np.add,
-    FloatProduct: np.multiply,
-    FloatQuotient: np.divide,
-    FloatPower: np.power,
+    floats.AsFloat: lambda x: x,
+    floats.FloatSum: np.add,
+    floats.FloatProduct: np.multiply,
+    floats.FloatQuotient: np.divide,
+    floats.FloatPower: np.power,
     FloorDiv: np.floor_divide,
     FloorMod: np.mod,
     **{of_floats: of_floats.decide for of_floats in FLOAT_RELATIONS.values()},

@@ -21,9 +21,7 @@ import sympy
 from flashgen.spec.analysis.float_rules import RULES, UNKNOWN, FloatRange
 from flashgen.spec.analysis.ranges import range_of
 from flashgen.spec.analysis.tile_bounds import TileBounds
-from flashgen.spec.language.comparisons import (
-    as_float32,
-)
+from flashgen.spec.language.comparisons import as_float32
 from flashgen.spec.language.float_operations import AsFloat
 from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.lets import Let, named

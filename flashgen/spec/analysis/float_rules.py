@@ -10,11 +10,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.spec.language.comparisons import (
-    FloatGreater,
-    FloatGreaterEqual,
-    FloatLess,
-)
+from flashgen.spec.language.comparisons import FloatGreater, FloatGreaterEqual, FloatLess
 from flashgen.spec.language.float_functions import FUNCTIONS, Abs, Bounded, Monotone
 from flashgen.spec.language.float_operations import (
     AsFloat,

@@ -12,11 +12,7 @@ from flashgen.calls.runtime.bind_arguments import blocks_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.codegen.sparse import blocks_are_bits
 from flashgen.kernels.pipeline import Build, analysed
-from flashgen.kernels.planner import (
-    Plan,
-    backward_traffic,
-    forward_traffic,
-)
+from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.traffic import Traffic
