@@ -181,7 +181,7 @@ class _Compiler:
         if expr.is_Integer:
             return self._constant(int(expr), torch.int64)
         if isinstance(expr, sympy.Pow):
-            return self._power(self.integer(expr.base), expr.exp)
+            return self._step(partial(torch.pow, exponent=int(expr.exp)), self.integer(expr.base))
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.integer)
         if isinstance(expr, FloorDiv | FloorMod):
@@ -210,7 +210,8 @@ class _Compiler:
 
     def _real(self, expr: sympy.Expr) -> int:
         if expr.is_number and not is_condition(expr):
-            return self._constant(_number(expr), self.dtype)
+            number = math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
+            return self._constant(number, self.dtype)
         if is_int(expr) and fits(expr):
             return self._step(partial(Tensor.to, dtype=self.dtype), self.integer(expr))
         if isinstance(expr, sympy.Symbol):
@@ -241,7 +242,8 @@ class _Compiler:
         whole = sympy.Mul(*(factor for factor in above if is_int(factor)))
         parts = [self.real(f) for f in above if not is_int(f)]
         if whole != 1:
-            parts.insert(0, self.real(whole) if fits(whole) else self._real_factors(whole))
+            factors = [whole] if fits(whole) else sympy.Mul.make_args(whole)
+            parts.insert(0, self._fold(torch.mul, list(map(self.real, factors))))
         if not parts:
             parts = [self._constant(1.0, self.dtype)]
         product = self._scaled(coefficient, self._fold(torch.mul, parts))
@@ -249,9 +251,6 @@ class _Compiler:
             return product
         divisor = sympy.Mul(*(factor.base**-factor.exp for factor in below))
         return self._step(torch.true_divide, product, self.real(divisor))
-
-    def _real_factors(self, product: sympy.Expr) -> int:
-        return self._fold(torch.mul, [self.real(f) for f in sympy.Mul.make_args(product)])
 
     def _scaled(self, factor: sympy.Rational, value: int) -> int:
         """A value times a fraction: rounded once for the numerator, once for the denominator."""
@@ -281,9 +280,6 @@ class _Compiler:
             return self._step(single, kind(expr.args[0]))
         raise _unknown(expr)
 
-    def _power(self, base: int, exponent: sympy.Integer) -> int:
-        return self._step(partial(torch.pow, exponent=int(exponent)), base)
-
     def _choice(self, expr: sympy.Piecewise, kind: Callable[[sympy.Expr], int]) -> int:
         *branches, (last, otherwise) = expr.args
         if otherwise != sympy.true:
@@ -303,11 +299,6 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
     """The remainder with the sign of b, in float64: exact, as that of kernels. In float32 PyTorch
     gives NaN where the quotient exceeds the largest float32, for contiguous tensors alone."""
     return torch.remainder(a.double(), b.double()).to(a.dtype)
-
-
-def _number(expr: sympy.Expr) -> float:
-    # A derivative can hold sympy's 1 / 0 in a branch: an infinity without a sign.
-    return math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
 
 
 def _is_reciprocal(factor: sympy.Expr) -> bool:

@@ -216,9 +216,10 @@ class ChunkScores:
         """[pairs, rows * group, x] as [pairs, rows, group, x]."""
         return tile.view(tile.shape[0], -1, self.problem.sizes.group, tile.shape[2])
 
-    def select(self, tile: Tensor, bits: Tensor) -> None:
+    def select(self, tile: Tensor, bits: Tensor | None) -> None:
         """Writes 0 to ``tile`` [pairs, rows * group, keys] where ``bits`` are 0, in place."""
-        self.grouped(tile).view(self.problem.bits).bitwise_and_(bits)
+        if bits is not None:
+            self.grouped(tile).view(self.problem.bits).bitwise_and_(bits)
 
     def minus_infinity_where_not(self, bits: Tensor) -> Tensor:
         """The bits of -inf where ``bits`` are 0, else 0."""

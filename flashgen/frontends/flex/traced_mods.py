@@ -260,16 +260,13 @@ def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
     is_mask, wrong = role == "mask_mod", ""
     if array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
-    elif is_mask != (array.dtype == torch.bool) and not (is_mask and _is_flag(array)):
+    elif is_mask != (array.dtype == torch.bool) and not (
+        is_mask and is_condition(as_condition(array.entry.value.expr))
+    ):
         wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
     if wrong:
         assert mod is not None
         refuse_result(role, mod, wrong)
-
-
-def _is_flag(array: TracedArray) -> bool:
-    """True for an integer that a captured tensor holds: a condition where one is expected."""
-    return is_condition(as_condition(array.entry.value.expr))
 
 
 def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:

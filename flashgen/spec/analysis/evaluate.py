@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -175,19 +176,15 @@ def _recorded(record: type[FloatFunction]) -> Callable[..., Any]:
     return found
 
 
-def _quotient(a: Any, b: Any) -> Any:
-    """The quotient of integers, rounded down; 0 by 0."""
-    return _where_nonzero(lambda divisor: a // divisor, b)
+def _by_nonzero(divide: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Division by an integer, which gives 0 where that is 0."""
 
+    def quotient(a: Any, b: Any) -> Any:
+        if isinstance(b, np.ndarray):
+            return np.where(b == 0, 0, divide(a, np.where(b == 0, 1, b)))
+        return divide(a, b) if b else divide(a, 1) * 0
 
-def _remainder(a: Any, b: Any) -> Any:
-    return _where_nonzero(lambda divisor: a % divisor, b)
-
-
-def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
-    if isinstance(b, np.ndarray):
-        return np.where(b == 0, 0, divide(np.where(b == 0, 1, b)))
-    return divide(b) if b else divide(1) * 0
+    return quotient
 
 
 def _floor(x: float) -> float:
@@ -206,8 +203,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
     sympy.Pow: _power,
-    FloorDiv: _quotient,
-    FloorMod: _remainder,
+    FloorDiv: _by_nonzero(operator.floordiv),
+    FloorMod: _by_nonzero(operator.mod),
     Minimum: _folded(_least, np.minimum),
     Maximum: _folded(_greatest, np.maximum),
     sympy.Min: _folded(min, np.minimum),

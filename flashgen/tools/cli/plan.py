@@ -14,7 +14,7 @@ from flashgen.tools.cli.call import random_call
 from flashgen.tools.cli.captured_tensors import captures_of
 from flashgen.tools.cli.console import busy, write
 from flashgen.tools.cli.decoding import capacity_of, decoding_plan, sizes_of
-from flashgen.tools.cli.inputs import Shape, arch_of, load_spec
+from flashgen.tools.cli.inputs import Shape, arch_of, changed_spec
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -25,7 +25,7 @@ def plan(arguments: PlanArguments) -> None:
 
     With --world, what each rank of a distributed call does instead.
     """
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
     arch, sram = arch_of(arguments.arch), arguments.sram
     if arguments.world is not None:

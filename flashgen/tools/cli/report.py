@@ -19,8 +19,8 @@ from flashgen.tools.cli.inputs import (
     OWN_TILE,
     Shape,
     arch_of,
+    changed_spec,
     check_file,
-    load_spec,
     parse_shape,
     parse_tile,
 )
@@ -42,7 +42,7 @@ def report(arguments: ReportArguments) -> None:
     """Executes a call, or two, and writes the page."""
     check_file(arguments.output, "--output")
     chosen = _sides(arguments)
-    specs = [load_spec(each) for each in chosen]
+    specs = [changed_spec(each.path, each) for each in chosen]
     sizes = sizes_of(arguments, arguments.shape)
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")

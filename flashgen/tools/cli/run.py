@@ -17,7 +17,7 @@ from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, seconds
 from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
 from flashgen.tools.cli.ending import MISMATCH
-from flashgen.tools.cli.inputs import load_spec
+from flashgen.tools.cli.inputs import changed_spec
 from flashgen.tools.cli.progress import emulated, expected_work
 from flashgen.tools.cli.rows import input_rows
 
@@ -32,7 +32,7 @@ Row = tuple[str, str]
 
 def run(arguments: RunArguments) -> None:
     """Executes one spec on random operands, compares it with the oracle and prints a table."""
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
         from flashgen.calls.ops import run_forward

@@ -15,7 +15,7 @@ from flashgen.shared.errors import InputError, SpecError
 from flashgen.tools.cli.arguments import TuneArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
-from flashgen.tools.cli.inputs import Shape, load_spec, parse_shape
+from flashgen.tools.cli.inputs import Shape, changed_spec, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
@@ -30,7 +30,7 @@ SMALL_SEQ = 333
 
 def tune(arguments: TuneArguments) -> None:
     """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     if spec.paged:
         raise SpecError(
             "tuned tiles do not apply to calls with a paged cache",

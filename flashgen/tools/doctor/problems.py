@@ -132,14 +132,6 @@ def _boundaries(generator: torch.Generator) -> dict[str, Tensor]:
     return dict(zip(BOUNDARY_NAMES, boundaries, strict=True))
 
 
-def _ids(generator: torch.Generator) -> dict[str, Tensor]:
-    return {"ids": torch.arange(180, dtype=torch.int32)[None] // 50}
-
-
-def _distances(generator: torch.Generator) -> dict[str, Tensor]:
-    return {"table": torch.randn(300, generator=generator) / 2}
-
-
 PROBLEMS = (
     Problem(
         "boxes larger than the tensor, bfloat16, d 64",
@@ -185,7 +177,7 @@ PROBLEMS = (
         "learned table, float16, d 64",
         lambda: AttentionSpec(score_mod=relative, head_dim=64, dtype="float16", name="learned"),
         (1, 2, 1, 130, 150),
-        _distances,
+        lambda generator: {"table": torch.randn(300, generator=generator) / 2},
     ),
     Problem(
         "block layout, bfloat16, d 64",
@@ -201,7 +193,7 @@ PROBLEMS = (
         "documents, float16, d 64",
         lambda: AttentionSpec(document, head_dim=64, dtype="float16", name="documents"),
         (1, 2, 1, 180, 180),
-        _ids,
+        lambda generator: {"ids": torch.arange(180, dtype=torch.int32)[None] // 50},
     ),
     Problem(
         "different head dims, float16, d 96 and 72",

@@ -85,7 +85,8 @@ def predict(
         bytes_ |= bytes_of_layout(plan, heads, by_rows=by_rows)
     if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
-    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+    shared = spec.sink is not None or problem.heads_q != problem.heads_kv
+    if spec.block_sparse is not None or (len(walks) > 1 and shared):
         distinct = None
     at = plan.quantities
     return LaunchPrediction(
@@ -172,11 +173,6 @@ def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
         return {}
     blocks = blocks_of_call(plan, p)
     return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
-
-
-def _shared(spec: AttentionSpec, problem: CheckedCall) -> bool:
-    """Whether heads that are counted separately may read the same bytes."""
-    return spec.sink is not None or problem.heads_q != problem.heads_kv
 
 
 def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
