@@ -20,6 +20,7 @@ from flashgen.calls.cpu.chunks import (
 )
 from flashgen.calls.cpu.problem import MOST_SHARED, SequenceProblem, TileArguments
 from flashgen.calls.cpu.program import BoundProgram, Program
+from flashgen.calls.cpu.reads import number_tensor
 from flashgen.shared.dropout import keep_mask
 from flashgen.shared.dtypes import Number
 from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileRun, TileWalk, numbers_of
@@ -261,13 +262,7 @@ class ChunkScores:
             values = {B: b[:, None, :, None], H: h[:, None, :, None]}
         for symbol in program.inputs:
             if symbol in self._numbers:
-                values[symbol] = self._tensor(self._numbers[symbol])
+                values[symbol] = number_tensor(self._numbers[symbol], self.problem.real)
             elif symbol in self.problem.tensors:
                 values[symbol] = self.problem.tensors[symbol]
         return values
-
-    def _tensor(self, number: Number) -> Tensor:
-        if isinstance(number, bool):
-            return torch.tensor(number)
-        dtype = torch.int64 if isinstance(number, int) else self.problem.real
-        return torch.tensor(number, dtype=dtype)

@@ -76,9 +76,10 @@ class Products(NamedTuple):
 
 
 def array(tensor: Tensor) -> Any:
-    """The elements of a CPU tensor as NumPy has them: wide floats, or int64."""
+    """The elements of a tensor as NumPy has them: wide floats, or int64."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.to(wide if tensor.is_floating_point() else torch.int64).numpy()
+    dtype = wide if tensor.is_floating_point() else torch.int64
+    return tensor.detach().to("cpu", dtype).numpy()
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ import numpy as np
 import sympy
 import torch
 
+from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import Layout
 from flashgen.calls.runtime.block_layouts import dense_blocks
 from flashgen.frontends.flex.checks import LARGE_BLOCK, FlexRuntimeError, FlexUnsupported
@@ -283,7 +284,5 @@ def _analysed(mask: sympy.Basic) -> MaskAnalysis:
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
-        wide = torch.promote_types(value.dtype, torch.float32)
-        dtype = wide if value.is_floating_point() else torch.int64
-        return _elements(value).to("cpu", dtype).numpy()
+        return array(_elements(value))
     return np.float64(value) if isinstance(value, float) else np.int64(value)

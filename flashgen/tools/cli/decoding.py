@@ -156,9 +156,9 @@ def decoding_plan(
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
+    from flashgen.calls.cpu.problem import array
     from flashgen.kernels.planner.traffic import LaunchSizes
     from flashgen.tools.profile.decoding import plan_decoding
-    from flashgen.tools.profile.run import array_of
 
     return plan_decoding(
         spec,
@@ -168,7 +168,7 @@ def decoding_plan(
         split_size=arguments.split_size,
         sram=arguments.sram,
         scalars=options["scalars"],
-        captured={name: array_of(tensor.cpu()) for name, tensor in options["tensors"].items()},
+        captured={name: array(tensor) for name, tensor in options["tensors"].items()},
     )
 
 

@@ -125,14 +125,14 @@ def _predict(
     """The predicted time of each launch for a shape."""
     with busy("loading torch"):
         from flashgen.calls.runtime.bind_arguments import blocks_of_call, heads_of_call
-        from flashgen.tools.cli.tune import problem_of
+        from flashgen.tools.cli.tune import known_call
         from flashgen.tools.tune.rank import predicted
     example = CallArguments(path=arguments.path, scalars=arguments.scalars)
-    problem, captured = problem_of(spec, random_call(spec, example, sizes))
+    known = known_call(spec, random_call(spec, example, sizes))
     of_call = []
     for planned in plans:
         if planned.kernel == "forward":
-            heads = heads_of_call(spec, planned, problem, captured)
+            heads = heads_of_call(spec, planned, known.problem, known.captured)
             if heads.reason:
                 write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
             if heads.heads > 1:
@@ -145,9 +145,9 @@ def _predict(
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:
-                write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
+                write(f"\n{blocks_of_call(planned, known.problem, packed=spec.packed)}")
         of_call.append(planned)
-    durations = predicted(spec, problem, captured, of_call)
+    durations = predicted(known, of_call)
     for each in durations:
         write(f"\n{each}")
     if not durations:

@@ -42,19 +42,19 @@ def expected_work(
 
     from flashgen.calls.runtime.bind_arguments import heads_of_call
     from flashgen.kernels.planner import plan, plan_backward
-    from flashgen.tools.cli.tune import problem_of
+    from flashgen.tools.cli.tune import known_call
     from flashgen.tools.profile.prediction import expected_multiply_adds
 
     arch = arch_of(arguments.arch)
-    problem, captured = problem_of(spec, call)
+    known = known_call(spec, call)
     if backward:
         deterministic = arguments.deterministic
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:
         one_head = plan(spec, arch, sram=arguments.sram)
-        heads = heads_of_call(spec, one_head, problem, captured).heads
+        heads = heads_of_call(spec, one_head, known.problem, known.captured).heads
         plans = (replace(one_head, heads_per_tile=heads),)
-    return expected_multiply_adds(spec, problem, captured, plans)
+    return expected_multiply_adds(known, plans)
 
 
 @contextmanager

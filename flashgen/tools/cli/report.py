@@ -171,7 +171,7 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
     Raises:
         InputError: its heads cannot share tiles as those of the executed call do.
     """
-    from flashgen.tools.cli.tune import problem_of
+    from flashgen.tools.cli.tune import known_call
     from flashgen.tools.tune.rank import predicted
     from flashgen.tools.views.kernel import with_duration
 
@@ -185,8 +185,8 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
             numbers=f"{sizes}; the kernel has {shared} query heads per tile",
             way_out="as many query heads per key head as in --shape",
         )
-    problem, captured = problem_of(spec, random_call(spec, arguments, sizes))
-    found = predicted(spec, problem, captured, [pane.plan for pane in panes])
+    known = known_call(spec, random_call(spec, arguments, sizes))
+    found = predicted(known, [pane.plan for pane in panes])
     made = {
         pane.title: with_duration(pane, duration, f"{sizes}")
         for pane, duration in zip(panes, found, strict=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.calls import launch
 from flashgen.kernels.compile.cache import usable_root
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
     from flashgen.shared.call import CheckedCall
     from flashgen.spec.language.spec import AttentionSpec
+    from flashgen.tools.profile.visited_tiles import KnownCall
     from flashgen.tools.tune.measure import Measured
     from flashgen.tools.tune.rank import TileChoice
 
@@ -51,9 +52,9 @@ def tune(arguments: TuneArguments) -> None:
         from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
-    problem, captured = problem_of(spec, call)
+    known = known_call(spec, call)
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(spec, problem, captured, arch, which=which, sram=arguments.sram)
+        choices = rank(known, arch, which=which, sram=arguments.sram)
     own = derived(spec, arch, which, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
     facts(
@@ -75,7 +76,7 @@ def tune(arguments: TuneArguments) -> None:
     tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
     measured = _measured(arguments, spec, tried, call, arch)
     _show_measured(measured, own)
-    _keep(measured, own, spec, arch, which, problem)
+    _keep(measured, own, spec, arch, which, known.problem)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -101,13 +102,15 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
     return given or decide(0).arch, "cuda", ""
 
 
-def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:
-    """The problem that a call states, and its captured tensors as arrays."""
-    from flashgen.tools.profile.run import array_of, problem_of_call
+def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
+    """A call with its problem and its captured tensors as arrays."""
+    from flashgen.calls.cpu.problem import array
+    from flashgen.tools.profile.run import problem_of_call
+    from flashgen.tools.profile.visited_tiles import KnownCall
 
     problem = problem_of_call(spec, call.operands, call.options)
-    tensors = call.options["tensors"]
-    return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
+    tensors = call.options["tensors"].items()
+    return KnownCall(spec, problem, {name: array(tensor) for name, tensor in tensors})
 
 
 def _show_best(choices: tuple[TileChoice, ...], own: TileChoice) -> None:
@@ -178,9 +181,9 @@ def _measured(
     small_call = random_call(spec, arguments, small, device="cuda")
     how = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(spec, tried, small_call, which, **how)
+        candidates = checked(tried, spec, small_call, which, **how)
     with busy(f"{spec.name}: measuring"):
-        return fastest(spec, candidates, call, which, on_gpu, **how)
+        return fastest(candidates, on_gpu, spec, call, which, **how)
 
 
 def _keep(

@@ -24,7 +24,7 @@ from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
 from flashgen.tools.profile.split_calls import SplitPrediction
-from flashgen.tools.profile.visited_tiles import Array, HeadWalk, heads_of, joined
+from flashgen.tools.profile.visited_tiles import HeadWalk, KnownCall, heads_of, joined, walks_of
 
 COUNTER_BYTES = 4
 RNG_BYTES = 16
@@ -53,23 +53,17 @@ class LaunchPrediction:
     duration: Duration | None = None
 
 
-def predict(
-    spec: AttentionSpec,
-    build: Build,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-    dlse: bool,
-) -> LaunchPrediction:
+def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
     """The predictions for a launch.
 
     There are none for the kernels of min/max tables, nor for packed sequences, whose tiles depend
     on the positions at which the sequences start.
     """
-    plan = build.plan
+    (spec, problem, _), plan = call, build.plan
     if plan.kernel == "minmax_table" or spec.packed:
         return LaunchPrediction()
     mask = build.analysis.mask
-    heads = heads_of(spec, mask, plan, problem, captured)
+    heads = heads_of(call, mask, plan)
     walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
         moved = _sum(functools.partial(forward_traffic, plan), walks)
@@ -121,18 +115,13 @@ def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> Lau
     )
 
 
-def expected_multiply_adds(
-    spec: AttentionSpec,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-    plans: Sequence[Plan],
-) -> Number:
+def expected_multiply_adds(call: KnownCall, plans: Sequence[Plan]) -> Number:
     """The multiply-adds of all launches of a call; 0 for packed sequences, as for `predict`."""
     total: Number = 0
-    for plan in () if spec.packed else plans:
-        mask = analysed(spec, walk_of_kernel(plan.kernel)).mask
+    for plan in () if call.spec.packed else plans:
+        mask = analysed(call.spec, walk_of_kernel(plan.kernel)).mask
         traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
-        walks = joined(heads_of(spec, mask, plan, problem, captured), plan, problem)
+        walks = walks_of(call, mask, plan)
         scores = sum(traffic(plan, *sizes, visited).scores for sizes, visited in walks)
         total += multiply_adds_of(plan, scores) or 0
     return total
