@@ -13,7 +13,6 @@ divide.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +20,10 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
 from flashgen.shared.arch import WARP
 from flashgen.spec.analysis.evaluate import evaluate
-from flashgen.spec.analysis.tile_walk import EMPTY, TileWalk
+from flashgen.spec.analysis.tile_walk import EMPTY, Array, TileWalk
 from flashgen.spec.language.symbols import K, Q
 from flashgen.tools.profile.listed_blocks import ListedBlocks
 from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit, unmasked_tiles
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself

@@ -14,12 +14,10 @@ from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.mask import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import EMPTY, FULL, TileAxis, TileWalk, numbers_of
+from flashgen.spec.analysis.tile_walk import EMPTY, FULL, Array, TileAxis, TileWalk, numbers_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.listed_blocks import ListedBlocks
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 HeadWalk = tuple[LaunchSizes, list[list[int]] | None]
 """Sizes of some heads, and for each tile that a block owns the tiles that it visits; None: all."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 
@@ -16,13 +15,11 @@ from flashgen.calls.cpu.problem import array
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.analysis.mask import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import TileAxis, exact, numbers_of
+from flashgen.spec.analysis.tile_walk import Array, TileAxis, exact, numbers_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.visited_tiles import KnownCall, live_blocks
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 Pair = tuple[int, int]
 """A batch entry and a query head; with packed sequences, a sequence and a query head."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import sympy
 
 from flashgen.spec.analysis.evaluate import evaluate
-from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileWalk
+from flashgen.spec.analysis.tile_walk import Array, BlockLayoutTiles, TileAxis, TileWalk
 from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.tools.profile.visited_tiles import listed_blocks, unmasked_tiles, visits_of
 from flashgen.tools.views.mask_call import MaskCall, Place
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 ELEMENTS = 1 << 25
 """Scores at which masks of mixed tiles are evaluated for one picture: some seconds of time."""
