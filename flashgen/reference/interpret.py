@@ -133,14 +133,10 @@ def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 def _multiply(run: _Evaluator, factors: list[Tensor]) -> Tensor:
     factors = run.unify(factors)
     if factors[0].dtype == torch.int64:
-        bound = math.prod(_magnitude(factor) for factor in factors)
+        bound = math.prod(float(x.abs().max()) if x.numel() else 0.0 for x in factors)
         if bound > _LARGEST_INTEGER:
             factors = [factor.to(run.real) for factor in factors]
     return reduce(torch.mul, factors)
-
-
-def _magnitude(integers: Tensor) -> float:
-    return float(integers.abs().max()) if integers.numel() else 0.0
 
 
 def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:

@@ -250,7 +250,13 @@ def _key_tile(
         if of.some_undefined:
             part.select(ds, bits)
         for number, by, places in uses:
-            _add_captured(part, work, captured[number], ds, by, places, bits)
+            if isinstance(by, float):
+                add_at(captured[number], places, part.grouped(ds), by)
+                continue
+            tile = work.matrix("captured", *ds.shape)
+            torch.mul(part.grouped(ds), by, out=part.grouped(tile))
+            part.select(tile, bits)  # the derivative may be infinite there
+            add_at(captured[number], places, part.grouped(tile), 1.0)
         # Of a score function that ignores the score, 0 * NaN is NaN, as in the kernels.
         if slope is not None:
             part.grouped(ds).mul_(slope)
@@ -311,25 +317,6 @@ def _and_finite(problem: SequenceProblem, scores: Tensor, bits: Tensor | None) -
         return bits
     finite = low.logical_not_().to(problem.bits).neg_()
     return finite if bits is None else finite.bitwise_and_(bits)
-
-
-def _add_captured(
-    part: ChunkScores,
-    work: Workspace,
-    total: Tensor,
-    ds: Tensor,
-    by: Tensor | float,
-    places: Tensor,
-    bits: Tensor | None,
-) -> None:
-    """Adds dS' * ds'/d(element) to the gradient of a captured tensor, 0 where ``bits`` are 0."""
-    if isinstance(by, float):
-        add_at(total, places, part.grouped(ds), by)
-        return
-    tile = work.matrix("captured", *ds.shape)
-    torch.mul(part.grouped(ds), by, out=part.grouped(tile))
-    part.select(tile, bits)  # the derivative may be infinite there
-    add_at(total, places, part.grouped(tile), 1.0)
 
 
 def _narrow(tile: Tensor, problem: SequenceProblem) -> None:

@@ -148,7 +148,11 @@ def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.d
         known = known_name(key) or known_name(by_lengths)
         if known:
             return known
-        traced = _traced(recorded, function, device)
+        notes = Notes()
+        again = record(function, None, device, notes)
+        notes.names = [f"{n}_of_mask" if n in _OWN_NAMES else n for n in notes.names]
+        assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same"
+        traced = trace(function, None, again)
         if traced.shapes is not None:
             _rigid.add(key)
             key = by_lengths
@@ -249,14 +253,6 @@ for _constant in (
 
 
 # From a mask function to expressions.
-
-
-def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
-    notes = Notes()
-    again = record(function, None, device, notes)
-    notes.names = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in notes.names]
-    assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same again"
-    return trace(function, None, again)
 
 
 _OWN_NAMES = (

@@ -68,7 +68,10 @@ def command(made_of: type[Any]) -> None:
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
     if words[0] in declared.GROUPS:
-        _group(words[0]).command(words[-1], help=made_of.__doc__)(run)
+        if words[0] not in groups:
+            groups[words[0]] = typer.Typer(no_args_is_help=True)
+            app.add_typer(groups[words[0]], name=words[0], help=declared.GROUPS[words[0]])
+        groups[words[0]].command(words[-1], help=made_of.__doc__)(run)
     else:
         app.command("-".join(words), help=made_of.__doc__)(run)
 
@@ -83,14 +86,6 @@ def _of_options(error: InputError, made_of: type[Any]) -> InputError:
     if re.search(r"\bfg\.|\w=", way_out):  # it is written in Python
         way_out = f"{flag}: {option.help}"
     return type(error)(error.what, where=f"option {flag}", numbers=error.numbers, way_out=way_out)
-
-
-def _group(word: str) -> typer.Typer:
-    """The commands that begin with this word."""
-    if word not in groups:
-        groups[word] = typer.Typer(no_args_is_help=True)
-        app.add_typer(groups[word], name=word, help=declared.GROUPS[word])
-    return groups[word]
 
 
 def signature_of(made_of: type[Any]) -> Signature:

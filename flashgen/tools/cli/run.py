@@ -94,6 +94,7 @@ def run(arguments: RunArguments) -> None:
         ran.append((result, gradients))
     result = ran[0][0]
 
+    dims = " and ".join(map(str, dict.fromkeys((spec.head_dim, spec.head_dim_v))))
     arch = result.arch
     if arguments.sram is not None:
         arch += f", planned for {arguments.sram:,} B of shared memory per block"
@@ -103,7 +104,7 @@ def run(arguments: RunArguments) -> None:
             ("score_mod", python_text(spec.score) if spec.score_line else "none"),
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *input_rows(spec, call),
-            ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
+            ("shape", f"{sizes}, head_dim {dims}, {spec.dtype}"),
             *_decoding_rows(served, arguments),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
@@ -173,12 +174,6 @@ def _backward(
         return run_backward(spec, *tensors, **call.options | how)
 
     return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
-
-
-def _dims(spec: AttentionSpec) -> str:
-    if spec.head_dim_v == spec.head_dim:
-        return f"head_dim {spec.head_dim}"
-    return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
 
 
 def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:
