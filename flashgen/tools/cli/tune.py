@@ -19,7 +19,6 @@ from flashgen.tools.cli.inputs import Shape, changed_spec, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
-    from flashgen.shared.call import CheckedCall
     from flashgen.spec.language.spec import AttentionSpec
     from flashgen.tools.profile.visited_tiles import KnownCall
     from flashgen.tools.tune.measure import Measured
@@ -49,6 +48,7 @@ def tune(arguments: TuneArguments) -> None:
         )
     which = _pass(arguments)
     with busy("loading torch"):
+        from flashgen.tools.tune.measure import checked, fastest, on_gpu
         from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
@@ -74,9 +74,15 @@ def tune(arguments: TuneArguments) -> None:
         say(f"\nranked by the model, not measured: {reason}")
         return
     tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
-    measured = _measured(arguments, spec, tried, call, arch)
+    small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
+    small_call = random_call(spec, arguments, small, device="cuda")
+    how = {"backend": "gpu", "arch": arch}
+    with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
+        candidates = checked(tried, spec, small_call, which, **how)
+    with busy(f"{spec.name}: measuring"):
+        measured = fastest(candidates, on_gpu, spec, call, which, **how)
     _show_measured(measured, own)
-    _keep(measured, own, spec, arch, which, known.problem)
+    _keep(measured, own, known, arch, which)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -166,33 +172,8 @@ def _sharing(plan: Plan) -> str:
     return f", {plan.column_warps} to a row, {scores}"
 
 
-def _measured(
-    arguments: TuneArguments,
-    spec: AttentionSpec,
-    tried: list[TileChoice],
-    call: RandomCall,
-    arch: str,
-) -> list[Measured]:
-    """The choices, checked against the oracle and timed, the fastest first."""
-    from flashgen.tools.tune.measure import checked, fastest, on_gpu
-
-    sizes, which = parse_shape(arguments.shape), _pass(arguments)
-    small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
-    small_call = random_call(spec, arguments, small, device="cuda")
-    how = {"backend": "gpu", "arch": arch}
-    with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(tried, spec, small_call, which, **how)
-    with busy(f"{spec.name}: measuring"):
-        return fastest(candidates, on_gpu, spec, call, which, **how)
-
-
 def _keep(
-    measured: list[Measured],
-    own: TileChoice,
-    spec: AttentionSpec,
-    arch: str,
-    which: str,
-    problem: CheckedCall,
+    measured: list[Measured], own: TileChoice, known: KnownCall, arch: str, which: str
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
     from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, place, write
@@ -206,7 +187,7 @@ def _keep(
         say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
         return
     of_own = next((each.seconds for each in measured if each.choice is own), None)
-    path = place(root, gpu_name(0), spec, arch, which, problem)
+    path = place(root, gpu_name(0), known.spec, arch, which, known.problem)
     kept = Winner(winner.choice.tiles, winner.seconds, of_own or 0.0)
     if write(path, kept):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
