@@ -31,7 +31,9 @@ from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
 from flashgen.kernels.planner import Plan, feasible  # noqa: E402
-from flashgen.tools.profile import Profile, counted_cost, profile_forward  # noqa: E402
+from flashgen.tools.profile.kernel_profile import Profile  # noqa: E402
+from flashgen.tools.profile.roofline import counted_cost  # noqa: E402
+from flashgen.tools.profile.run import profile_forward  # noqa: E402
 
 ARCH = "sm_80"
 HEAD_DIMS = (64, 128)

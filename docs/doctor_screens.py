@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from flashgen.calls.launch import Gpu
 from flashgen.calls.runtime.backends import DEFAULT_ARCH
-from flashgen.tools.doctor import Cache, Diagnosis, MachineFacts, Nvrtc, PathOfGpu, ProblemResult
-from flashgen.tools.doctor.diagnosis import PathRun
-from flashgen.tools.doctor.machine import unfit
+from flashgen.tools.doctor.check import ProblemResult
+from flashgen.tools.doctor.diagnosis import Diagnosis, PathOfGpu, PathRun
+from flashgen.tools.doctor.machine import Cache, MachineFacts, Nvrtc, unfit
 from flashgen.tools.doctor.problems import PROBLEMS
 
 SHARES = (0.33, 0.33, 0.39, 0.59, 0.41, 0.35, 0.18, 0.16, 0.26, 0.11, 0.41, 0.04, 0.05)

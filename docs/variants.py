@@ -18,9 +18,12 @@ import sympy
 import flashgen as fg
 from flashgen.kernels.planner import plan_backward
 from flashgen.shared.signature import LAYOUT_NAMES
-from flashgen.spec.analysis import Analysis, Interval, analyse, window_of
-from flashgen.spec.language import Element, python_text
+from flashgen.spec.analysis import Analysis, analyse
+from flashgen.spec.analysis.intervals import Interval
+from flashgen.spec.analysis.windows import window_of
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.tensor import SIZES
+from flashgen.spec.language.tensor_elements import Element
 from flashgen.tools.cli.captured_tensors import tensor_values
 from flashgen.tools.cli.inputs import Shape, example_scalars
 from flashgen.tools.views.tile_map import TileMap

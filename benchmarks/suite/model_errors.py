@@ -14,7 +14,8 @@ from benchmarks.suite.contenders.ours import in_short, spec_of
 from benchmarks.suite.records import RESULTS, latest, read
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.shared.call import CheckedCall
-from flashgen.spec.analysis import row_interval
+from flashgen.spec.analysis.intervals import row_interval
+from flashgen.tools.profile.visited_tiles import KnownCall
 from flashgen.tools.tune.rank import predicted
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
@@ -51,7 +52,7 @@ def error(row: Row, case: Case) -> float | None:
     sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
     dims = case.head_dim, case.head_dim
     call = CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
-    seconds = sum(each.seconds for each in predicted(spec, call, {}, plans))
+    seconds = sum(each.seconds for each in predicted(KnownCall(spec, call), plans))
     return 1e3 * seconds / float(row["ms_p50"]) - 1
 
 

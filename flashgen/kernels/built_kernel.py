@@ -12,8 +12,9 @@ from flashgen.kernels.planner.schedule import blocks_of
 from flashgen.shared.call import CallRanges
 from flashgen.shared.launch_facts import LaunchBlocks, LaunchFacts, ParamFacts
 from flashgen.shared.signature import GradientTerm
-from flashgen.spec.analysis import Analysis, kind_of_sum
-from flashgen.spec.language import B, H, K, Q
+from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.score import kind_of_sum
+from flashgen.spec.language.symbols import B, H, K, Q
 
 
 @dataclass(frozen=True)

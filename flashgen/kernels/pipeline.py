@@ -29,7 +29,8 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges
 from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by_users
-from flashgen.spec.analysis import Analysis, WalkedAxis, analyse
+from flashgen.spec.analysis import Analysis, analyse
+from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.language.spec import AttentionSpec
 
 __all__ = [

@@ -27,6 +27,7 @@ function itself, dS and the summands of dT are 0 for any derivative of the score
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,8 +38,10 @@ from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import softmax_times_v
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
-from flashgen.spec.language import SCORE, Element, TensorSymbol, elements_of
+from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -53,9 +56,18 @@ def gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None = None,
+    *,
+    kept: bool = False,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
     """Computes gradients in float64: the reference of every backward kernel.
+
+    With ``kept``, it starts from the rounded results of Algorithm 4: O in its dtype, LSE in
+    float32. The float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's
+    P. Every backward pass that starts from LSE has this error; PyTorch, which stores P, does not.
+    D is computed from O, so that dP - D subtracts two float32 sums with different rounding; with
+    one key the difference should be 0, and is in PyTorch. In float32 with few keys these errors
+    are as large as all other rounding; `compare` allows for them.
 
     autograd differentiates only the score function, element by element, and the reading of elements
     of captured tensors.
@@ -73,40 +85,16 @@ def gradients(
     Raises:
         InputError: as in `attention`, and for a dout or dlse of another shape.
     """
-    return _exact(problem_of(spec, q, k, v, exact=True, **call), dout, dlse, kept=False)
-
-
-def kept_gradients(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    **call: Unpack[OracleArguments],
-) -> tuple[Tensor, ...]:
-    """Exact gradients from the rounded results of Algorithm 4: O in its dtype, LSE in float32.
-
-    The float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's P. Every
-    backward pass that starts from LSE has this error; PyTorch, which stores P, does not. D is
-    computed from O, so that dP - D subtracts two float32 sums with different rounding; with one
-    key the difference should be 0, and is in PyTorch. In float32 with few keys these errors are as
-    large as all other rounding; `compare` allows for them.
-
-    Arguments, results and errors as in `gradients`.
-    """
-    return _exact(problem_of(spec, q, k, v, exact=True, **call), dout, dlse, kept=True)
-
-
-def _exact(
-    problem: OracleProblem, dout: Tensor, dlse: Tensor | None, *, kept: bool
-) -> tuple[Tensor, ...]:
+    problem = problem_of(spec, q, k, v, exact=True, **call)
     _check(problem, dout, dlse)
     with torch.no_grad():
         total = _Gradients(problem, torch.float64)
         for part in problem.blocks():
             total.add(part, _algorithm_3(problem, part, dout, dlse, kept=kept))
         return total.results(torch.float64)
+
+
+kept_gradients = functools.partial(gradients, kept=True)
 
 
 def same_dtype_gradients(

@@ -15,48 +15,21 @@ import sympy
 import torch
 
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language import (
-    SCORE,
-    Abs,
-    AsFloat,
-    Element,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
+from flashgen.spec.language import bit_functions as bits
+from flashgen.spec.language import float_functions as functions
+from flashgen.spec.language import float_operations as floats
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS, FloatRelation
+from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.symbols import SCORE, is_condition
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
     Maximum,
     Minimum,
     Round,
-    is_condition,
 )
-from flashgen.spec.language.bit_functions import (
-    BitAnd,
-    BitOr,
-    BitXor,
-    Popcount,
-    ShiftLeft,
-    ShiftRight,
-)
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS, FloatRelation
-from flashgen.spec.language.float_functions import (
-    Atan,
-    Atan2,
-    Cos,
-    Erf,
-    Erfc,
-    Exp,
-    Expm1,
-    Log,
-    Log1p,
-    Log2,
-    Sigmoid,
-    Sin,
-    Tanh,
-)
-from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.tensor_elements import Element
 
 Tensor = torch.Tensor
 
@@ -160,14 +133,10 @@ def _product(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 def _multiply(run: _Evaluator, factors: list[Tensor]) -> Tensor:
     factors = run.unify(factors)
     if factors[0].dtype == torch.int64:
-        bound = math.prod(_magnitude(factor) for factor in factors)
+        bound = math.prod(float(x.abs().max()) if x.numel() else 0.0 for x in factors)
         if bound > _LARGEST_INTEGER:
             factors = [factor.to(run.real) for factor in factors]
     return reduce(torch.mul, factors)
-
-
-def _magnitude(integers: Tensor) -> float:
-    return float(integers.abs().max()) if integers.numel() else 0.0
 
 
 def _power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
@@ -276,11 +245,11 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     sympy.Mul: _product,
     sympy.Pow: _power,
     Element: _element,
-    AsFloat: lambda run, expr: run.number(expr.args[0]),
-    FloatSum: _real(torch.add),
-    FloatProduct: _real(torch.mul),
-    FloatQuotient: _real(torch.div),
-    FloatPower: _float_power,
+    floats.AsFloat: lambda run, expr: run.number(expr.args[0]),
+    floats.FloatSum: _real(torch.add),
+    floats.FloatProduct: _real(torch.mul),
+    floats.FloatQuotient: _real(torch.div),
+    floats.FloatPower: _float_power,
     FloorDiv: _floor_div,
     FloorMod: _floor_mod,
     sympy.Piecewise: _choice,
@@ -289,32 +258,32 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     Maximum: _extremum(torch.maximum),
     sympy.Min: _extremum(torch.minimum),
     sympy.Max: _extremum(torch.maximum),
-    Abs: _real(torch.abs),
+    functions.Abs: _real(torch.abs),
     sympy.Abs: _same_kind(torch.abs),
     sympy.sign: _same_kind(torch.sign),
     Floor: _real(torch.floor),
     sympy.floor: _real(torch.floor),
     sympy.ceiling: _real(torch.ceil),
-    Log2: _real(torch.log2),
-    Sigmoid: _real(torch.sigmoid),
+    functions.Log2: _real(torch.log2),
+    functions.Sigmoid: _real(torch.sigmoid),
     Round: _real(torch.round),
-    Erf: _real(torch.erf),
-    Erfc: _real(torch.erfc),
-    Log1p: _real(torch.log1p),
-    Expm1: _real(torch.expm1),
-    Atan: _real(torch.atan),
-    Atan2: _real(torch.atan2),
-    BitAnd: _integers(torch.bitwise_and),
-    BitOr: _integers(torch.bitwise_or),
-    BitXor: _integers(torch.bitwise_xor),
-    ShiftLeft: _integers(torch.bitwise_left_shift),
-    ShiftRight: _integers(torch.bitwise_right_shift),
-    Popcount: _integers(_popcount),
-    Exp: _real(torch.exp),
-    Log: _real(torch.log),
-    Tanh: _real(torch.tanh),
-    Sin: _real(torch.sin),
-    Cos: _real(torch.cos),
+    functions.Erf: _real(torch.erf),
+    functions.Erfc: _real(torch.erfc),
+    functions.Log1p: _real(torch.log1p),
+    functions.Expm1: _real(torch.expm1),
+    functions.Atan: _real(torch.atan),
+    functions.Atan2: _real(torch.atan2),
+    bits.BitAnd: _integers(torch.bitwise_and),
+    bits.BitOr: _integers(torch.bitwise_or),
+    bits.BitXor: _integers(torch.bitwise_xor),
+    bits.ShiftLeft: _integers(torch.bitwise_left_shift),
+    bits.ShiftRight: _integers(torch.bitwise_right_shift),
+    bits.Popcount: _integers(_popcount),
+    functions.Exp: _real(torch.exp),
+    functions.Log: _real(torch.log),
+    functions.Tanh: _real(torch.tanh),
+    functions.Sin: _real(torch.sin),
+    functions.Cos: _real(torch.cos),
     sympy.Eq: _relation(torch.eq),
     sympy.Ne: _relation(torch.ne),
     sympy.Lt: _relation(torch.lt),

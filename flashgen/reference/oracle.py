@@ -8,6 +8,7 @@ lengths.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,17 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
+    exact: bool = True,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
     """Computes attention in float64, without rounding the operands: the reference of all kernels.
+
+    Without ``exact``, PyTorch computes it in the operands' dtype: the baseline of the error rule.
+    Matrix products, scores and probabilities are tensors of the dtype, as in a model in half
+    precision without a fused kernel. Only the mods are computed in float32 (float16 holds integers
+    exactly up to 2048 only), and their results are rounded back. Dropout's factor is a float32
+    number and its product is rounded once, as in torch's CUDA kernel.
 
     Args:
         spec: any spec; its mask and score are interpreted, without the compiler.
@@ -45,45 +54,13 @@ def attention(
     Returns:
         out [batch, heads_q, seq_q, head_dim_v] and lse [batch, heads_q, seq_q], natural log and
         without dropout, both float64. A row without a kept key has out 0 and lse -inf, or the
-        spec's sink, which is one of the summands of every row's lse.
+        spec's sink, which is one of the summands of every row's lse. Without ``exact``, out has the
+        dtype of q and lse is float32, or float64 for operands in float64.
 
     Raises:
         InputError: a scalar or tensor is missing, superfluous or of another rank; dropout_p is not
             a probability, or is above 0 for a spec without dropout or without an rng.
     """
-    return _attend_call(spec, q, k, v, exact=True, **call)
-
-
-def same_dtype(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    **call: Unpack[OracleArguments],
-) -> tuple[Tensor, Tensor]:
-    """Computes attention with PyTorch in the operands' dtype: the baseline of the error rule.
-
-    Matrix products, scores and probabilities are tensors of the dtype, as in a model in half
-    precision without a fused kernel. Only the mods are computed in float32 (float16 holds integers
-    exactly up to 2048 only), and their results are rounded back. Dropout's factor is a float32
-    number and its product is rounded once, as in torch's CUDA kernel. Arguments, shapes, empty
-    rows and errors are those of `attention`.
-
-    Returns:
-        out in the dtype of q, lse in float32 (float64 for operands in float64).
-    """
-    return _attend_call(spec, q, k, v, exact=False, **call)
-
-
-def _attend_call(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    exact: bool,
-    **call: Unpack[OracleArguments],
-) -> tuple[Tensor, Tensor]:
     if not spec.paged:
         return _attend(problem_of(spec, q, k, v, exact=exact, **call))
     captured = dict(call.get("tensors") or {})
@@ -94,6 +71,9 @@ def _attend_call(
     own = contiguous(packed_queries(spec))
     out, lse = _attend(problem_of(own, *copied[:3], exact=exact, **call))
     return copied.of_queries(out, q), copied.of_queries(lse, q)
+
+
+same_dtype = functools.partial(attention, exact=False)
 
 
 def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,10 @@ from flashgen.shared.dropout import keep_mask, keep_scale
 from flashgen.shared.dtypes import SCALAR_DTYPES, Number
 from flashgen.shared.errors import InputError
 from flashgen.shared.signature import LAYOUT_LISTS, heads_of
-from flashgen.spec.language import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, Element, H, K, Q
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.tensor_elements import Element
 
 if TYPE_CHECKING:
     from typing import Unpack

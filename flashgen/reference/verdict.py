@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -161,22 +161,9 @@ class Judged(NamedTuple):
     same: Tensor
 
 
-def judge_gradients(
-    found: Sequence[Tensor],
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    **call: Unpack[OracleArguments],
-) -> dict[str, Verdict]:
-    """The verdicts of `compare` on dq, dk, dv and the gradients of learned tensors, by name.
-
-    Arguments and errors as in `judged_gradients`.
-    """
-    judged = judged_gradients(found, spec, q, k, v, dout, dlse, **call)
-    return {name: each.verdict for name, each in judged.items()}
+def judge_gradients(*of: Any, **call: Any) -> dict[str, Verdict]:
+    """The verdicts of `judged_gradients`, whose arguments and errors it has, alone."""
+    return {name: each.verdict for name, each in judged_gradients(*of, **call).items()}
 
 
 def judged_gradients(

@@ -84,6 +84,14 @@ def _refuse(name: str, value: str, expected: str) -> FlashgenError:
     )
 
 
+def _one_of(name: str, accepted: tuple[str, ...]) -> str:
+    """The value of a variable that has one of some values; the first of them when it is unset."""
+    value = _read(name) or accepted[0]
+    if value not in accepted:
+        raise _refuse(name, value, " or ".join(map(repr, accepted)))
+    return value
+
+
 def arch() -> str | None:
     """FLASHGEN_ARCH, such as "sm_90a", or None.
 
@@ -131,11 +139,7 @@ def emulator_sums() -> str:
     Raises:
         FlashgenError: another value.
     """
-    value = _read("FLASHGEN_EMULATOR_SUMS") or "hardware"
-    if value not in EMULATOR_SUMS:
-        expected = " or ".join(repr(name) for name in EMULATOR_SUMS)
-        raise _refuse("FLASHGEN_EMULATOR_SUMS", value, expected)
-    return value
+    return _one_of("FLASHGEN_EMULATOR_SUMS", EMULATOR_SUMS)
 
 
 def emulator_order() -> int | None:
@@ -159,10 +163,7 @@ def trust() -> str:
     Raises:
         FlashgenError: another value.
     """
-    value = _read("FLASHGEN_TRUST") or TRUST[0]
-    if value not in TRUST:
-        raise _refuse("FLASHGEN_TRUST", value, " or ".join(repr(name) for name in TRUST))
-    return value
+    return _one_of("FLASHGEN_TRUST", TRUST)
 
 
 def child_environment() -> dict[str, str]:

@@ -166,19 +166,11 @@ def _to_float32(value: object) -> float | None:
     return number if abs(number) <= FLOAT32_MAX else None
 
 
-def _to_bool(value: object) -> bool | None:
-    return bool(value) if is_bool(value) else None
-
-
 def _parsed(text: str, kind: Callable[[str], Number]) -> Number | None:
     try:
         return kind(text)
     except ValueError:
         return None
-
-
-def _parse_bool(text: str) -> bool | None:
-    return {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
 
 
 def _rounded(value: Number) -> float:
@@ -210,8 +202,8 @@ SCALAR_DTYPES = {
         schema="bool",
         accepted="True or False",
         example="true",
-        convert=_to_bool,
-        parse=_parse_bool,
+        convert=lambda value: bool(value) if is_bool(value) else None,
+        parse=lambda text: {"true": True, "1": True, "false": False, "0": False}.get(text.lower()),
         stored=bool,
     ),
 }

@@ -9,12 +9,12 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.spec.analysis import analyse_mask
+from flashgen.spec.analysis.mask import analyse_mask
 from flashgen.spec.analysis.tile_bounds import Effort
-from flashgen.spec.language import trace_mask
 from flashgen.spec.language.bit_functions import ShiftLeft, ShiftRight
 from flashgen.spec.language.integer_limits import limits
 from flashgen.spec.language.lets import nodes_of
+from flashgen.spec.language.tracing import trace_mask
 
 SLOPE, WIDTH = fg.Scalar("slope", "float32"), fg.Scalar("width", "int32")
 

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.spec.analysis import analyse_mask, evaluate
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, trace_mask
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.mask import analyse_mask
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H
+from flashgen.spec.language.tracing import trace_mask
 from tests.support.tiers import slow
 
 LEFT, RIGHT = fg.Scalar("left", "float32"), fg.Scalar("right", "float32")

@@ -10,8 +10,11 @@ from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 
 from flashgen.shared.errors import SpecError
-from flashgen.spec.analysis import Interval, WalkedAxis, analyse_mask, classify, evaluate
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, trace_mask
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.intervals import Interval, WalkedAxis
+from flashgen.spec.analysis.mask import analyse_mask, classify
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
+from flashgen.spec.language.tracing import trace_mask
 from tests.support.expr_trees import (
     FLOAT_MASKS,
     MASKS,

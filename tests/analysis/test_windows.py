@@ -9,8 +9,10 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.spec.analysis import evaluate, window_of
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, K, Q, elements_of
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.windows import window_of
+from flashgen.spec.language.lets import elements_of
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, K, Q
 
 Fn = Any
 

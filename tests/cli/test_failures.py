@@ -128,7 +128,7 @@ def test_a_wrong_command_line_is_four_lines(line):
 
 
 def test_an_error_that_no_part_expects_is_four_lines_too(monkeypatch):
-    monkeypatch.setattr("flashgen.tools.cli.plan.load_spec", lambda arguments: 1 // 0)
+    monkeypatch.setattr("flashgen.tools.cli.plan.changed_spec", lambda *_: 1 // 0)
     result = flashgen("plan", CAUSAL, FLASHGEN_DEBUG="0")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[0] == "FlashgenError: flashgen has a bug: ZeroDivisionError"

@@ -81,7 +81,7 @@ def without_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("flashgen.tools.cli.emit._sources", enough)
     monkeypatch.setattr("flashgen.tools.cli.plan.plan_forward", enough)
     monkeypatch.setattr("flashgen.tools.cli.plan.plan_backward", enough)
-    monkeypatch.setattr("flashgen.tools.doctor.diagnose", enough)
+    monkeypatch.setattr("flashgen.tools.doctor.diagnosis.diagnose", enough)
 
 
 def run(line: list[str]) -> None:

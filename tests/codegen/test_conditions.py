@@ -6,8 +6,9 @@ from typing import Any
 
 import flashgen as fg
 from flashgen.kernels.codegen.expressions import CPrinter
-from flashgen.spec.analysis import share_evaluated
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv
+from flashgen.spec.analysis.sharing import share_evaluated
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO
+from flashgen.spec.language.sympy_functions import FloorDiv
 
 LENGTH = fg.Tensor("length", ("batch",), "int32")
 WIDTH = fg.Tensor("width", ("heads",), "int16")

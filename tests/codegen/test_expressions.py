@@ -15,25 +15,13 @@ import flashgen as fg
 from flashgen.kernels.codegen.expressions import CPrinter
 from flashgen.kernels.codegen.expressions.cpp_text import float32_literal
 from flashgen.shared.errors import RenderError
-from flashgen.spec.analysis import analyse_score, evaluate, share
-from flashgen.spec.language import (
-    HEADS,
-    K_HI,
-    K_LO,
-    Q_HI,
-    Q_LO,
-    SCORE,
-    FloorDiv,
-    FloorMod,
-    H,
-    K,
-    Maximum,
-    Minimum,
-    Q,
-    trace_mask,
-    trace_score,
-)
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.score import analyse_score
+from flashgen.spec.analysis.sharing import share
 from flashgen.spec.language.float_functions import Exp, Log2, Tanh
+from flashgen.spec.language.symbols import HEADS, K_HI, K_LO, Q_HI, Q_LO, SCORE, H, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
+from flashgen.spec.language.tracing import trace_mask, trace_score
 
 X, Y = sympy.symbols("x y", real=True)
 LIMIT = sympy.Symbol("limit", integer=True)

@@ -14,26 +14,11 @@ import ptx_emulator as emulator
 from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.codegen.expressions import CPrinter
 from flashgen.shared.errors import SpecError
-from flashgen.spec.analysis import analyse_mask, evaluate
-from flashgen.spec.language import (
-    K_HI,
-    K_LO,
-    Q_HI,
-    Q_LO,
-    Abs,
-    B,
-    Floor,
-    FloorDiv,
-    FloorMod,
-    H,
-    K,
-    Maximum,
-    Minimum,
-    Q,
-    is_condition,
-    is_int,
-)
-from flashgen.spec.language.float_functions import Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.mask import analyse_mask
+from flashgen.spec.language.float_functions import Abs, Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, is_condition, is_int
+from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.spec.language.traced import Value
 from tests.support.expr_trees import MASKS, NUMBERS, SCALARS, SIZES, Undefined, direct, traced
 from tests.support.nvrtc_helper import compile_ptx

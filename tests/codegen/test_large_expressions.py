@@ -17,21 +17,22 @@ from flashgen.kernels.codegen.spec_function import MOST_INLINED, MOST_SINES
 from flashgen.kernels.planner import plan_errors
 from flashgen.kernels.planner.plan_errors import check_size
 from flashgen.shared.errors import FlashgenError, PlanError
-from flashgen.spec.analysis import evaluate
 from flashgen.spec.analysis import score as score_analysis
+from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.score import derivative, derivatives
-from flashgen.spec.language import SCORE, FloatProduct, FloatSum, K, Q, elements_of
+from flashgen.spec.language.float_operations import FloatProduct, FloatSum
 from flashgen.spec.language.lets import (
     DEEPEST,
     LARGEST,
     contains,
+    elements_of,
     lets_of,
     nodes_of,
     parts_of,
     replaced,
 )
 from flashgen.spec.language.signature import in_whole, signature_of
-from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.symbols import SCORE, K, Q, is_int
 from tests.support.large_mods import KINDS, spec_of
 from tests.support.tiers import one_in
 

@@ -16,8 +16,11 @@ from flashgen.calls.runtime.kernel_arguments import multiplier_of
 from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.codegen.functions import SpecFunctions
 from flashgen.kernels.codegen.text import COLUMNS, wrap_code
-from flashgen.spec.analysis import analyse, evaluate, share_evaluated
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, FloorDiv, K, Q
+from flashgen.spec.analysis import analyse
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.sharing import share_evaluated
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv
 from tests.support.nvrtc_helper import compile_ptx
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())

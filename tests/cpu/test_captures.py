@@ -19,8 +19,8 @@ from flashgen.calls.cpu.parts import chunks_of
 from flashgen.calls.cpu.problem import SequenceProblem
 from flashgen.shared.call import OutputGradients
 from flashgen.shared.dtypes import TENSOR_DTYPES
-from flashgen.spec.language import trace_score
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tracing import trace_score
 from tests.cpu.test_memory import Bytes
 from tests.support.captured import K_OFFSET, Q_OFFSET, VARIANTS
 from tests.support.shapes import Case

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import flashgen as fg
 from flashgen.calls.cpu.mods import compiled
 from flashgen.shared.errors import SpecError
-from flashgen.spec import language
-from flashgen.spec.language import SCORE, B, H, K, Q, trace_mask, trace_score
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q
+from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod
+from flashgen.spec.language.tracing import trace_mask, trace_score
 from tests.analysis.test_property import SETTINGS, environment, mask_of
 from tests.support.expr_trees import (
     FLOATS,
@@ -73,7 +74,7 @@ def test_scores_are_those_of_python(tree: Any, values: dict[str, Any], q: int, k
         raise
     # A jump between two exact neighbours may fall either way in float arithmetic. The tree is
     # searched too, because a jump between two constants is folded away while it is traced.
-    jumps = expr.has(sympy.Piecewise, language.Floor, language.FloorDiv, language.FloorMod)
+    jumps = expr.has(sympy.Piecewise, Floor, FloorDiv, FloorMod)
     jumps = jumps or any(jump in repr(tree) for jump in ("'//'", "'%'", "'floor'"))
     assume(not jumps and abs(expected) < 1e100)
     found = float(grid(expr, environment(values))[POSITIONS.index(q), POSITIONS.index(k)])

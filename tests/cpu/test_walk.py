@@ -25,7 +25,7 @@ from flashgen.shared.call import OutputGradients
 from flashgen.shared.errors import SpecError
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.tile_walk import EMPTY, FULL, MIXED, TileAxis, TileWalk
-from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from tests.analysis.test_property import SETTINGS
 from tests.cpu.test_attention import gradient_of, spec_of
 from tests.support.examples import SPECS, values_of

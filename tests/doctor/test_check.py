@@ -13,7 +13,8 @@ import torch
 from flashgen.kernels.pipeline import build, build_backward
 from flashgen.shared.errors import CompileError, LaunchError
 from flashgen.shared.paths import PATHS
-from flashgen.tools.doctor import ProblemResult, check, child
+from flashgen.tools.doctor import check, child
+from flashgen.tools.doctor.check import ProblemResult
 from flashgen.tools.doctor.problems import PROBLEMS, Problem, named
 from tests.support.tiers import slow
 

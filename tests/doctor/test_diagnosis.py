@@ -15,16 +15,9 @@ from flashgen.calls.trust import trial
 from flashgen.shared.arch import known
 from flashgen.shared.errors import CompileError
 from flashgen.tools.cli import app
-from flashgen.tools.doctor import (
-    Cache,
-    Diagnosis,
-    MachineFacts,
-    Nvrtc,
-    diagnose,
-    diagnosis,
-    machine,
-)
-from flashgen.tools.doctor.machine import unfit
+from flashgen.tools.doctor import diagnosis, machine
+from flashgen.tools.doctor.diagnosis import Diagnosis, diagnose
+from flashgen.tools.doctor.machine import Cache, MachineFacts, Nvrtc, unfit
 from flashgen.tools.doctor.problems import PROBLEMS
 from tests.support import fake_trial
 from tests.support.fake_driver import FakeDriver
@@ -225,7 +218,7 @@ def test_without_a_gpu_the_compiler_and_the_emulator_are_checked() -> None:
     assert json.loads(json.dumps(found.as_dict()))["exit_code"] == 2
     # The command prints the same.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashgen.tools.doctor.diagnose", lambda device, tell: found)
+        patch.setattr("flashgen.tools.doctor.diagnosis.diagnose", lambda device, tell: found)
         shown = CliRunner().invoke(app, ["doctor"])
         assert (shown.exit_code, shown.stdout) == (2, str(found))
         as_json = CliRunner().invoke(app, ["doctor", "--json"])

@@ -18,7 +18,8 @@ from flashgen import SpecError
 from flashgen.frontends.flex.known_mods import read
 from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.reference import evaluate
-from flashgen.spec.language import SCORE, B, H, K, Q, Tensor
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q
+from flashgen.spec.language.tensor import Tensor
 from tests.support.flex_mods import operands
 from tests.support.paths import from_root
 

@@ -15,8 +15,11 @@ import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
 from flashgen.calls.runtime import tuned_tiles as tuned
 from flashgen.calls.runtime.tuned_tiles import Winner
-from flashgen.tools.profile import problem_of_call
-from flashgen.tools.tune import Inputs, checked, derived, fastest, on_gpu, rank
+from flashgen.shared.call import Inputs
+from flashgen.tools.profile.run import problem_of_call
+from flashgen.tools.profile.visited_tiles import KnownCall
+from flashgen.tools.tune.measure import checked, fastest, on_gpu
+from flashgen.tools.tune.rank import derived, rank
 from tests.support import gpu_device as gpu
 from tests.support.examples import spec_path
 
@@ -49,14 +52,14 @@ def test_the_winner_is_right_remembered_and_taken(which, tmp_path, monkeypatch):
     spec, how = fg.load(spec_path("causal")), {"backend": gpu.BACKEND, "arch": gpu.arch()}
     given = inputs(spec, BATCH, HEADS, SEQ)
     problem = problem_of_call(spec, given.operands, given.options)
-    ranked = rank(spec, problem, {}, gpu.arch(), which=which)
+    ranked = rank(KnownCall(spec, problem), gpu.arch(), which=which)
     own = derived(spec, gpu.arch(), which, ranked)
     tried = [own, *(each for each in ranked[:MOST] if each is not own)]
-    candidates = checked(spec, tried, inputs(spec, 1, 2, SMALL), which, **how)
+    candidates = checked(tried, spec, inputs(spec, 1, 2, SMALL), which, **how)
     assert not [
         each.refused for each in candidates if each.refused and "spills" not in each.refused
     ]
-    measured = fastest(spec, candidates, given, which, TIMER, **how)
+    measured = fastest(candidates, TIMER, spec, given, which, **how)
     for each in measured:
         print(which, each.choice.tiles, "predicted", each.choice.seconds, "measured", each.seconds)
     winner = measured[0]

@@ -13,8 +13,8 @@ from flashgen.calls.ops import run_backward, run_forward
 from flashgen.kernels.codegen.expressions import CPrinter
 from flashgen.kernels.pipeline import build_backward
 from flashgen.shared.paths import PATHS
-from flashgen.spec.analysis import share
-from flashgen.spec.language import trace_score
+from flashgen.spec.analysis.sharing import share
+from flashgen.spec.language.tracing import trace_score
 from tests.support.shapes import Case
 
 row = fg.Tensor("row", ("queries",), "float32")

@@ -11,8 +11,9 @@ import torch
 import flashgen as fg
 from flashgen.calls.cpu.mods import compiled
 from flashgen.reference.interpret import evaluate
-from flashgen.spec.analysis import evaluate as host
-from flashgen.spec.language import SCORE, trace_score
+from flashgen.spec.analysis.evaluate import evaluate as host
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.tracing import trace_score
 from tests.support.judged import Call, normal
 from tests.support.tiers import slow
 

@@ -17,7 +17,7 @@ from flashgen.shared.errors import PlanError
 from flashgen.shared.launch_facts import head_places
 from flashgen.spec.language.signature import split
 from flashgen.tools.cli import app
-from flashgen.tools.profile import profile_forward
+from flashgen.tools.profile.run import profile_forward
 from tests.kernels.test_heads_per_tile import ARCH, ARCHS, CAUSAL, WIDE
 from tests.support.profiles import forward, loaded, random_operands
 from tests.support.tiers import every_share

@@ -13,8 +13,8 @@ import flashgen as fg
 from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.kernels.pipeline import build
 from flashgen.shared.paths import PATHS
-from flashgen.spec.language import SEQ_K, SEQ_Q
 from flashgen.spec.language.signature import packed_queries, split
+from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
 from tests.support.examples import SPECS
 from tests.support.judged import FEW_BYTES, equal, example
 from tests.support.paged_calls import Paged, Sequences

@@ -14,10 +14,10 @@ from flashgen.kernels.codegen.functions import SpecFunctions
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.pipeline import build
 from flashgen.shared.paths import PATHS
-from flashgen.spec.analysis import Level, analyse, leveled
-from flashgen.spec.analysis.invariants import MOST_VALUES
-from flashgen.spec.language import SCORE, H
+from flashgen.spec.analysis import analyse
+from flashgen.spec.analysis.invariants import MOST_VALUES, Level, leveled
 from flashgen.spec.language.float_functions import Cos, Exp
+from flashgen.spec.language.symbols import SCORE, H
 from tests.codegen.test_tile_functions import functions_of
 from tests.support.judged import Call, normal
 

@@ -14,8 +14,8 @@ from flashgen.calls import cpu
 from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
 from flashgen.kernels.planner import backward_traffic, forward_traffic
 from flashgen.shared.call import OutputGradients
-from flashgen.spec.language import Tensor as Capture
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor import Tensor as Capture
 from tests.support.judged import RNG, Call, dropping, like
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow

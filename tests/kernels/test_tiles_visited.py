@@ -10,7 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
-from flashgen.spec.language import H
+from flashgen.spec.language.symbols import H
 from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import touched

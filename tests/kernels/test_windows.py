@@ -10,7 +10,7 @@ import torch
 import flashgen as fg
 from flashgen.kernels.pipeline import Build, build_backward
 from flashgen.shared.paths import PATHS
-from flashgen.tools.profile import profile_backward
+from flashgen.tools.profile.run import profile_backward
 from tests.support.examples import spec_path
 from tests.support.judged import Call, check_gates, dropping, example
 from tests.support.planted import caught, planted

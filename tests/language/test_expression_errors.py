@@ -15,7 +15,8 @@ import torch
 
 import flashgen as fg
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language import python_text, trace_mask, trace_score
+from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.tracing import trace_mask, trace_score
 from tests.support.paths import ROOT, from_root
 
 HERE = from_root(__file__)

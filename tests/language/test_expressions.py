@@ -16,26 +16,14 @@ from hypothesis import strategies as st
 
 import flashgen as fg
 from flashgen.shared.errors import SpecError
-from flashgen.spec.analysis import derivative, evaluate
-from flashgen.spec.language import (
-    HEADS,
-    SCORE,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
-    Floor,
-    FloorDiv,
-    FloorMod,
-    H,
-    K,
-    Maximum,
-    Minimum,
-    Q,
-    trace_mask,
-    trace_score,
-)
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.score import derivative
 from flashgen.spec.language.comparisons import FloatLess, FloatRelation
 from flashgen.spec.language.float_functions import FUNCTIONS
+from flashgen.spec.language.float_operations import FloatProduct, FloatQuotient, FloatSum
+from flashgen.spec.language.symbols import HEADS, SCORE, H, K, Q
+from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Maximum, Minimum
+from flashgen.spec.language.tracing import trace_mask, trace_score
 from tests.support.expr_trees import (
     MASKS,
     NUMBERS,

@@ -11,8 +11,9 @@ import sympy
 
 import flashgen as fg
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language import SCORE, FloatQuotient, K, Q
+from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.spec_file import load
+from flashgen.spec.language.symbols import SCORE, K, Q
 from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
 from tests.support.processes import run_python

@@ -13,7 +13,7 @@ from flashgen.calls.runtime.arguments.options import check_names
 from flashgen.calls.runtime.backends import choose
 from flashgen.calls.runtime.memory_layout import base_obstacle, stride_obstacle
 from flashgen.shared.errors import InputError, SpecError
-from flashgen.spec.language import Scalar
+from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
 
 SPEC = AttentionSpec(head_dim=16, name="plain")

@@ -116,7 +116,7 @@ def test_debug_blocks_nest_and_end(
 
 def test_the_table_in_the_docstring_lists_what_is_read() -> None:
     source = Path(config.__file__).read_text()
-    read = set(re.findall(r'_read\("(FLASHGEN_\w+)"\)', source))
+    read = set(re.findall(r'_(?:read|one_of)\("(FLASHGEN_\w+)"', source))
     documented = set(re.findall(r"^(FLASHGEN_\w+)", config.__doc__ or "", re.MULTILINE))
     assert read == documented
 

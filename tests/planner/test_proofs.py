@@ -22,7 +22,8 @@ from flashgen.kernels.planner.proofs import (
 from flashgen.kernels.planner.proofs.certificate import Certificate
 from flashgen.shared.errors import CertificateError
 from flashgen.spec.analysis import analyse
-from flashgen.spec.language import SCORE, Maximum
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.sympy_functions import Maximum
 from flashgen.tools.cli.program import app
 from tests.support.examples import SPECS
 from tests.support.tiers import one_in, slow

@@ -15,7 +15,7 @@ from flashgen.kernels.compile import compile
 from flashgen.kernels.pipeline import Build, build
 from flashgen.kernels.planner import backward_traffic, forward_traffic
 from flashgen.tools.cli.inputs import example_scalars
-from flashgen.tools.profile import Profile
+from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import LaunchPrediction
 from flashgen.tools.profile.run import profile_of
 from ptx_emulator.counters.recorder import SECTOR_BYTES

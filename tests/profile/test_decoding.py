@@ -18,7 +18,9 @@ from flashgen.shared.arch import facts
 from flashgen.shared.errors import FlashgenError
 from flashgen.shared.paths import PATHS
 from flashgen.shared.split_choice import LEAST_BUSY, LENGTHS
-from flashgen.tools.profile import DecodingPlan, Profile, plan_decoding, profile_forward
+from flashgen.tools.profile.decoding import DecodingPlan, plan_decoding
+from flashgen.tools.profile.kernel_profile import Profile
+from flashgen.tools.profile.run import profile_forward
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.profiles import loaded
 from tests.support.tiers import slow

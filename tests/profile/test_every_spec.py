@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import flashgen as fg
-from flashgen.tools.profile import profile_forward
+from flashgen.tools.profile.run import profile_forward
 from tests.support.examples import SPEC_IDS, SPECS, fitted, values_of
 from tests.support.profiles import random_operands
 from tests.support.shapes import Case

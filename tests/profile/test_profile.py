@@ -16,16 +16,10 @@ from flashgen.kernels.planner.models.fitted_time import CONSTANTS
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli import app
-from flashgen.tools.profile import (
-    Quantity,
-    check_plot,
-    plot,
-    profile_backward,
-    profile_forward,
-    steps_of,
-)
-from flashgen.tools.profile.kernel_steps import lines_of, phases_of
-from flashgen.tools.profile.roofline import roofline
+from flashgen.tools.profile.kernel_profile import Quantity
+from flashgen.tools.profile.kernel_steps import lines_of, phases_of, steps_of
+from flashgen.tools.profile.roofline import check_plot, plot, roofline
+from flashgen.tools.profile.run import profile_backward, profile_forward
 from ptx_emulator import Totals
 from ptx_emulator.counters.l2 import L2Traffic
 from ptx_emulator.counters.totals import added

@@ -10,8 +10,9 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.shared.errors import InputError
-from flashgen.spec.language import B, H, K, Q, trace_mask, trace_score
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H, K, Q
+from flashgen.spec.language.tracing import trace_mask, trace_score
 from tests.support.captured import K_OFFSET, Q_OFFSET, VARIANTS, plain_attention, plain_gradients
 from tests.support.plain_attention import STATE, doubles, kept_by
 from tests.support.shapes import Case

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import flashgen as fg
 from flashgen.reference import evaluate
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language import SCORE, B, H, K, Q, trace_mask, trace_score
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q
+from flashgen.spec.language.tracing import trace_mask, trace_score
 
 POSITIONS = torch.arange(-9, 10)
 

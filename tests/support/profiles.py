@@ -9,7 +9,8 @@ import torch
 import flashgen as fg
 from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.spec.language.signature import signature_of
-from flashgen.tools.profile import Profile, profile_backward, profile_forward
+from flashgen.tools.profile.kernel_profile import Profile
+from flashgen.tools.profile.run import profile_backward, profile_forward
 from tests.support.paths import ROOT
 from tests.support.sparse_layouts import random_layout
 

@@ -11,9 +11,9 @@ import torch
 from flashgen import reference
 from flashgen.calls.ops import Report
 from flashgen.shared.signature import LAYOUT
-from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.spec.language.block_layout import TENSORS
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
 from tests.support.sparse_layouts import touched
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")

@@ -11,11 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from flashgen import InputError
 from flashgen.frontends.transformers import layers

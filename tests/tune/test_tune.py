@@ -21,18 +21,12 @@ from flashgen.kernels.compile.cache import CacheWarning
 from flashgen.kernels.planner import Tile, plan, plan_backward
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.traffic import LaunchSizes
-from flashgen.shared.call import CheckedCall, LaunchOptions, Operands
+from flashgen.shared.call import CheckedCall, Inputs, LaunchOptions, Operands
 from flashgen.tools.cli import app
-from flashgen.tools.tune import (
-    Inputs,
-    TileChoice,
-    by_time,
-    checked,
-    derived,
-    fastest,
-    measure,
-    rank,
-)
+from flashgen.tools.profile.visited_tiles import KnownCall
+from flashgen.tools.tune import measure
+from flashgen.tools.tune.measure import checked, fastest
+from flashgen.tools.tune.rank import TileChoice, by_time, derived, rank
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import plain
 from tests.support.shapes import Case
@@ -54,7 +48,7 @@ NARROW_PROBLEM = problem(head_dim=16, head_dim_v=16)
 @pytest.mark.slow
 @pytest.mark.parametrize("which", tuned.PASSES)
 def test_choices_come_by_predicted_time(which):
-    choices = rank(CAUSAL, problem(seq=1024), {}, ARCH, which=which)
+    choices = rank(KnownCall(CAUSAL, problem(seq=1024)), ARCH, which=which)
     times = [choice.seconds for choice in choices]
     assert times == sorted(times)
     for choice in choices:
@@ -69,8 +63,8 @@ def test_choices_come_by_predicted_time(which):
 
 @pytest.mark.slow
 def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
-    full = rank(fg.AttentionSpec(head_dim=64), problem(), {}, ARCH)
-    causal = rank(CAUSAL, problem(), {}, ARCH)
+    full = rank(KnownCall(fg.AttentionSpec(head_dim=64), problem()), ARCH)
+    causal = rank(KnownCall(CAUSAL, problem()), ARCH)
     assert 1.7 < full[0].seconds / causal[0].seconds < 2.1
     best = full[0].plans[0]
     sizes = LaunchSizes(4, 16, 16, 4096, 4096)
@@ -78,7 +72,7 @@ def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
 
 
 def test_few_rows_have_smaller_tiles_than_the_planner_chooses_for_all_shapes():
-    choices = rank(CAUSAL, problem(1, 1, 256), {}, ARCH)
+    choices = rank(KnownCall(CAUSAL, problem(1, 1, 256)), ARCH)
     own = derived(CAUSAL, ARCH, "forward", choices)
     assert own in choices
     assert own.tiles == {"forward": plan(CAUSAL, ARCH).tile}
@@ -93,14 +87,15 @@ def test_heads_that_are_not_alike_are_ranked_by_what_each_walks():
     values = values_of(path, Case(512, 512, heads_q=4, heads_kv=4))
     arrays = {name: tensor.numpy() for name, tensor in values["tensors"].items()}
     sizes = problem(1, 4, 512, scalars=values["scalars"])
-    narrow = rank(spec, sizes, arrays, ARCH)
-    wide = rank(spec, sizes, {name: array + 600 for name, array in arrays.items()}, ARCH)
+    narrow = rank(KnownCall(spec, sizes, arrays), ARCH)
+    far = {name: array + 600 for name, array in arrays.items()}
+    wide = rank(KnownCall(spec, sizes, far), ARCH)
     assert narrow[0].seconds < wide[0].seconds
 
 
 def test_no_time_is_predicted_for_packed_sequences():
     spec = fg.load(spec_path("variable_length"))
-    choices = rank(spec, problem(), {}, ARCH)
+    choices = rank(KnownCall(spec, problem()), ARCH)
     assert not by_time(spec)
     assert [choice.seconds for choice in choices] == [c.plans[0].cost for c in choices]
 
@@ -116,8 +111,8 @@ HOW = {"backend": "emulator", "arch": ARCH}
 @pytest.mark.slow
 @pytest.mark.parametrize("which", tuned.PASSES)
 def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
-    choices = rank(NARROW, NARROW_PROBLEM, {}, ARCH, which=which)[:2]
-    candidates = checked(NARROW, choices, inputs(), which, **HOW)
+    choices = rank(KnownCall(NARROW, NARROW_PROBLEM), ARCH, which=which)[:2]
+    candidates = checked(choices, NARROW, inputs(), which, **HOW)
     assert [each.refused for each in candidates] == ["", ""]
     calls = []
 
@@ -127,7 +122,7 @@ def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
             call()
         return 1.0 - 0.25 * calls.index(call)
 
-    measured = fastest(NARROW, candidates, inputs(), which, timer, **HOW)
+    measured = fastest(candidates, timer, NARROW, inputs(), which, **HOW)
     assert [each.choice for each in measured] == [choices[1], choices[0]]
     assert [each.seconds for each in measured] == [0.75, 1.0]
 
@@ -139,18 +134,18 @@ def test_a_wrong_choice_is_never_timed(monkeypatch):
         return replace(run, out=run.out + (tiles["forward"].warps == 2))
 
     monkeypatch.setattr(measure, "run_forward", wrong)
-    ranked = rank(NARROW, NARROW_PROBLEM, {}, ARCH)
+    ranked = rank(KnownCall(NARROW, NARROW_PROBLEM), ARCH)
     choices = [next(c for c in ranked if c.plans[0].warps == warps) for warps in (2, 4)]
-    candidates = checked(NARROW, choices, inputs(), "forward", **HOW)
+    candidates = checked(choices, NARROW, inputs(), "forward", **HOW)
     assert [bool(each.refused) for each in candidates] == [True, False]
     assert candidates[0].refused.startswith("out: ")
-    measured = fastest(NARROW, candidates, inputs(), "forward", lambda call: 1.0, **HOW)
+    measured = fastest(candidates, lambda call: 1.0, NARROW, inputs(), "forward", **HOW)
     assert [each.seconds for each in measured] == [1.0, None]
 
 
 def test_a_choice_that_does_not_fit_is_refused_in_words():
     plans = (replace(plan(NARROW, ARCH), block_k=128, blocks_per_sm=32),)
-    (found,) = checked(NARROW, [TileChoice(plans, math.nan)], inputs(), "forward", **HOW)
+    (found,) = checked([TileChoice(plans, math.nan)], NARROW, inputs(), "forward", **HOW)
     assert found.refused == "PlanError: the kernel cannot have the given tile"
 
 

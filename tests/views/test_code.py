@@ -12,7 +12,7 @@ import flashgen as fg
 from flashgen.kernels.compile import disassembly
 from flashgen.kernels.pipeline import Build, build, build_backward
 from flashgen.shared.paths import PATHS
-from flashgen.tools.profile import Profile
+from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.views.code import METRICS, KernelCode, code_of
 from flashgen.tools.views.python_lines import file_text
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ import torch
 
 import flashgen as fg
 from flashgen.shared.paths import PATHS
-from flashgen.tools.profile import Profile
+from flashgen.tools.profile.kernel_profile import Profile
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.profiles import all_kernels, loaded
 from tests.support.tiers import slow

@@ -17,10 +17,10 @@ from benchmarks.suite.contenders import Prepared, Tensor, passes_of
 from benchmarks.suite.contenders.libraries import CUDNN_FLEX, cudnn_text
 from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.device import Device
-from flashgen.spec.analysis import evaluate, row_interval
-from flashgen.spec.analysis.intervals import Interval
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.intervals import Interval, row_interval
 from flashgen.spec.analysis.tile_walk import numbers_of
-from flashgen.spec.language import Q
+from flashgen.spec.language.symbols import Q
 
 # As FlashAttention-4, from whose compiler it has its own.
 os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

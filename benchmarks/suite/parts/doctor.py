@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from benchmarks.suite.context import Context
 from flashgen.kernels.codegen.environment import template_digest
-from flashgen.tools.doctor import ProblemResult, diagnose
-from flashgen.tools.doctor.diagnosis import NO_DEVICE, run_path
+from flashgen.tools.doctor.check import ProblemResult
+from flashgen.tools.doctor.diagnosis import NO_DEVICE, diagnose, run_path
 from flashgen.tools.doctor.problems import PROBLEMS
 
 DRY_PATH = "sm_90a"

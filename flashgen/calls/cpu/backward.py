@@ -240,23 +240,32 @@ def _key_tile(
             bits = _and_finite(problem, scores, bits)
         torch.sub(scores, part.grouped(of.top[:, grouped]), out=part.grouped(p))
         exp_(p, of.power_of_2)
-        if bits is not None:
-            part.select(p, bits)
+        part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
 
-        _modified_gradient(part, ds, p, dout, v, of.delta[:, grouped], kept)
-        if bits is not None and of.some_undefined:
+        dropout_scale = problem.dropout_scale or 1.0  # dS' = P * (dP - D + dLSE)
+        torch.baddbmm(ds, dout, v.transpose(1, 2), beta=0, alpha=dropout_scale, out=ds)
+        part.select(ds, kept)
+        ds.sub_(of.delta[:, grouped]).mul_(p)
+        if of.some_undefined:
             part.select(ds, bits)
         for number, by, places in uses:
-            _add_captured(part, work, captured[number], ds, by, places, bits)
+            if isinstance(by, float):
+                add_at(captured[number], places, part.grouped(ds), by)
+                continue
+            tile = work.matrix("captured", *ds.shape)
+            torch.mul(part.grouped(ds), by, out=part.grouped(tile))
+            part.select(tile, bits)  # the derivative may be infinite there
+            add_at(captured[number], places, part.grouped(tile), 1.0)
         # Of a score function that ignores the score, 0 * NaN is NaN, as in the kernels.
-        _score_gradient(part, ds, slope, bits)
+        if slope is not None:
+            part.grouped(ds).mul_(slope)
+            part.select(ds, bits)  # the derivative may be infinite there
+        _narrow(ds, problem)
         _add_product(work, dq[:, grouped], ds, k, scale)
         dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
-        if kept is not None:
-            part.select(p, kept)
+        part.select(p, kept)
         _narrow(p, problem)
-        dropout_scale = problem.dropout_scale or 1.0
         dv_sum.baddbmm_(p.transpose(1, 2), dout, beta=beta, alpha=dropout_scale)
         beta = 1
     if beta == 0:
@@ -308,55 +317,6 @@ def _and_finite(problem: SequenceProblem, scores: Tensor, bits: Tensor | None) -
         return bits
     finite = low.logical_not_().to(problem.bits).neg_()
     return finite if bits is None else finite.bitwise_and_(bits)
-
-
-def _modified_gradient(
-    part: ChunkScores,
-    ds: Tensor,
-    p: Tensor,
-    dout: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    kept: Tensor | None,
-) -> None:
-    """Writes dS' = P * (dP - D + dLSE) to ``ds``, exactly 0 where the mask is false."""
-    problem = part.problem
-    transposed = v.transpose(1, 2)
-    torch.baddbmm(ds, dout, transposed, beta=0, alpha=problem.dropout_scale or 1.0, out=ds)
-    if kept is not None:
-        part.select(ds, kept)
-    ds.sub_(delta).mul_(p)
-
-
-def _add_captured(
-    part: ChunkScores,
-    work: Workspace,
-    total: Tensor,
-    ds: Tensor,
-    by: Tensor | float,
-    places: Tensor,
-    bits: Tensor | None,
-) -> None:
-    """Adds dS' * ds'/d(element) to the gradient of a captured tensor, 0 where ``bits`` are 0."""
-    if isinstance(by, float):
-        add_at(total, places, part.grouped(ds), by)
-        return
-    tile = work.matrix("captured", *ds.shape)
-    torch.mul(part.grouped(ds), by, out=part.grouped(tile))
-    if bits is not None:
-        part.select(tile, bits)  # the derivative may be infinite there
-    add_at(total, places, part.grouped(tile), 1.0)
-
-
-def _score_gradient(
-    part: ChunkScores, ds: Tensor, slope: Tensor | None, bits: Tensor | None
-) -> None:
-    """Replaces dS' in ``ds`` by dS = dS' * ds'/ds, exactly 0 where the mask is false."""
-    if slope is not None:
-        part.grouped(ds).mul_(slope)
-        if bits is not None:
-            part.select(ds, bits)  # the derivative may be infinite there
-    _narrow(ds, part.problem)
 
 
 def _narrow(tile: Tensor, problem: SequenceProblem) -> None:

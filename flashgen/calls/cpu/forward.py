@@ -189,7 +189,7 @@ def _query_tile(
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
         shift = new_max.clamp_min(lowest)
         exp_(torch.sub(scores, shift, out=p), power_of_2)
-        if bits is not None and not power_of_2:  # exponentials of -inf were replaced
+        if not power_of_2:  # exponentials of -inf were replaced
             of.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
 

@@ -19,30 +19,24 @@ import torch
 from flashgen.calls.cpu.elements import flat_index, inside, read
 from flashgen.calls.cpu.program import VARYING, Program, ProgramStep
 from flashgen.shared.errors import SpecError
-from flashgen.spec.analysis import evaluate
-from flashgen.spec.language import (
-    Abs,
-    AsFloat,
-    Element,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.language import float_operations as floats
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS
+from flashgen.spec.language.divisors import may_be_zero
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs
+from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
     Maximum,
     Minimum,
     Round,
-    is_condition,
-    is_int,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS
-from flashgen.spec.language.divisors import may_be_zero
-from flashgen.spec.language.float_functions import FUNCTIONS
-from flashgen.spec.language.integer_limits import fits
-from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.tensor_elements import Element
 
 Tensor = torch.Tensor
 
@@ -187,7 +181,7 @@ class _Compiler:
         if expr.is_Integer:
             return self._constant(int(expr), torch.int64)
         if isinstance(expr, sympy.Pow):
-            return self._power(self.integer(expr.base), expr.exp)
+            return self._step(partial(torch.pow, exponent=int(expr.exp)), self.integer(expr.base))
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.integer)
         if isinstance(expr, FloorDiv | FloorMod):
@@ -216,7 +210,8 @@ class _Compiler:
 
     def _real(self, expr: sympy.Expr) -> int:
         if expr.is_number and not is_condition(expr):
-            return self._constant(_number(expr), self.dtype)
+            number = math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
+            return self._constant(number, self.dtype)
         if is_int(expr) and fits(expr):
             return self._step(partial(Tensor.to, dtype=self.dtype), self.integer(expr))
         if isinstance(expr, sympy.Symbol):
@@ -225,14 +220,12 @@ class _Compiler:
             return self._element(expr, self.dtype)
         if isinstance(expr, sympy.Mul):
             return self._real_product(expr)
-        if isinstance(expr, sympy.Pow):
+        if isinstance(expr, sympy.Pow | floats.FloatPower):
             return self._real_power(*expr.args)
         if isinstance(expr, sympy.Piecewise):
             return self._choice(expr, self.real)
-        if isinstance(expr, AsFloat):
+        if isinstance(expr, floats.AsFloat):
             return self.real(expr.args[0])
-        if isinstance(expr, FloatPower):
-            return self._real_power(*expr.args)
         function = _REAL_FUNCTIONS.get(expr.func)
         if function is not None:
             return self._step(function, *map(self.real, expr.args))
@@ -249,7 +242,8 @@ class _Compiler:
         whole = sympy.Mul(*(factor for factor in above if is_int(factor)))
         parts = [self.real(f) for f in above if not is_int(f)]
         if whole != 1:
-            parts.insert(0, self.real(whole) if fits(whole) else self._real_factors(whole))
+            factors = [whole] if fits(whole) else sympy.Mul.make_args(whole)
+            parts.insert(0, self._fold(torch.mul, list(map(self.real, factors))))
         if not parts:
             parts = [self._constant(1.0, self.dtype)]
         product = self._scaled(coefficient, self._fold(torch.mul, parts))
@@ -257,9 +251,6 @@ class _Compiler:
             return product
         divisor = sympy.Mul(*(factor.base**-factor.exp for factor in below))
         return self._step(torch.true_divide, product, self.real(divisor))
-
-    def _real_factors(self, product: sympy.Expr) -> int:
-        return self._fold(torch.mul, [self.real(f) for f in sympy.Mul.make_args(product)])
 
     def _scaled(self, factor: sympy.Rational, value: int) -> int:
         """A value times a fraction: rounded once for the numerator, once for the denominator."""
@@ -289,9 +280,6 @@ class _Compiler:
             return self._step(single, kind(expr.args[0]))
         raise _unknown(expr)
 
-    def _power(self, base: int, exponent: sympy.Integer) -> int:
-        return self._step(partial(torch.pow, exponent=int(exponent)), base)
-
     def _choice(self, expr: sympy.Piecewise, kind: Callable[[sympy.Expr], int]) -> int:
         *branches, (last, otherwise) = expr.args
         if otherwise != sympy.true:
@@ -313,11 +301,6 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
     return torch.remainder(a.double(), b.double()).to(a.dtype)
 
 
-def _number(expr: sympy.Expr) -> float:
-    # A derivative can hold sympy's 1 / 0 in a branch: an infinity without a sign.
-    return math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
-
-
 def _is_reciprocal(factor: sympy.Expr) -> bool:
     return bool(factor.is_Pow and factor.exp.is_Rational and factor.exp < 0)
 
@@ -332,14 +315,10 @@ def _unknown(expr: sympy.Basic) -> SpecError:
 
 
 _RELATIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    sympy.Equality: torch.eq,
-    sympy.Unequality: torch.ne,
-    sympy.StrictLessThan: torch.lt,
-    sympy.LessThan: torch.le,
-    sympy.StrictGreaterThan: torch.gt,
-    sympy.GreaterThan: torch.ge,
+    kind: getattr(torch, of_floats.decide.__name__)
+    for real, of_floats in FLOAT_RELATIONS.items()
+    for kind in (real, of_floats)
 }
-_RELATIONS |= {FLOAT_RELATIONS[kind]: compare for kind, compare in _RELATIONS.items()}
 
 _FOLDS: dict[type[sympy.Basic], Callable[[Any, Any], Any]] = {
     sympy.Add: torch.add,
@@ -356,9 +335,9 @@ _SAME_KIND: dict[type[sympy.Basic], Callable[..., Any]] = {
 }
 
 _REAL_FUNCTIONS: dict[type[sympy.Basic], Callable[..., Any]] = {
-    FloatSum: torch.add,
-    FloatProduct: torch.mul,
-    FloatQuotient: torch.true_divide,
+    floats.FloatSum: torch.add,
+    floats.FloatProduct: torch.mul,
+    floats.FloatQuotient: torch.true_divide,
     FloorDiv: torch.floor_divide,
     FloorMod: _remainder,
     Abs: torch.abs,

@@ -20,11 +20,12 @@ from flashgen.calls.cpu.chunks import (
 )
 from flashgen.calls.cpu.problem import MOST_SHARED, SequenceProblem, TileArguments
 from flashgen.calls.cpu.program import BoundProgram, Program
+from flashgen.calls.cpu.reads import number_tensor
 from flashgen.shared.dropout import keep_mask
 from flashgen.shared.dtypes import Number
 from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileRun, TileWalk, numbers_of
-from flashgen.spec.language import B, H
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H
 
 Tensor = torch.Tensor
 
@@ -216,9 +217,10 @@ class ChunkScores:
         """[pairs, rows * group, x] as [pairs, rows, group, x]."""
         return tile.view(tile.shape[0], -1, self.problem.sizes.group, tile.shape[2])
 
-    def select(self, tile: Tensor, bits: Tensor) -> None:
+    def select(self, tile: Tensor, bits: Tensor | None) -> None:
         """Writes 0 to ``tile`` [pairs, rows * group, keys] where ``bits`` are 0, in place."""
-        self.grouped(tile).view(self.problem.bits).bitwise_and_(bits)
+        if bits is not None:
+            self.grouped(tile).view(self.problem.bits).bitwise_and_(bits)
 
     def minus_infinity_where_not(self, bits: Tensor) -> Tensor:
         """The bits of -inf where ``bits`` are 0, else 0."""
@@ -260,13 +262,7 @@ class ChunkScores:
             values = {B: b[:, None, :, None], H: h[:, None, :, None]}
         for symbol in program.inputs:
             if symbol in self._numbers:
-                values[symbol] = self._tensor(self._numbers[symbol])
+                values[symbol] = number_tensor(self._numbers[symbol], self.problem.real)
             elif symbol in self.problem.tensors:
                 values[symbol] = self.problem.tensors[symbol]
         return values
-
-    def _tensor(self, number: Number) -> Tensor:
-        if isinstance(number, bool):
-            return torch.tensor(number)
-        dtype = torch.int64 if isinstance(number, int) else self.problem.real
-        return torch.tensor(number, dtype=dtype)

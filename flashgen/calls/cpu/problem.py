@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.cpu.chunks import (
-    OWNED_ROWS,
-    SequenceRows,
-    Sizes,
-    Workspace,
-)
+from flashgen.calls.cpu.chunks import OWNED_ROWS, SequenceRows, Sizes, Workspace
 from flashgen.calls.cpu.spec_programs import programs_of
 from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.arch import DEFAULT_ARCH
@@ -25,9 +20,9 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, heads_of
 from flashgen.spec.analysis.tile_walk import TileAxis
-from flashgen.spec.language import TensorSymbol
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor_elements import TensorSymbol
 
 Tensor = torch.Tensor
 
@@ -81,9 +76,10 @@ class Products(NamedTuple):
 
 
 def array(tensor: Tensor) -> Any:
-    """The elements of a CPU tensor as NumPy has them: wide floats, or int64."""
+    """The elements of a tensor as NumPy has them: wide floats, or int64."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.to(wide if tensor.is_floating_point() else torch.int64).numpy()
+    dtype = wide if tensor.is_floating_point() else torch.int64
+    return tensor.detach().to("cpu", dtype).numpy()
 
 
 @lru_cache(maxsize=256)

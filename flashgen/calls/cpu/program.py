@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from flashgen.spec.language import SCORE, K, Q
+from flashgen.spec.language.symbols import SCORE, K, Q
 
 Tensor = torch.Tensor
 

@@ -25,21 +25,13 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import InputError
 from flashgen.shared.signature import LAYOUT_NAMES
 from flashgen.spec.analysis.tile_walk import numbers_of
-from flashgen.spec.language import (
-    SCORE,
-    B,
-    Element,
-    H,
-    K,
-    Q,
-    TensorSymbol,
-    is_condition,
-    mod_functions,
-    python_text,
-)
+from flashgen.spec.language import mod_functions
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.lets import Let, lets_of, named
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 from flashgen.spec.language.user_source import SourceLines
 
 Tensor = torch.Tensor
@@ -317,7 +309,7 @@ class _Positions:
             torch.arange(first, first + length).view(*(-1 if i == axis else 1 for i in range(4)))
             for axis, (first, length) in enumerate(zip(self.first, self.shape, strict=True))
         )
-        return {x: _as_tensor(n) for x, n in self.numbers.items()} | {B: b, H: h}, q, k
+        return {x: number_tensor(n) for x, n in self.numbers.items()} | {B: b, H: h}, q, k
 
     def _is_inside(self, read: Read, known: Mapping[sympy.Symbol, Limits]) -> bool:
         size = self.shapes[read.element.tensor][read.axis]
@@ -401,7 +393,8 @@ def _as_typed(index: str) -> str:
     return re.sub(r"([A-Za-z_]\w*\()", r"fg.\1", index)
 
 
-def _as_tensor(number: Number) -> Tensor:
+def number_tensor(number: Number, real: torch.dtype = torch.float32) -> Tensor:
+    """A scalar of a mod as a tensor: a bool, an int64, or a float of this dtype."""
     if isinstance(number, bool):
         return torch.tensor(number)
-    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float32)
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else real)

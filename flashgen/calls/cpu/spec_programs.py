@@ -10,7 +10,8 @@ import torch
 
 from flashgen.calls.cpu.mods import compiled
 from flashgen.calls.cpu.program import Program
-from flashgen.spec.analysis import Analysis, analyse, evaluate
+from flashgen.spec.analysis import Analysis, analyse
+from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.language.spec import AttentionSpec
 
 

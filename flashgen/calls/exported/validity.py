@@ -10,13 +10,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
-from flashgen.calls.exported.manifest import (
-    FORMAT,
-    KERNELS,
-    KernelRecord,
-    Manifest,
-    ProgramRecord,
-)
+from flashgen.calls.exported.manifest import FORMAT, KERNELS, KernelRecord, Manifest, ProgramRecord
 from flashgen.shared.arch import portable
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
@@ -28,7 +22,6 @@ from flashgen.shared.signature import (
     SPLIT,
     WHOLE,
     CallSignature,
-    TensorArgument,
 )
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -196,7 +189,9 @@ def _check_signature(signature: CallSignature) -> None:
     for scalar in signature.scalars:
         _require(scalar.dtype in SCALAR_DTYPES, f"{scalar}")
     for tensor in signature.tensors:
-        _check_tensor(tensor)
+        named = all(d >= 1 if isinstance(d, int) else d.isidentifier() for d in tensor.dims)
+        learnable = not tensor.grad or "float" in tensor.dtype
+        _require(named and learnable and tensor.dtype in TENSOR_DTYPES, f"{tensor}")
     paged = PAGE_NAMES if signature.paged else ()
     _require(
         {*signature.boundaries, *paged} <= set(names), f"a call without {paged or 'cu_seqlens'}"
@@ -209,12 +204,6 @@ def _check_signature(signature: CallSignature) -> None:
 
 def _dims(signature: CallSignature) -> tuple[int, int]:
     return signature.head_dim, signature.head_dim_v
-
-
-def _check_tensor(tensor: TensorArgument) -> None:
-    named = all(dim >= 1 if isinstance(dim, int) else dim.isidentifier() for dim in tensor.dims)
-    learnable = not tensor.grad or "float" in tensor.dtype
-    _require(named and learnable and tensor.dtype in TENSOR_DTYPES, f"{tensor}")
 
 
 def _names_of_ranges(signature: CallSignature) -> set[str]:

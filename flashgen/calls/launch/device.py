@@ -24,6 +24,7 @@ _RESTART = "; the process cannot use this GPU any more and has to be restarted"
 FIRST_DRIVERS = {12: "525", 13: "580"}
 """The first driver for Linux of each major version of CUDA."""
 
+_NEWER = f"install a driver for CUDA 13 ({FIRST_DRIVERS[13]} or newer)"
 WARM_UP = "call the operator once with the same shapes before the capture: that loads its kernels"
 _BROKEN_CAPTURE = "capture again; " + WARM_UP
 
@@ -39,14 +40,8 @@ _MEANINGS: dict[int, tuple[str, str]] = {
     200: ("the cubin is damaged", "run `flashgen cache clear` and build again"),
     201: ("there is no valid context", "do not reset the device while flashgen uses it"),
     209: ("the cubin is not for this device", "build for the architecture of device_arch()"),
-    218: (
-        "the driver does not accept the code",
-        f"install a driver for CUDA 13 ({FIRST_DRIVERS[13]} or newer)",
-    ),
-    222: (
-        "the code is newer than the driver",
-        f"install a driver for CUDA 13 ({FIRST_DRIVERS[13]} or newer)",
-    ),
+    218: ("the driver does not accept the code", _NEWER),
+    222: ("the code is newer than the driver", _NEWER),
     400: ("the stream belongs to another device or is gone", "use a stream of the kernel's device"),
     500: ("the binary has no kernel of this name", "build it again"),
     700: ("a kernel used memory outside its buffers" + _RESTART, _EMULATE),

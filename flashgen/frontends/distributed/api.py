@@ -11,7 +11,7 @@ from flashgen.calls.ops import Attention
 from flashgen.calls.runtime.arguments.refusals import untraced
 from flashgen.frontends.distributed import gathered as all_gather
 from flashgen.frontends.distributed import passes, ring
-from flashgen.frontends.distributed.checks import Asked, checked, compare, leave_refusal
+from flashgen.frontends.distributed.checks import Asked, Divided, checked, compare, leave_refusal
 from flashgen.frontends.distributed.context import Context, context_of
 from flashgen.frontends.distributed.exchange import WHERE, Exchange, group_of
 from flashgen.frontends.distributed.heads import Exchanged, Replicated
@@ -101,22 +101,10 @@ def attention(
     """
     exchange = Exchange(group_of(group, WHERE))
     options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    part = {"h_offset": h_offset, "whole": whole}
+    divided = Divided(method, shard, sharded, reduce_learned)
     try:
-        asked = checked(
-            exchange,
-            op,
-            (q, k, v),
-            options,
-            captures,
-            method=method,
-            shard=shard,
-            sharded=sharded,
-            h_offset=h_offset,
-            whole=whole,
-            rng=rng,
-            return_lse=return_lse,
-            reduce_learned=reduce_learned,
-        )
+        asked = checked(exchange, op, (q, k, v, rng), options, captures, divided, part, return_lse)
     except Exception as error:
         leave_refusal(exchange, error)
         raise
@@ -130,8 +118,7 @@ def attention(
     summed = frozenset(captures if reduce_learned else asked.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
     if exchange.world == 1:
-        numbers |= {"h_offset": h_offset, "whole": whole}
-        result = op(q, k, v, return_lse=True, **numbers, **captures)
+        result = op(q, k, v, return_lse=True, **numbers | part, **captures)
     elif method == "all_to_all":
         result = _by_heads(exchange, asked, (q, k, v), numbers, summed)
     else:

@@ -36,8 +36,9 @@ from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.dropout import BLOCK
 from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.signature import OFFSETS
-from flashgen.spec.language import SEQ_K, SEQ_Q, python_text
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
 
 Tensor = torch.Tensor
 
@@ -67,27 +68,35 @@ class Asked(NamedTuple):
     facts: dict[str, str]
 
 
+class Divided(NamedTuple):
+    """How a call is divided over ranks: arguments of `flashgen.distributed.attention`."""
+
+    method: Any
+    shard: Any
+    sharded: Any
+    reduce_learned: Any
+
+
 def checked(
     exchange: Exchange,
     op: Any,
-    operands: tuple[Any, Any, Any],
+    operands: tuple[Any, Any, Any, Any],
     options: CallOptions,
     captures: Mapping[str, Any],
-    *,
-    method: Any,
-    shard: Any,
-    sharded: Any,
-    h_offset: Any,
-    whole: Any,
-    rng: Any,
+    divided: Divided,
+    part: Mapping[str, Any],
     return_lse: Any,
-    reduce_learned: Any,
 ) -> Asked:
     """Checks the arguments of `flashgen.distributed.attention` on this rank.
+
+    Args:
+        operands: q, k, v and rng.
+        part: h_offset and whole.
 
     Raises:
         FlashgenError: an argument is invalid.
     """
+    method, shard, sharded, reduce_learned = divided
     if not isinstance(method, str) or method not in METHODS:
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     if type(return_lse) is not bool:
@@ -95,15 +104,15 @@ def checked(
     if type(reduce_learned) is not bool:
         what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"
         refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")
-    q, k, v = operands
-    by_name: dict[str, Any] = dict(zip("qkv", operands, strict=True))
+    q, k, v, rng = operands
+    by_name: dict[str, Any] = {"q": q, "k": k, "v": v}
     check_local({**by_name, **captures})
     _check_kinds(op, by_name)
     program = program_of(op.spec).of_dtype(q.dtype)
     assert isinstance(program, SpecProgram), "that of a spec"
     op, signature = operator(program.spec), program.signature
     captures = dict(with_layout(signature, captures))
-    _check_spec(op.spec, method, whole)
+    _check_spec(op.spec, method, part["whole"])
     check_names(signature, captures)
     names = [tensor.name for tensor in signature.tensors]
     captures |= zip(names, as_declared(signature, [captures[n] for n in names]), strict=True)
@@ -138,7 +147,7 @@ def checked(
         _check_blocks(op.spec, options, (queries.moved(q_offset), keys.moved(k_offset)))
     # As one device would have them: the checks read shapes, and the values of what is not divided.
     lengths = queries.length, keys.length, keys.length
-    q, k, v = (of_length(x, 2, length) for x, length in zip(operands, lengths, strict=True))
+    q, k, v = (of_length(x, 2, length) for x, length in zip((q, k, v), lengths, strict=True))
     given = {n: of_length(captures[n], dim, s.length) for n, (dim, s) in sharded.items()}
     call = Call.of(
         program,
@@ -146,8 +155,7 @@ def checked(
         Operands(q, k, v, (), rng),
         options,
         {**captures, **given},
-        h_offset=h_offset,
-        whole=whole,
+        **part,
     )
     signature = call.program.signature
     one = check(signature, call.operands, call.options)

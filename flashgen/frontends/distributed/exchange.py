@@ -99,7 +99,7 @@ class Pending:
         Raises:
             DistributedError: a peer is gone, or the time limit of the group has passed.
         """
-        self.exchange.under_way.remove(self)
+        self.exchange.pending.remove(self)
         for work, what in self.works:
             with self.exchange.naming(self.step, what):
                 work.wait()
@@ -110,7 +110,7 @@ class Exchange:
 
     Attributes:
         device: "cuda" where the group sends tensors on GPUs, else "cpu".
-        under_way: what has been started and nobody has waited for.
+        pending: what has been started and nobody has waited for.
     """
 
     def __init__(self, group: Any) -> None:
@@ -118,7 +118,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        self.under_way: list[Pending] = []
+        self.pending: list[Pending] = []
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -129,8 +129,8 @@ class Exchange:
             raise
         except Exception:
             with contextlib.suppress(DistributedError):
-                while self.under_way:
-                    self.under_way[0].wait()
+                while self.pending:
+                    self.pending[0].wait()
             raise
 
     @contextlib.contextmanager
@@ -169,9 +169,8 @@ class Exchange:
         if len(works) != len(what):  # NCCL has one work for all
             what = ["; ".join(what)] * len(works)
         named = list(zip(works, what, strict=True))
-        pending = Pending(self, step, named, (*sent, *received))
-        self.under_way.append(pending)
-        return pending
+        self.pending.append(Pending(self, step, named, (*sent, *received)))
+        return self.pending[-1]
 
     def swap(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], step: str, tag: int = 0

@@ -17,9 +17,8 @@ from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_
 from flashgen.kernels.planner import plan
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import called_by_users
+from flashgen.spec.analysis.tile_walk import Array
 from flashgen.spec.language.spec import AttentionSpec
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_TILES = 2048
 """Tiles of queries, and of keys, that are classified at most; longer sequences have larger ones."""

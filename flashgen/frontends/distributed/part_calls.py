@@ -11,9 +11,9 @@ from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.signature import BOUNDARIES, OFFSETS
-from flashgen.spec.language import SEQ_K, SEQ_Q
 from flashgen.spec.language.signature import at_offsets, in_whole, partial
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
 
 Tensor = torch.Tensor
 

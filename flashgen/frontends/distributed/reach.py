@@ -14,11 +14,9 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.signature import BOUNDARIES, LAYOUT
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.evaluate import evaluate
-from flashgen.spec.analysis.tile_walk import exact, numbers_of
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H
+from flashgen.spec.analysis.tile_walk import Array, exact, numbers_of
 from flashgen.spec.language.spec import AttentionSpec
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H
 
 _FAR = 1 << 40  # beyond all positions
 

@@ -20,23 +20,9 @@ from flashgen.frontends.flex.checks import (
 )
 from flashgen.frontends.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.frontends.flex.known_mods import read
-from flashgen.frontends.flex.recorded_mods import Notes, Record, record
-from flashgen.frontends.flex.recorder import Recorder
-from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods, as_argument, trace
+from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.frontends.flex.tracer import DTYPES
 from flashgen.spec.language.spec_options import HEAD_DIM_STEP
-
-__all__ = [
-    "Notes",
-    "Record",
-    "Recorder",
-    "TracedMods",
-    "as_argument",
-    "flex_attention",
-    "padded",
-    "record",
-    "trace",
-]
 
 Tensor = torch.Tensor
 

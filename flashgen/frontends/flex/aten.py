@@ -55,15 +55,20 @@ class _Operation:
 
     def result(self) -> Any:
         if self.name in ("_local_scalar_dense", "item"):
-            return self._item()
+            data = self.args[0].array.data
+            return refuse_value(self.name) if data is None else data.item()
         if self.func._schema.is_mutable:
             return self._in_place()
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         if all(leaf.array.data is not None for leaf in leaves if isinstance(leaf, TracedTensor)):
-            return self._computed()
+            args, kwargs = self._mapped(lambda t: t.array.data)
+            computed = self.func(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, self.tracer.constant, computed)
         on_arrays = STRUCTURE.get(self.name) or SEARCHES.get(self.name)
         if on_arrays is not None:
-            return self._restructured(on_arrays)
+            args, kwargs = self._mapped(lambda t: t.array)
+            made = on_arrays(self._announced(), *args, **kwargs)
+            return pytree.tree_map_only(TracedArray, self.tracer.wrap, made)
         if self.name in POINTWISE:
             return self._elementwise(POINTWISE[self.name])
         if self.name in _REDUCTIONS:
@@ -73,20 +78,9 @@ class _Operation:
             return torch.ops.aten.sum.default(self.args[0] * self.args[1])
         return self._decomposed()
 
-    def _computed(self) -> Any:
-        """An operation on constants only, computed now."""
-        args, kwargs = self._mapped(lambda t: t.array.data)
-        return pytree.tree_map_only(torch.Tensor, self.tracer.constant, self.func(*args, **kwargs))
-
     def _mapped(self, function: Callable[[TracedTensor], Any]) -> Any:
         """The arguments with something else in place of each traced tensor."""
         return pytree.tree_map_only(TracedTensor, function, (self.args, self.kwargs))
-
-    def _item(self) -> Any:
-        data = self.args[0].array.data
-        if data is not None:
-            return data.item()
-        refuse_value(self.name)
 
     def _in_place(self) -> Any:
         """``x += y`` as ``x = x + y``, for a value that the mod itself computed."""
@@ -144,11 +138,6 @@ class _Operation:
 
         sizes = next((array.sizes for array in full if array.shape == to.shapes[0]), None)
         return self.tracer.wrap(to.array(at, sizes))
-
-    def _restructured(self, rule: Callable[..., Any]) -> Any:
-        args, kwargs = self._mapped(lambda t: t.array)
-        made = rule(self._announced(), *args, **kwargs)
-        return pytree.tree_map_only(TracedArray, self.tracer.wrap, made)
 
     def _reduced(self, rule: Callable[..., Entry]) -> TracedTensor:
         """A reduction over a few elements, written out."""

@@ -18,6 +18,7 @@ import numpy as np
 import sympy
 import torch
 
+from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import Layout
 from flashgen.calls.runtime.block_layouts import dense_blocks
 from flashgen.frontends.flex.checks import LARGE_BLOCK, FlexRuntimeError, FlexUnsupported
@@ -25,9 +26,23 @@ from flashgen.frontends.flex.graph_capture import captures_a_graph
 from flashgen.frontends.flex.operation_results import alone
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.traced_mods import TracedMods
-from flashgen.spec.analysis import MaskAnalysis, analyse_mask, evaluate
-from flashgen.spec.language import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.mask import MaskAnalysis, analyse_mask
 from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.symbols import (
+    BATCH,
+    HEADS,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    SEQ_K,
+    SEQ_Q,
+    B,
+    H,
+    K,
+    Q,
+)
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -269,7 +284,5 @@ def _analysed(mask: sympy.Basic) -> MaskAnalysis:
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, Tensor):
-        wide = torch.promote_types(value.dtype, torch.float32)
-        dtype = wide if value.is_floating_point() else torch.int64
-        return _elements(value).to("cpu", dtype).numpy()
+        return array(_elements(value))
     return np.float64(value) if isinstance(value, float) else np.int64(value)

@@ -82,9 +82,10 @@ class _Variants:
             pairs = enumerate(zip(found.numbers, self.first, strict=True))
             self.varying.update(place for place, (a, b) in pairs if a != b)
             chosen = self.varying
-        return frozenset(
-            place for place in chosen - self.constant if _is_argument(found.numbers[place])
-        )
+        numbers = ((place, found.numbers[place]) for place in chosen - self.constant)
+        # Run-time scalars hold no others, and floats beyond them may remove scores.
+        most = {True: SCALAR_LIMIT, False: 1e30}
+        return frozenset(place for place, x in numbers if abs(x) < most[isinstance(x, int)])
 
     def of(self, found: Record) -> list[TracedMods]:
         scalars = self.scalars(found)
@@ -245,11 +246,6 @@ def _traced(
     kept.insert(0, traced)
     del kept[_MOST_LENGTHS:]
     return traced
-
-
-def _is_argument(number: int | float) -> bool:
-    """Whether a run-time scalar can hold the number; floats beyond it may remove scores."""
-    return abs(number) < (SCALAR_LIMIT if isinstance(number, int) else 1e30)
 
 
 def _others(found: Record, scalars: frozenset[int]) -> tuple[int | float, ...]:

@@ -15,12 +15,15 @@ import torch
 
 import flashgen.spec.language.mod_functions as fg
 from flashgen.frontends.flex.traced_array import Entry, Result, condition, either, number
-from flashgen.spec.language import SCORE, AsFloat, Element, Tensor, Traced, python_text
 from flashgen.spec.language.float_functions import FUNCTIONS, Log
+from flashgen.spec.language.float_operations import AsFloat
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.mod_functions import where
-from flashgen.spec.language.symbols import is_int
-from flashgen.spec.language.traced import Value
+from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.symbols import SCORE, is_int
+from flashgen.spec.language.tensor import Tensor
+from flashgen.spec.language.tensor_elements import Element
+from flashgen.spec.language.traced import Traced, Value
 
 Rule = Callable[..., Entry]
 
@@ -72,10 +75,6 @@ def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
     return Entry(where(chosen, a, b), lost)
 
 
-def _masked_fill(to: Result, /, x: Entry, mask: Entry, value: Entry) -> Entry:
-    return _where(to, mask, value, x)
-
-
 def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
     if to.dtype == torch.bool:
         return _conditions("add", operator.or_)(to, a, b)
@@ -91,10 +90,6 @@ def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> 
     if alpha is not None:
         y = y * alpha.value
     return Entry(number(a.value) - y, a.lost)
-
-
-def _rsub(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
-    return _subtract(to, b, a, alpha)
 
 
 def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
@@ -179,10 +174,6 @@ def _toward_zero(to: Result, x: Traced) -> Traced:
     if to.tracer.never_negative(x.expr):
         return fg.floor(x)
     return where(x < 0, -fg.floor(-x), fg.floor(x))
-
-
-def _trunc(to: Result, /, x: Entry) -> Entry:
-    return Entry(_toward_zero(to, to.number("trunc", x)))
 
 
 def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
@@ -296,6 +287,13 @@ _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_xor": operator.xor,
     "logical_not": operator.invert,
 }
+_BITS = (
+    ("and", "__and__", operator.and_),
+    ("or", "__or__", operator.or_),
+    ("xor", "__xor__", operator.xor),
+    ("left_shift", "__lshift__", operator.lshift),
+    ("right_shift", "__rshift__", operator.rshift),
+)
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 RULES: dict[str, Rule] = {
@@ -304,13 +302,12 @@ RULES: dict[str, Rule] = {
     **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
     "remainder": _floored("remainder", operator.mod),
     "floor_divide": _floored("floor_divide", operator.floordiv),
-    "trunc": _trunc,
-    "fix": _trunc,
+    **dict.fromkeys(("trunc", "fix"), lambda to, x: Entry(_toward_zero(to, to.number("trunc", x)))),
     "where": _where,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda to, x, mask, value: _where(to, mask, value, x),
     "add": _add,
     "sub": _subtract,
-    "rsub": _rsub,
+    "rsub": lambda to, a, b, alpha=None: _subtract(to, b, a, alpha),
     "mul": _multiply,
     "div": _divide,
     "pow": _power,
@@ -325,15 +322,8 @@ RULES: dict[str, Rule] = {
     "fmax": _extremum("maximum", _number_of(fg.maximum)),
     "_to_copy": _copy,
     "detach": _detach,
-    **dict.fromkeys(("bitwise_and", "__and__"), _bitwise("bitwise_and", operator.and_)),
-    **dict.fromkeys(("bitwise_or", "__or__"), _bitwise("bitwise_or", operator.or_)),
-    **dict.fromkeys(("bitwise_xor", "__xor__"), _bitwise("bitwise_xor", operator.xor)),
-    **dict.fromkeys(
-        ("bitwise_left_shift", "__lshift__"), _bitwise("bitwise_left_shift", operator.lshift)
-    ),
-    **dict.fromkeys(
-        ("bitwise_right_shift", "__rshift__"), _bitwise("bitwise_right_shift", operator.rshift)
-    ),
+    **{name: _bitwise(f"bitwise_{kind}", function) for kind, name, function in _BITS},
+    **{f"bitwise_{kind}": _bitwise(f"bitwise_{kind}", function) for kind, _, function in _BITS},
     "bitwise_not": _bitwise_not,
 }
 """The rule of each operation by its name; it covers all overloads."""

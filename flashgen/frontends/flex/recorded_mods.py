@@ -95,7 +95,8 @@ class Notes:
         """Notes the line that is running, for all that has been recorded since the last one."""
         frame = user_frame(LIBRARIES)
         at = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        written = [] if frame is None else _literals(frame.f_code.co_consts)
+        constants = () if frame is None else frame.f_code.co_consts
+        written = [*constants, *(x for each in constants if isinstance(each, tuple) for x in each)]
         self._operations += [at] * (len(recorder.operations) - len(self._operations))
         for place in range(len(self._numbers), len(recorder.numbers)):
             number = recorder.numbers[place]
@@ -181,11 +182,6 @@ def refuse_result(role: str, mod: Mod, numbers: str) -> NoReturn:
         numbers=numbers,
         way_out=f"a tensor without dimensions, as in return {example}",
     )
-
-
-def _literals(constants: Sequence[object]) -> list[object]:
-    nested = [item for each in constants if isinstance(each, tuple) for item in each]
-    return [*constants, *nested]
 
 
 def _name_in(frame: FrameType, tensor: Tensor) -> str:

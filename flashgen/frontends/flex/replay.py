@@ -17,8 +17,8 @@ from flashgen.frontends.flex.recorder import Operation
 from flashgen.frontends.flex.traced_array import TracedArray, literal
 from flashgen.frontends.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.shared.errors import FlashgenError, SpecError
-from flashgen.spec.language import SCORE, B, H, K, Q
 from flashgen.spec.language.integer_limits import promoted
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q
 
 
 def replay(
@@ -95,7 +95,12 @@ class _Replay:
         if all(number in self.record.made for number in operands) and (
             varies or not self.created.isdisjoint(operands)
         ):
-            self._create(operation.results)
+            # The results of an operation on constants come from each call's own record.
+            for _ in range(operation.results):
+                while self.next in self.read:
+                    self.next += 1
+                self.created.add(self.next)
+                self._keep(self.tracer.created(self.record.made[self.next], self.next))
             return
         with self.tracer:
             made = self._applied(operation.function, args, kwargs, varies)
@@ -132,14 +137,6 @@ class _Replay:
             self.next += 1
         self.values[self.next] = value
         self.next += 1
-
-    def _create(self, count: int) -> None:
-        """Takes the results of an operation on constants from each call's own record."""
-        for _ in range(count):
-            while self.next in self.read:
-                self.next += 1
-            self.created.add(self.next)
-            self._keep(self.tracer.created(self.record.made[self.next], self.next))
 
     def _as_tensor(self, value: Any) -> Any:
         """An operand beside a run-time scalar: torch allows no mixture in some functions."""

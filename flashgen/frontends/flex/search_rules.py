@@ -11,9 +11,8 @@ from typing import Any
 import sympy
 
 from flashgen.frontends.flex.traced_array import Entry, Index, Result, TracedArray, literal, single
-from flashgen.spec.language import Traced
 from flashgen.spec.language.mod_functions import where
-from flashgen.spec.language.traced import Value
+from flashgen.spec.language.traced import Traced, Value
 
 MOST_BOUNDARIES = 256
 

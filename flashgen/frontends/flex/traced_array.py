@@ -16,10 +16,9 @@ import sympy
 import torch
 
 from flashgen.shared.dtypes import FLOAT32_MAX, Number
-from flashgen.spec.language import Traced
 from flashgen.spec.language.float_operations import plain
 from flashgen.spec.language.mod_functions import where
-from flashgen.spec.language.traced import Value, as_expr
+from flashgen.spec.language.traced import Traced, Value, as_expr
 
 Index = Traced | int
 

@@ -16,15 +16,16 @@ from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
 from flashgen.frontends.flex.tracer import CapturedTensor, Tracer
-from flashgen.spec.language import SCORE, B, H, K, Q, Traced, is_condition, python_text
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_options import GENERIC_NAMES
-from flashgen.spec.language.traced import Capture
+from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod
 from flashgen.spec.language.user_source import SourceLines, code_of, lines_of, shown_path
 
@@ -259,16 +260,13 @@ def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
     is_mask, wrong = role == "mask_mod", ""
     if array.shape:
         wrong = f"returned a tensor of shape {array.shape}"
-    elif is_mask != (array.dtype == torch.bool) and not (is_mask and _is_flag(array)):
+    elif is_mask != (array.dtype == torch.bool) and not (
+        is_mask and is_condition(as_condition(array.entry.value.expr))
+    ):
         wrong = f"returned a {'number' if is_mask else 'condition'}, {array.dtype}"
     if wrong:
         assert mod is not None
         refuse_result(role, mod, wrong)
-
-
-def _is_flag(array: TracedArray) -> bool:
-    """True for an integer that a captured tensor holds: a condition where one is expected."""
-    return is_condition(as_condition(array.entry.value.expr))
 
 
 def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:

@@ -19,16 +19,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-import flashgen.spec.language as fg
 from flashgen.frontends.flex.operation_results import element, name_of
 from flashgen.frontends.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
 from flashgen.shared.dtypes import POSITION_LIMIT, TENSOR_DTYPES
 from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import LAYOUT_NAMES
-from flashgen.spec.language import Scalar, Traced
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import Limits, limits
-from flashgen.spec.language.traced import Value, as_expr, captures_of
+from flashgen.spec.language.scalar import Scalar
+from flashgen.spec.language.symbols import K, Q
+from flashgen.spec.language.tensor import Tensor
+from flashgen.spec.language.tensor_elements import Element
+from flashgen.spec.language.traced import Traced, Value, as_expr, captures_of
 
 DTYPES = {getattr(torch, name): name for name in TENSOR_DTYPES}
 DTYPES[torch.float64] = "float32"  # cast at each call: kernels compute in float32
@@ -51,7 +53,7 @@ class CapturedTensor:
     name: str
     place: int | None = None
     made: int | None = None
-    known: dict[bool, fg.Tensor] = field(default_factory=dict)
+    known: dict[bool, Tensor] = field(default_factory=dict)
 
 
 class TracedTensor(torch.Tensor):
@@ -244,11 +246,11 @@ class Tracer(TorchFunctionMode):
             detached=(lambda: self._captured(source, grad=False)) if grad else None,
         )
 
-    def _tensor(self, source: CapturedTensor, grad: bool) -> fg.Tensor:
+    def _tensor(self, source: CapturedTensor, grad: bool) -> Tensor:
         if grad not in source.known:
             name = source.name if not source.known else self._free_name(f"{source.name}_fixed")
             dims = tuple(f"{name}_{dim}" for dim in range(source.tensor.dim()))
-            source.known[grad] = fg.Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
+            source.known[grad] = Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
         return source.known[grad]
 
     def _size(self, source: CapturedTensor, dim: int) -> Scalar:
@@ -298,12 +300,12 @@ class Tracer(TorchFunctionMode):
         raise SpecError(what, where=self.where, numbers=numbers, way_out=way_out) from None
 
 
-_EVERYWHERE = {fg.Q: (0, POSITION_LIMIT), fg.K: (0, POSITION_LIMIT)}
+_EVERYWHERE = {Q: (0, POSITION_LIMIT), K: (0, POSITION_LIMIT)}
 """In flex_attention positions count from 0."""
 
 
-def _element(tensor: fg.Tensor, indices: Sequence[Index]) -> Traced:
+def _element(tensor: Tensor, indices: Sequence[Index]) -> Traced:
     """``tensor[indices]``, without sympy's check for integers: torch has checked the dtypes."""
-    element = fg.Element(tensor.symbol, *map(as_expr, indices))
+    element = Element(tensor.symbol, *map(as_expr, indices))
     expr = sympy.Ne(element, 0) if tensor.dtype == "bool" else element
     return Value(expr, captures_of(tensor, *indices))

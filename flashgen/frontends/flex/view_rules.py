@@ -24,8 +24,8 @@ from flashgen.frontends.flex.traced_array import (
     literal,
     single,
 )
-from flashgen.spec.language import Traced
 from flashgen.spec.language.mod_functions import where
+from flashgen.spec.language.traced import Traced
 
 Rule = Callable[..., Any]
 
@@ -97,10 +97,6 @@ def _transpose(to: Result, /, x: TracedArray, a: int, b: int) -> TracedArray:
     return _permute(to, x, order)
 
 
-def _t(to: Result, /, x: TracedArray) -> TracedArray:
-    return _permute(to, x, range(len(x.shape))[::-1])
-
-
 def _expand(to: Result, /, x: TracedArray, size: Any, **_: Any) -> TracedArray:
     to.tracer.rigid = to.tracer.rigid or bool(x.shape)
     return to.array(lambda i: x.at(x.broadcast(i)))
@@ -117,12 +113,11 @@ def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
         flat: Index = 0
         for index, stride in zip(i, strides, strict=True):
             flat = flat + index * stride
-        return x.at(
-            tuple(
-                _remainder(_over(flat, stride), length, first=d == 0)
-                for d, (stride, length) in enumerate(zip(old, x.shape, strict=True))
-            )
-        )
+        places: list[Index] = []
+        for d, (stride, length) in enumerate(zip(old, x.shape, strict=True)):
+            place = flat if stride == 1 else flat // stride
+            places.append(0 if length == 1 else place if d == 0 else place % length)
+        return x.at(tuple(places))
 
     return to.array(at)
 
@@ -130,20 +125,6 @@ def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
 def _strides(shape: Sequence[int]) -> list[int]:
     """The strides, in elements, of a contiguous array."""
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-
-
-def _over(index: Index, stride: int) -> Index:
-    return index if stride == 1 else index // stride
-
-
-def _remainder(index: Index, length: int, first: bool) -> Index:
-    if length == 1:
-        return 0
-    return index if first else index % length
-
-
-def _same(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
-    return x
 
 
 def _flip(to: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
@@ -228,10 +209,6 @@ def _unbind(to: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
     return [_select(result, x, dim, number) for number, result in enumerate(results)]
 
 
-def _scalar(to: Result, /, value: Any, **_: Any) -> TracedArray:
-    return single(literal(value), to.dtype)
-
-
 def _detached(to: Result, /, x: TracedArray) -> TracedArray:
     if x.detached is not None:
         return x.detached()
@@ -258,7 +235,7 @@ RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "permute": _permute,
     "transpose": _transpose,
-    "t": _t,
+    "t": lambda to, x: _permute(to, x, range(len(x.shape))[::-1]),
     "expand": _expand,
     "flip": _flip,
     "index": _index,
@@ -267,9 +244,11 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     "unbind": _unbind,
     "detach": _detached,
-    "scalar_tensor": _scalar,
+    "scalar_tensor": lambda to, value, **_: single(literal(value), to.dtype),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
-    **dict.fromkeys(("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"), _same),
+    **dict.fromkeys(
+        ("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"), lambda to, x, *_, **__: x
+    ),
     **dict.fromkeys(("zeros_like", "new_zeros"), _filled(0)),
     **dict.fromkeys(("ones_like", "new_ones"), _filled(1)),
     **dict.fromkeys(("full_like", "new_full", "fill"), _filled(None)),

@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
-from flashgen.frontends.flex import as_argument, padded
+from flashgen.frontends.flex import padded
+from flashgen.frontends.flex.traced_mods import as_argument
 from flashgen.frontends.transformers.layers import (
     CAUSAL,
     FULL,
@@ -18,15 +19,8 @@ from flashgen.frontends.transformers.layers import (
     reads,
 )
 from flashgen.frontends.transformers.masks import Mask
-from flashgen.frontends.transformers.ranks import (
-    check_layer,
-    current,
-    refuse_context_of_torch,
-)
-from flashgen.frontends.transformers.sequences import (
-    check_positions,
-    sequences_of,
-)
+from flashgen.frontends.transformers.ranks import check_layer, current, refuse_context_of_torch
+from flashgen.frontends.transformers.sequences import check_positions, sequences_of
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor

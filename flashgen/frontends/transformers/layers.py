@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.calls.ops import Attention, attention
-from flashgen.frontends.flex import Notes, Recorder, TracedMods, record, trace
 from flashgen.frontends.flex.operation_results import name_of
-from flashgen.frontends.flex.recorded_mods import POSITIONS
+from flashgen.frontends.flex.recorded_mods import POSITIONS, Notes, record
+from flashgen.frontends.flex.recorder import Recorder
+from flashgen.frontends.flex.traced_mods import TracedMods, trace
 from flashgen.shared.errors import InputError, SpecError
-from flashgen.spec.language import B, H, K, Q, mod_functions
+from flashgen.spec.language import mod_functions
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.spec.language.tensor import Tensor
 
 _lock = threading.RLock()
@@ -146,7 +148,11 @@ def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.d
         known = known_name(key) or known_name(by_lengths)
         if known:
             return known
-        traced = _traced(recorded, function, device)
+        notes = Notes()
+        again = record(function, None, device, notes)
+        notes.names = [f"{n}_of_mask" if n in _OWN_NAMES else n for n in notes.names]
+        assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same"
+        traced = trace(function, None, again)
         if traced.shapes is not None:
             _rigid.add(key)
             key = by_lengths
@@ -247,14 +253,6 @@ for _constant in (
 
 
 # From a mask function to expressions.
-
-
-def _traced(recorded: RecordedMask, function: MaskFunction, device: torch.device) -> TracedMods:
-    notes = Notes()
-    again = record(function, None, device, notes)
-    notes.names = [f"{name}_of_mask" if name in _OWN_NAMES else name for name in notes.names]
-    assert len(again.tensors) == len(recorded.tensors), "a mask function computes the same again"
-    return trace(function, None, again)
 
 
 _OWN_NAMES = (

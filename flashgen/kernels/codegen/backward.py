@@ -9,7 +9,8 @@ from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.streaming import convert_dq, delta
 from flashgen.kernels.codegen.walk import ScoreCode, walk_of
 from flashgen.kernels.planner import Plan
-from flashgen.spec.analysis import Analysis, WalkedAxis
+from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.language.spec import AttentionSpec
 
 

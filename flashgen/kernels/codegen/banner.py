@@ -7,8 +7,8 @@ from flashgen.kernels.codegen.text import COLUMNS, comments
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.formulas import counted
 from flashgen.shared.launch_facts import STREAMING_KERNELS
-from flashgen.spec.language import python_text
 from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.version import __version__
 

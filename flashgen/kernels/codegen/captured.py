@@ -15,8 +15,9 @@ from flashgen.kernels.codegen.windows import WindowCode, codes_of_windows
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.arch import WARP
-from flashgen.spec import language as fx
-from flashgen.spec.analysis import Analysis, kind_of_sum
+from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.score import kind_of_sum
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 
 MOST_UNROLLED = 256
@@ -105,7 +106,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             kind=kind_of_sum(element),
             place=functions.place_of(f"by{n}", element, sums),
             add=adds.get(element.tensor.name, "atomicAdd"),
-            what=fx.python_text(element),
+            what=python_text(element),
             window=windows.get(element),
         )
         for n, element in enumerate(elements)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from flashgen.kernels.codegen.expressions import CPrinter
-from flashgen.spec.analysis import CodeBlock, is_costly, share_evaluated
+from flashgen.spec.analysis.sharing import CodeBlock, is_costly, share_evaluated
 
 
 def returned(condition: sympy.Basic, printer: CPrinter) -> list[str]:

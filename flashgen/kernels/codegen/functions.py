@@ -20,28 +20,27 @@ from flashgen.kernels.codegen.readers import extreme, reader
 from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
-from flashgen.spec import analysis
-from flashgen.spec import language as fx
-from flashgen.spec.analysis import (
-    Analysis,
-    Interval,
-    Level,
-    LeveledCode,
-    MaskAnalysis,
-    ScoreAnalysis,
-)
-from flashgen.spec.language import python_text
+from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.intervals import Interval, WalkedAxis
+from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
+from flashgen.spec.analysis.mask import MaskAnalysis
+from flashgen.spec.analysis.score import ScoreAnalysis
+from flashgen.spec.analysis.sharing import is_costly, share, share_evaluated
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import BOUNDARIES, PAGES, AttentionSpec
-from flashgen.spec.language.tensor import MOST_DIMS
+from flashgen.spec.language.symbols import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q
+from flashgen.spec.language.sympy_functions import Maximum, Minimum
+from flashgen.spec.language.tensor import MOST_DIMS, Tensor
+from flashgen.spec.language.tensor_elements import Element
 from flashgen.spec.language.user_source import SourceLines
 
 Q_OFFSET = sympy.Symbol("q_offset", integer=True)
 K_OFFSET = sympy.Symbol("k_offset", integer=True)
 FIELDS: dict[sympy.Symbol, str] = {
-    fx.BATCH: "p.batch",
-    fx.HEADS: "p.heads_q",
-    fx.SEQ_Q: "p.seq_q",
-    fx.SEQ_K: "p.seq_k",
+    BATCH: "p.batch",
+    HEADS: "p.heads_q",
+    SEQ_Q: "p.seq_q",
+    SEQ_K: "p.seq_k",
     Q_OFFSET: "p.q_offset",
     K_OFFSET: "p.k_offset",
 }
@@ -61,7 +60,7 @@ class Direction:
         ends: C++ declarations of the first and last position of a tile within the sequence.
     """
 
-    walk: analysis.WalkedAxis
+    walk: WalkedAxis
     counts: str
     row: str
     row_why: str
@@ -76,7 +75,7 @@ class Direction:
 
 
 KEYS = Direction(
-    walk=analysis.WalkedAxis(fx.K),
+    walk=WalkedAxis(K),
     counts="keys",
     row="row_keys",
     row_why="The keys that row q keeps are one range: the mask, solved for k.",
@@ -84,16 +83,16 @@ KEYS = Direction(
     reach_why="Every key that some query in [q_lo, q_hi] keeps lies in this range.",
     full_why="Every query in [q_lo, q_hi] keeps every key in this range.",
     offset=K_OFFSET,
-    length=fx.SEQ_K,
-    owned_lo=fx.Q_LO,
-    owned_hi=fx.Q_HI,
+    length=SEQ_K,
+    owned_lo=Q_LO,
+    owned_hi=Q_HI,
     ends={
-        fx.K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
-        fx.K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
+        K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
+        K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
     },
 )
 QUERIES = Direction(
-    walk=analysis.WalkedAxis(fx.Q),
+    walk=WalkedAxis(Q),
     counts="queries",
     row="key_queries",
     row_why="The queries that keep key k are one range: the mask, solved for q.",
@@ -101,12 +100,12 @@ QUERIES = Direction(
     reach_why="Every query that keeps some key in [k_lo, k_hi] lies in this range.",
     full_why="Every query in this range keeps every key in [k_lo, k_hi].",
     offset=Q_OFFSET,
-    length=fx.SEQ_Q,
-    owned_lo=fx.K_LO,
-    owned_hi=fx.K_HI,
+    length=SEQ_Q,
+    owned_lo=K_LO,
+    owned_hi=K_HI,
     ends={
-        fx.Q_LO: "const int q_lo = p.q_offset + tile * BLOCK_Q;",
-        fx.Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
+        Q_LO: "const int q_lo = p.q_offset + tile * BLOCK_Q;",
+        Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
     },
 )
 
@@ -149,7 +148,7 @@ class SpecFunctions:
         self.printer.tensors |= {tensor.symbol for tensor in spec.offsets}
 
     @property
-    def tensors(self) -> tuple[fx.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the functions made so far read, min/max tables included."""
         used = self.printer.tensors | {symbol for symbol, _, _ in self.printer.extremes}
         return tuple(t for t in self.spec.read_tensors if t.symbol in used)
@@ -165,7 +164,7 @@ class SpecFunctions:
         )
 
     @property
-    def tables(self) -> tuple[tuple[fx.Tensor, int], ...]:
+    def tables(self) -> tuple[tuple[Tensor, int], ...]:
         """The min/max tables that the functions read: a tensor and an axis each."""
         read = {(symbol, axis) for symbol, axis, _ in self.printer.extremes}
         axes = range(MOST_DIMS)
@@ -201,13 +200,13 @@ class SpecFunctions:
         why = comment(f"Derivatives of score_mod by {names}.")
         return self._scoring("score_partials", "Partials", why, self.score.partials)
 
-    def place_of(self, name: str, element: fx.Element, kind: str) -> SpecFunction:
+    def place_of(self, name: str, element: Element, kind: str) -> SpecFunction:
         """The address of the gradient of ``element``, at which ``name`` is accumulated.
 
         Args:
             kind: the type of the accumulator.
         """
-        block = analysis.share(element)
+        block = share(element)
         lets = self.printer.lets(block)
         indices = ", ".join(["p", *map(self.printer.index, block.results[0].indices)])
         return self._function(
@@ -228,7 +227,7 @@ class SpecFunctions:
         return in_parts(name, returns, why, code, self.printer, result)
 
     def mask_mod(self) -> FunctionInParts:
-        code = analysis.leveled(self.mask.expr, name_costly=True)
+        code = leveled(self.mask.expr, name_costly=True)
 
         def result() -> str:
             return self.printer.expr(code.block.results[0])
@@ -282,9 +281,9 @@ class SpecFunctions:
     def _range(self, name: str, why: Sequence[str], interval: Interval) -> SpecFunction:
         # Relative to the first position of the call, within its length.
         zero, offset, length = sympy.S.Zero, self.direction.offset, self.direction.length
-        lo = zero if interval.lo is None else fx.Maximum(interval.lo - offset, zero)
-        hi = length if interval.hi is None else fx.Minimum(interval.hi - offset, length)
-        block = analysis.share_evaluated(lo, hi)
+        lo = zero if interval.lo is None else Maximum(interval.lo - offset, zero)
+        hi = length if interval.hi is None else Minimum(interval.hi - offset, length)
+        block = share_evaluated(lo, hi)
         lets = self.printer.lets(block)
         ends = ", ".join(map(self._int, block.results))
         return self._function(name, "Range", why, [lo, hi], [*lets, f"return {{{ends}}};"])
@@ -300,9 +299,9 @@ class SpecFunctions:
         Empty where a part of a test reads memory or divides: it is evaluated only where needed.
         """
         tests = {"tile_may": self.mask.may, "tile_must": self.mask.must}
-        if any(map(analysis.is_costly, tests.values())):
+        if any(map(is_costly, tests.values())):
             return {}
-        code = analysis.leveled(*tests.values(), bounded=False)
+        code = leveled(*tests.values(), bounded=False)
         if not (code.values(Level.QUERY) and code.values(Level.KEY)):
             return {}
         why = "What the tests of tiles compute from the {many} alone."

@@ -15,8 +15,8 @@ import sympy
 
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import INT32_MAX
-from flashgen.spec.language import python_text
 from flashgen.spec.language.integer_limits import Limits, limits
+from flashgen.spec.language.python_printer import python_text
 
 
 @dataclass

@@ -9,9 +9,9 @@ from flashgen.shared.dtypes import SCALAR_DTYPES
 from flashgen.shared.launch_facts import STREAMING_KERNELS
 from flashgen.shared.paths import CodePath
 from flashgen.shared.signature import WHOLE
-from flashgen.spec.language import H
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import H
 
 _SHAPES = {
     "q": "[batch, heads_q, seq_q, HEAD_DIM]",

@@ -7,7 +7,7 @@ from flashgen.kernels.codegen.text import COLUMNS, DeviceFunction, comment
 from flashgen.kernels.planner import Plan
 from flashgen.shared.dtypes import ELEMENTS, OPERANDS
 from flashgen.shared.signature import field_stem
-from flashgen.spec.language import Tensor
+from flashgen.spec.language.tensor import Tensor
 
 # The names of the index parameters, one per dimension, in order.
 INDICES = "ijklmnrs"

@@ -15,7 +15,7 @@ import sympy
 from flashgen.kernels.codegen.expressions import CPrinter
 from flashgen.kernels.codegen.spec_function import PARAMETERS, SpecFunction
 from flashgen.kernels.codegen.text import comment
-from flashgen.spec.analysis import Level, LeveledCode
+from flashgen.spec.analysis.invariants import Level, LeveledCode
 from flashgen.spec.language.operations import operations
 
 _WORDS = {Level.HEAD: "head", Level.QUERY: "query", Level.KEY: "key"}

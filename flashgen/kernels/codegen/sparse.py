@@ -16,10 +16,12 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import comment
 from flashgen.kernels.planner import Plan
-from flashgen.spec import language as fx
 from flashgen.spec.language.block_layout import TENSORS
 from flashgen.spec.language.lets import atoms_of, contains
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.tensor_elements import Element
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class LayoutFunctions:
     def element(self, mask: SpecFunction | None) -> SpecFunction:
         """The function that is true if both the mask and the block layout keep a score."""
         body = (f"return read_layout(p, b, {self._head}, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
-        uses = {fx.B, fx.H, fx.Q, fx.K}
+        uses = {B, H, Q, K}
         inside = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, uses)
         self.functions += (inside,)
         return inside if mask is None else self._and_mask(mask, inside)
@@ -101,7 +103,7 @@ class LayoutFunctions:
             mask: the mask's function; None where the mask is true.
         """
         rows, columns = (_QUERIES, _KEYS) if plan.rows_are_queries else (_KEYS, _QUERIES)
-        column, level = (fx.K, "query") if plan.rows_are_queries else (fx.Q, "key")
+        column, level = (K, "query") if plan.rows_are_queries else (Q, "key")
         row = f"layout_{level}"
         shared = {of: getattr(parts, of) for of in ("head", "query", "key")} if parts else {}
         of_mask: SharedValues | None = shared.get(level)
@@ -166,7 +168,7 @@ class LayoutFunctions:
         )
         why = "The blocks of the layout in a row of the scores that a warp masks."
         given = [*(of_mask.function.given if of_mask else ()), "int column"]
-        uses = {fx.B, fx.H, fx.Q if rows is _QUERIES else fx.K}
+        uses = {B, H, Q if rows is _QUERIES else K}
         function = SpecFunction.of(
             f"layout_{word}_values",
             kind,
@@ -213,7 +215,7 @@ class LayoutFunctions:
             "return __reduce_min_sync(0xffffffffu, next);",
         )
         direction = self._make.direction
-        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
+        uses = {B, H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
         return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses)
 
     def _layout_full(self) -> SpecFunction:
@@ -232,7 +234,7 @@ class LayoutFunctions:
             "return __all_sync(0xffffffffu, live);",
         )
         why = "True: every block that the tile touches is live. The lanes check different blocks."
-        uses = {fx.B, fx.H, direction.owned_lo, direction.owned_hi, TILE}
+        uses = {B, H, direction.owned_lo, direction.owned_hi, TILE}
         return SpecFunction.of("layout_full", "bool", comment(why), body, uses)
 
     def _what(self) -> str:
@@ -251,5 +253,5 @@ def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
 
 def is_costly(mask: sympy.Basic) -> bool:
     """Whether unrolled code would keep elements or quotients of every row and column."""
-    quotients = atoms_of(mask, fx.FloorDiv, fx.FloorMod)
-    return contains(mask, fx.Element) or any(not {fx.Q, fx.K} <= e.free_symbols for e in quotients)
+    quotients = atoms_of(mask, FloorDiv, FloorMod)
+    return contains(mask, Element) or any(not {Q, K} <= e.free_symbols for e in quotients)

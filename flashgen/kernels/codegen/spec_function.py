@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.kernels.codegen.text import DeviceFunction
-from flashgen.spec import language as fx
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SCORE, B, H, K, Q
 
 # No scalar of a spec can have these names, so that no two symbols are equal.
 TILE = sympy.Symbol(".tile", integer=True)
@@ -17,15 +17,15 @@ TILE_END = sympy.Symbol(".tile_end", integer=True)
 
 # Function parameters in the order of a signature, with their C++ type.
 PARAMETERS: dict[sympy.Symbol, str] = {
-    fx.SCORE: "float score",
-    fx.B: "int b",
-    fx.H: "int h",
-    fx.Q: "int q",
-    fx.K: "int k",
-    fx.Q_LO: "int q_lo",
-    fx.Q_HI: "int q_hi",
-    fx.K_LO: "int k_lo",
-    fx.K_HI: "int k_hi",
+    SCORE: "float score",
+    B: "int b",
+    H: "int h",
+    Q: "int q",
+    K: "int k",
+    Q_LO: "int q_lo",
+    Q_HI: "int q_hi",
+    K_LO: "int k_lo",
+    K_HI: "int k_hi",
     TILE: "int tile",
     TILE_END: "int tile_end",
 }

@@ -10,8 +10,8 @@ from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
 from flashgen.kernels.planner.streaming_kernels import lanes_of_row
 from flashgen.shared.dtypes import ELEMENTS
 from flashgen.shared.launch_facts import SPAN
-from flashgen.spec.language import Tensor
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor import Tensor
 
 _VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 """The types of CUDA that a lane copies at once, by their bytes."""

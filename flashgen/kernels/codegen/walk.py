@@ -22,7 +22,7 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
-from flashgen.spec import language as fx
+from flashgen.spec.language.symbols import H, Q
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -98,13 +98,13 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
-        row_has_q=by_row and fx.Q in element.uses,
+        row_has_q=by_row and Q in element.uses,
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
         mask_costly=costly or (layout is not None and in_rows is None),
         blocks_by_row=in_rows is not None,
-        by_head=any(fx.H in function.uses for function in of_tiles),
+        by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
     )
@@ -180,5 +180,5 @@ class ScoreCode:
         given = element if scaled else product
         call = parts.function.call(score=given, h=head)
         value = "scored.value" if slope else "value"
-        uses_q = any(fx.Q in function.uses for function in parts.functions)
+        uses_q = any(Q in function.uses for function in parts.functions)
         return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head))

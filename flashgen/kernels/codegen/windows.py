@@ -16,15 +16,16 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.models.spec_terms import added_by_scores, windows_of
 from flashgen.shared.signature import field_stem
-from flashgen.spec import analysis
-from flashgen.spec.analysis import Window, WindowAxis
-from flashgen.spec.language import Element, python_text
+from flashgen.spec.analysis.sharing import share
+from flashgen.spec.analysis.windows import Window, WindowAxis
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor_elements import Element
 
 
 @dataclass(frozen=True)
 class WindowCode:
-    """A warp's sums of one element in shared memory (`analysis.Window`).
+    """A warp's sums of one element in shared memory (`Window`).
 
     Attributes:
         name: the name of the sum.
@@ -89,7 +90,7 @@ def _firsts(name: str, window: Window, printer: CPrinter) -> Iterator[tuple[str,
     for axis in window.axes:
         if axis.first == 0:
             continue
-        block = analysis.share(axis.first)
+        block = share(axis.first)
         lets = printer.lets(block)
         first, index = printer.index(block.results[0]), window.element.indices[axis.axis]
         why = f"The first {python_text(index)} in these ranges of queries and keys, clamped."
@@ -101,7 +102,7 @@ def _firsts(name: str, window: Window, printer: CPrinter) -> Iterator[tuple[str,
 def _place(name: str, window: Window, printer: CPrinter) -> SpecFunction:
     """The place of a score's sum: the axes in order, the last one contiguous."""
     along = [window.element.indices[axis.axis] for axis in window.axes]
-    block = analysis.share(*along)
+    block = share(*along)
     body, conditions, place = printer.lets(block), [], ""
     for i, axis, index in zip(INDICES, window.axes, block.results, strict=False):
         start = f" - {_first(name, axis)}" if axis.first != 0 else ""
@@ -120,7 +121,7 @@ def _element(name: str, window: Window, printer: CPrinter, kind: str) -> SpecFun
     """The address of the gradient of a place; ``kind`` is the type of the sums."""
     element, axes = window.element, {axis.axis for axis in window.axes}
     fixed = {n: index for n, index in enumerate(element.indices) if n not in axes}
-    block = analysis.share(*fixed.values())
+    block = share(*fixed.values())
     lets = printer.lets(block)
     indices = dict(zip(fixed, map(printer.index, block.results), strict=True))
     left = window.entries

@@ -15,7 +15,7 @@ from flashgen.kernels.planner.search import Evaluated, best_occupancy, larger
 from flashgen.kernels.planner.tile_problem import TileProblem
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.launch_facts import head_places
-from flashgen.spec.analysis import window_of
+from flashgen.spec.analysis.windows import window_of
 
 # The derivation line of each constraint, by the name that `Excess` has for it.
 _LINE_OF = {

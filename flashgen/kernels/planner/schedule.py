@@ -36,8 +36,8 @@ from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.search import obstacles_to_sharing
 from flashgen.shared.arch import facts
 from flashgen.shared.launch_facts import HeadsPerTile, LaunchBlocks, heads_of_fewest_rows
-from flashgen.spec.language import H
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import H
 
 SLOTS = Formula("slots", "sms*blocks")
 ROUNDS = Formula("rounds", "ceil(work_tiles/slots)")

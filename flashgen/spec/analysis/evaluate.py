@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -11,29 +12,23 @@ import numpy as np
 import sympy
 
 from flashgen.spec.analysis.minmax_table import table_of
-from flashgen.spec.language import (
-    Abs,
-    AsFloat,
-    Element,
-    Extreme,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
+from flashgen.spec.language import float_operations as floats
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs, FloatFunction, Sigmoid
+from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
-    Least,
     Maximum,
     Minimum,
     Round,
-    is_int,
+    Select,
+    branches_of,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS
-from flashgen.spec.language.float_functions import FUNCTIONS, FloatFunction, Sigmoid
-from flashgen.spec.language.lets import lets_of
-from flashgen.spec.language.sympy_functions import Select, branches_of
+from flashgen.spec.language.tensor_elements import Element, Extreme, Least
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -181,19 +176,15 @@ def _recorded(record: type[FloatFunction]) -> Callable[..., Any]:
     return found
 
 
-def _quotient(a: Any, b: Any) -> Any:
-    """The quotient of integers, rounded down; 0 by 0."""
-    return _where_nonzero(lambda divisor: a // divisor, b)
+def _by_nonzero(divide: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Division by an integer, which gives 0 where that is 0."""
 
+    def quotient(a: Any, b: Any) -> Any:
+        if isinstance(b, np.ndarray):
+            return np.where(b == 0, 0, divide(a, np.where(b == 0, 1, b)))
+        return divide(a, b) if b else divide(a, 1) * 0
 
-def _remainder(a: Any, b: Any) -> Any:
-    return _where_nonzero(lambda divisor: a % divisor, b)
-
-
-def _where_nonzero(divide: Callable[[Any], Any], b: Any) -> Any:
-    if isinstance(b, np.ndarray):
-        return np.where(b == 0, 0, divide(np.where(b == 0, 1, b)))
-    return divide(b) if b else divide(1) * 0
+    return quotient
 
 
 def _floor(x: float) -> float:
@@ -212,8 +203,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *args: sum(args[1:], args[0]),
     sympy.Mul: lambda *args: reduce(lambda a, b: a * b, args),
     sympy.Pow: _power,
-    FloorDiv: _quotient,
-    FloorMod: _remainder,
+    FloorDiv: _by_nonzero(operator.floordiv),
+    FloorMod: _by_nonzero(operator.mod),
     Minimum: _folded(_least, np.minimum),
     Maximum: _folded(_greatest, np.maximum),
     sympy.Min: _folded(min, np.minimum),
@@ -225,35 +216,20 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
-    sympy.StrictLessThan: lambda a, b: a < b,
-    sympy.LessThan: lambda a, b: a <= b,
-    sympy.StrictGreaterThan: lambda a, b: a > b,
-    sympy.GreaterThan: lambda a, b: a >= b,
-    sympy.Equality: lambda a, b: a == b,
-    sympy.Unequality: lambda a, b: a != b,
+    **{kind: of_floats.decide for kind, of_floats in FLOAT_RELATIONS.items()},
     sympy.And: _folded(lambda a, b: a and b, np.logical_and),
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
 }
 
 _FLOATS: dict[Any, Callable[..., Any]] = {
-    AsFloat: lambda x: x,
-    FloatSum: np.add,
-    FloatProduct: np.multiply,
-    FloatQuotient: np.divide,
-    FloatPower: np.power,
+    floats.AsFloat: lambda x: x,
+    floats.FloatSum: np.add,
+    floats.FloatProduct: np.multiply,
+    floats.FloatQuotient: np.divide,
+    floats.FloatPower: np.power,
     FloorDiv: np.floor_divide,
     FloorMod: np.mod,
-    **{
-        FLOAT_RELATIONS[kind]: compare
-        for kind, compare in {
-            sympy.Lt: np.less,
-            sympy.Le: np.less_equal,
-            sympy.Gt: np.greater,
-            sympy.Ge: np.greater_equal,
-            sympy.Eq: np.equal,
-            sympy.Ne: np.not_equal,
-        }.items()
-    },
+    **{of_floats: of_floats.decide for of_floats in FLOAT_RELATIONS.values()},
 }
 """Operations of floats, which round."""

@@ -21,19 +21,13 @@ import sympy
 from flashgen.spec.analysis.float_rules import RULES, UNKNOWN, FloatRange
 from flashgen.spec.analysis.ranges import range_of
 from flashgen.spec.analysis.tile_bounds import TileBounds
-from flashgen.spec.language import (
-    AsFloat,
-    Element,
-    Maximum,
-    Minimum,
-    is_int,
-)
-from flashgen.spec.language.comparisons import (
-    as_float32,
-)
+from flashgen.spec.language.comparisons import as_float32
+from flashgen.spec.language.float_operations import AsFloat
 from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.lets import Let, named
-from flashgen.spec.language.sympy_functions import Select, branches_of
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import Maximum, Minimum, Select, branches_of
+from flashgen.spec.language.tensor_elements import Element
 
 
 def float_range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:

@@ -10,13 +10,17 @@ from typing import Any
 
 import sympy
 
-from flashgen.spec.language import (
-    Abs,
+from flashgen.spec.language.comparisons import FloatGreater, FloatGreaterEqual, FloatLess
+from flashgen.spec.language.float_functions import FUNCTIONS, Abs, Bounded, Monotone
+from flashgen.spec.language.float_operations import (
     AsFloat,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
+    negative,
+)
+from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
     FloorMod,
@@ -24,13 +28,6 @@ from flashgen.spec.language import (
     Minimum,
     Round,
 )
-from flashgen.spec.language.comparisons import (
-    FloatGreater,
-    FloatGreaterEqual,
-    FloatLess,
-)
-from flashgen.spec.language.float_functions import FUNCTIONS, Bounded, Monotone
-from flashgen.spec.language.float_operations import negative
 
 SLACK = sympy.Rational(1, 2**18)
 """Relative error of an approximated function, and its error below 2^-18: many times what kernels,

@@ -15,10 +15,10 @@ from flashgen.spec.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, 
 from flashgen.spec.analysis.ranges import Range, greatest, least, range_of
 from flashgen.spec.analysis.tile_bounds import End, TileBounds, expanded, linear, pick_known
 from flashgen.spec.analysis.tile_classes import bounds, exactly_at_least, may, must
-from flashgen.spec.language import CORNERS, FloorDiv, FloorMod, K, Maximum, Minimum, Q
 from flashgen.spec.language.divisors import is_data, may_be_zero
 from flashgen.spec.language.integer_limits import fits, limits
-from flashgen.spec.language.sympy_functions import Select
+from flashgen.spec.language.symbols import CORNERS, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
 
 FAR = sympy.Integer(2**30)
 """A number beyond every position, in place of infinity where a bound depends on a condition."""

@@ -13,29 +13,20 @@ from enum import IntEnum
 import sympy
 
 from flashgen.spec.analysis.sharing import CodeBlock, share, worth_a_name
-from flashgen.spec.language import (
-    K_HI,
-    K_LO,
-    Q_HI,
-    Q_LO,
-    SCORE,
-    Abs,
-    AsFloat,
-    Element,
-    FloatPower,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
+from flashgen.spec.language import float_operations as floats
+from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.float_functions import Abs
+from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SCORE, K, Q
+from flashgen.spec.language.sympy_functions import (
+    Floor,
     FloorDiv,
     FloorMod,
-    K,
     Maximum,
     Minimum,
-    Q,
+    Select,
 )
-from flashgen.spec.language.bit_functions import BitFunction
-from flashgen.spec.language.lets import Let, lets_of
-from flashgen.spec.language.sympy_functions import Floor, Select
+from flashgen.spec.language.tensor_elements import Element
 
 
 class Level(IntEnum):
@@ -60,9 +51,9 @@ _CHEAP = (
     *(
         sympy.Add,
         sympy.Mul,
-        AsFloat,
-        FloatSum,
-        FloatProduct,
+        floats.AsFloat,
+        floats.FloatSum,
+        floats.FloatProduct,
         Abs,
         sympy.Abs,
         sympy.sign,
@@ -203,10 +194,10 @@ def _level(uses: frozenset[sympy.Symbol]) -> Level:
 
 def _is_costly(expr: sympy.Basic) -> bool:
     """Whether the operation itself costs more than a few instructions."""
-    if isinstance(expr, sympy.Pow | FloatPower):
+    if isinstance(expr, sympy.Pow | floats.FloatPower):
         exponent = expr.args[1]
         return not (exponent.is_Integer and 0 < exponent <= 4)
-    if isinstance(expr, FloatQuotient):
+    if isinstance(expr, floats.FloatQuotient):
         return not expr.args[1].is_number
     if isinstance(expr, Element | FloorDiv | FloorMod | Let):
         return True

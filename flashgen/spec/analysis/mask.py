@@ -11,8 +11,9 @@ import sympy
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
 from flashgen.spec.analysis.tile_classes import may, must
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, Extreme, TensorSymbol
 from flashgen.spec.language.lets import atoms_of
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO
+from flashgen.spec.language.tensor_elements import Extreme, TensorSymbol
 
 
 @dataclass(frozen=True)

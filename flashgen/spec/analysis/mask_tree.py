@@ -9,9 +9,9 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.spec.analysis.tile_bounds import TileBounds, expanded, linear
-from flashgen.spec.language import FloorMod, Maximum, Minimum
 from flashgen.spec.language.comparisons import FloatRelation
 from flashgen.spec.language.divisors import is_data, may_be_zero
+from flashgen.spec.language.sympy_functions import FloorMod, Maximum, Minimum
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,12 @@ def _at_least_0(
             cases = tuple(case(arg) for arg in atom.args)
             any_suffices = isinstance(atom, Maximum) == (sign > 0)
             return AnyOf(cases) if any_suffices else AllOf(cases)
-        if isinstance(atom, sympy.Piecewise):
-            return _cases(atom, case, tile, split)
+        if isinstance(atom, sympy.Piecewise):  # an alternative per branch, under its conditions
+            alternatives, before = [], sympy.true
+            for value, condition in atom.args:
+                taken = sympy.And(before, condition)
+                if taken != sympy.false:
+                    alternatives.append(AllOf((lower(taken, tile, split), case(value))))
+                before = sympy.And(before, sympy.Not(condition))
+            return AnyOf(tuple(alternatives))
     return AtLeast0(expr)
-
-
-def _cases(
-    atom: sympy.Expr,
-    case: Callable[[sympy.Expr], Node],
-    tile: TileBounds,
-    split: Callable[[sympy.Expr], bool],
-) -> Node:
-    """One alternative per branch, each with the conditions that select it."""
-    alternatives, before = [], sympy.true
-    for value, condition in atom.args:
-        taken = sympy.And(before, condition)
-        if taken != sympy.false:
-            alternatives.append(AllOf((lower(taken, tile, split), case(value))))
-        before = sympy.And(before, sympy.Not(condition))
-    return AnyOf(tuple(alternatives))

@@ -19,21 +19,20 @@ from flashgen.spec.analysis.tile_bounds import (
     normal_form,
     pick_known,
 )
-from flashgen.spec.language import (
-    Element,
-    FloorDiv,
-    FloorMod,
-    Greatest,
-    Least,
-    Maximum,
-    Minimum,
-    is_int,
-)
 from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.divisors import is_data, may_be_zero
 from flashgen.spec.language.integer_limits import limits
 from flashgen.spec.language.lets import Let, named
-from flashgen.spec.language.sympy_functions import Select, branches_of
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import (
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Select,
+    branches_of,
+)
+from flashgen.spec.language.tensor_elements import Element, Greatest, Least
 
 _MINUS = sympy.S.NegativeOne
 

@@ -9,28 +9,21 @@ from functools import lru_cache
 import sympy
 
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
-from flashgen.spec.language import (
-    SCORE,
-    Element,
-    K,
-    Maximum,
-    Minimum,
-    Q,
-    TensorSymbol,
-    elements_of,
-    is_condition,
-)
 from flashgen.spec.language.comparisons import relation
 from flashgen.spec.language.lets import (
     Let,
     contains,
     direct_lets,
     distinct,
+    elements_of,
     lets_of,
     named,
     replaced,
     substituted,
 )
+from flashgen.spec.language.symbols import SCORE, K, Q, is_condition
+from flashgen.spec.language.sympy_functions import Maximum, Minimum
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 
 @dataclass(frozen=True)

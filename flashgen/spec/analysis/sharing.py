@@ -10,24 +10,18 @@ from functools import lru_cache
 import sympy
 from sympy.core.relational import Relational
 
-from flashgen.spec.language import (
-    Element,
+from flashgen.spec.language.float_functions import FUNCTIONS
+from flashgen.spec.language.float_operations import (
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
-    FloorDiv,
-    FloorMod,
-    Maximum,
-    Minimum,
-    is_condition,
-    is_int,
 )
-from flashgen.spec.language.float_functions import FUNCTIONS
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.lets import Let, distinct, elements_of, lets_of, parts_of
-from flashgen.spec.language.sympy_functions import Select
-from flashgen.spec.language.tensor_elements import TensorRead
+from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.tensor_elements import Element, TensorRead
 
 
 @dataclass(frozen=True)

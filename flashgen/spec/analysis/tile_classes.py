@@ -25,7 +25,6 @@ from flashgen.spec.analysis.tile_bounds import (
     normal_form,
     pick_known,
 )
-from flashgen.spec.language import CORNERS, AsFloat, FloorDiv, FloorMod, Maximum, Minimum, is_int
 from flashgen.spec.language.comparisons import (
     FloatEqual,
     FloatGreater,
@@ -35,7 +34,10 @@ from flashgen.spec.language.comparisons import (
     FloatRelation,
     FloatUnequal,
 )
+from flashgen.spec.language.float_operations import AsFloat
 from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.symbols import CORNERS, is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
 
 _MOST_CASES = 2
 """Alternatives that a conjunction is split into; each has the conditions of all other parts."""

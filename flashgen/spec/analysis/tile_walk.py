@@ -13,9 +13,8 @@ from flashgen.shared.dtypes import SCALAR_DTYPES, Number
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import Interval
 from flashgen.spec.analysis.mask import MaskAnalysis
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
+from flashgen.spec.language.symbols import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

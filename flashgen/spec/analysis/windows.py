@@ -16,19 +16,9 @@ import sympy
 from flashgen.spec.analysis.ranges import range_of
 from flashgen.spec.analysis.tile_bounds import TileBounds, linear
 from flashgen.spec.analysis.tile_classes import bounds
-from flashgen.spec.language import (
-    SCORE,
-    Element,
-    FloorDiv,
-    FloorMod,
-    Greatest,
-    K,
-    Least,
-    Maximum,
-    Minimum,
-    Q,
-    is_int,
-)
+from flashgen.spec.language.symbols import SCORE, K, Q, is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
+from flashgen.spec.language.tensor_elements import Element, Greatest, Least
 
 SCORES_PER_SUM = 4
 """A window has at most one sum for this number of scores: more would save few additions."""

@@ -19,7 +19,6 @@ import sympy
 from flashgen.shared.dtypes import POSITION_LIMIT, is_bool
 from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES
-from flashgen.spec.language import B, Element, FloorDiv, K, Q, Tensor
 from flashgen.spec.language.function_identity import (
     bound,
     from_parts,
@@ -28,6 +27,10 @@ from flashgen.spec.language.function_identity import (
     outside,
     to_parts,
 )
+from flashgen.spec.language.symbols import B, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv
+from flashgen.spec.language.tensor import Tensor
+from flashgen.spec.language.tensor_elements import Element
 from flashgen.spec.language.user_source import in_specs, lines_of, user_location
 
 _LINES = ("batch", "heads")

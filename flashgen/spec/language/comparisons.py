@@ -44,7 +44,8 @@ class FloatRelation:
     @property
     def reversed(self) -> Any:
         """The same comparison with its sides exchanged."""
-        return _REVERSED[type(self)](*reversed(self.args))  # type: ignore[attr-defined]
+        mirrored = FLOAT_RELATIONS[MIRRORED[REAL_RELATIONS[type(self)]]]
+        return mirrored(*reversed(self.args))  # type: ignore[attr-defined]
 
     @property
     def negated(self) -> sympy.Basic:
@@ -107,11 +108,12 @@ def relation(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Bas
     return kind(a, b) if is_int(a) and is_int(b) else FLOAT_RELATIONS[kind](a, b)
 
 
-_REVERSED = {
-    FloatLess: FloatGreater,
-    FloatLessEqual: FloatGreaterEqual,
-    FloatGreater: FloatLess,
-    FloatGreaterEqual: FloatLessEqual,
-    FloatEqual: FloatEqual,
-    FloatUnequal: FloatUnequal,
+MIRRORED = {
+    sympy.Lt: sympy.Gt,
+    sympy.Le: sympy.Ge,
+    sympy.Gt: sympy.Lt,
+    sympy.Ge: sympy.Le,
+    sympy.Eq: sympy.Eq,
+    sympy.Ne: sympy.Ne,
 }
+"""The relation that holds with exchanged sides."""

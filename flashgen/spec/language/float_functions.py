@@ -47,7 +47,7 @@ class Bounded(NamedTuple):
 class FloatFunction(RealFunction):
     """A function for mods that torch and CUDA have: ``fg.<called>``.
 
-    A subclass has `form` (as sympy has it) and `fdiff` (its derivative) besides the attributes.
+    A subclass has `form` (as sympy has it) and `slope` (its derivative) besides the attributes.
 
     Attributes:
         called: its name in fg, torch and math.
@@ -87,6 +87,7 @@ class Abs(RealFunction):
 
     nargs = (1,)
     form = staticmethod(sympy.Abs)
+    slope = staticmethod(sympy.sign)
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
@@ -94,9 +95,6 @@ class Abs(RealFunction):
 
     def _eval_is_integer(self) -> Any:
         return self.args[0].is_integer
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.sign(self.args[0])
 
 
 class Exp(FloatFunction):
@@ -107,9 +105,7 @@ class Exp(FloatFunction):
     instructions = (8, 8)
     interval = Monotone(least=0.0)
     form = staticmethod(sympy.exp)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return self
+    slope = staticmethod(lambda x: Exp(x))
 
 
 class Log(FloatFunction):
@@ -121,9 +117,7 @@ class Log(FloatFunction):
     instructions = (2, 22)
     interval = Monotone(from_on=0)
     form = staticmethod(sympy.log)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / self.args[0]
+    slope = staticmethod(lambda x: 1 / x)
 
 
 class Log2(FloatFunction):
@@ -135,13 +129,8 @@ class Log2(FloatFunction):
     instructions = (1, 22)
     is_costly = False
     interval = Monotone(from_on=0)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.log(x) / sympy.log(2)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (self.args[0] * Log(sympy.Integer(2)))
+    form = staticmethod(lambda x: sympy.log(x) / sympy.log(2))
+    slope = staticmethod(lambda x: 1 / (x * Log(sympy.Integer(2))))
 
 
 class Tanh(FloatFunction):
@@ -152,9 +141,7 @@ class Tanh(FloatFunction):
     instructions = (1, 20)
     interval = Monotone(-1.125, 1.125)
     form = staticmethod(sympy.tanh)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 - self**2
+    slope = staticmethod(lambda x: 1 - Tanh(x) ** 2)
 
 
 class Sin(FloatFunction):
@@ -167,9 +154,7 @@ class Sin(FloatFunction):
     is_costly = False
     interval = Bounded(1, of_finite=True)
     form = staticmethod(sympy.sin)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return Cos(self.args[0])
+    slope = staticmethod(lambda x: Cos(x))
 
 
 class Cos(FloatFunction):
@@ -182,9 +167,7 @@ class Cos(FloatFunction):
     is_costly = False
     interval = Bounded(1, of_finite=True)
     form = staticmethod(sympy.cos)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return -Sin(self.args[0])
+    slope = staticmethod(lambda x: -Sin(x))
 
 
 class Sigmoid(FloatFunction):
@@ -195,16 +178,12 @@ class Sigmoid(FloatFunction):
     instructions = (9, 17)
     is_costly = False
     interval = Monotone(0.0, 1.125)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return 1 / (1 + sympy.exp(-x))
+    form = staticmethod(lambda x: 1 / (1 + sympy.exp(-x)))
 
     def _eval_is_positive(self) -> Any:
         return self.args[0].is_real
 
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return self * (1 - self)
+    slope = staticmethod(lambda x: Sigmoid(x) * (1 - Sigmoid(x)))
 
 
 class Erf(FloatFunction):
@@ -216,9 +195,7 @@ class Erf(FloatFunction):
     instructions = (20, 20)
     interval = Monotone(-1.125, 1.125)
     form = staticmethod(sympy.erf)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 2 / sympy.sqrt(sympy.pi) * Exp(-(self.args[0] ** 2))
+    slope = staticmethod(lambda x: 2 / sympy.sqrt(sympy.pi) * Exp(-(x**2)))
 
 
 class Erfc(FloatFunction):
@@ -230,9 +207,7 @@ class Erfc(FloatFunction):
     instructions = (45, 45)
     interval = Monotone(0.0, 3.0, falls=True)
     form = staticmethod(sympy.erfc)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return -2 / sympy.sqrt(sympy.pi) * Exp(-(self.args[0] ** 2))
+    slope = staticmethod(lambda x: -2 / sympy.sqrt(sympy.pi) * Exp(-(x**2)))
 
 
 class Log1p(FloatFunction):
@@ -244,13 +219,8 @@ class Log1p(FloatFunction):
     most_instructions = 30
     instructions = (24, 24)
     interval = Monotone(from_on=-1)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.log(1 + x)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (1 + self.args[0])
+    form = staticmethod(lambda x: sympy.log(1 + x))
+    slope = staticmethod(lambda x: 1 / (1 + x))
 
 
 class Expm1(FloatFunction):
@@ -261,13 +231,8 @@ class Expm1(FloatFunction):
     most_instructions = 30
     instructions = (22, 22)
     interval = Monotone(least=-2.0)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.exp(x) - 1
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return Exp(self.args[0])
+    form = staticmethod(lambda x: sympy.exp(x) - 1)
+    slope = staticmethod(lambda x: Exp(x))
 
 
 class Atan(FloatFunction):
@@ -280,9 +245,7 @@ class Atan(FloatFunction):
     instructions = (20, 20)
     interval = Monotone(-2.0, 2.0)
     form = staticmethod(sympy.atan)
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return 1 / (1 + self.args[0] ** 2)
+    slope = staticmethod(lambda x: 1 / (1 + x**2))
 
 
 class Atan2(FloatFunction):

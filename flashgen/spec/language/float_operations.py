@@ -12,6 +12,7 @@ An integer among the arguments is converted, and a number is a literal: both are
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
@@ -29,9 +30,8 @@ class AsFloat(RealFunction):
 
     nargs = (1,)
 
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return x
+    form = staticmethod(lambda x: x)
+    slope = staticmethod(lambda x: sympy.S.One)
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
@@ -47,9 +47,6 @@ class AsFloat(RealFunction):
 
     def _eval_is_negative(self) -> Any:
         return self.args[0].is_negative
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.S.One
 
 
 def plain(x: sympy.Expr) -> sympy.Expr:
@@ -91,28 +88,20 @@ class FloatSum(_FloatOperation):
     """``a + b``. A sum with 0 is not b itself, which may be the negative zero."""
 
     precedence = PRECEDENCE["Add"]
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return a + b
+    form = staticmethod(operator.add)
+    slope = staticmethod(lambda a, b: sympy.S.One)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         first, second = sorted((plain(a), plain(b)), key=default_sort_key)
         return None if (first, second) == (a, b) else cls(first, second)
 
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.S.One
-
 
 class FloatProduct(_FloatOperation):
     """``a * b``, without the signs of its factors."""
 
     precedence = PRECEDENCE["Mul"]
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return a * b
+    form = staticmethod(operator.mul)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -133,10 +122,7 @@ class FloatQuotient(_FloatOperation):
     """``a / b``, without the signs of its arguments."""
 
     precedence = PRECEDENCE["Mul"]
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return a / b
+    form = staticmethod(operator.truediv)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -163,10 +149,7 @@ class FloatPower(_FloatOperation):
     """``a ** b``."""
 
     precedence = PRECEDENCE["Pow"]
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return a**b
+    form = staticmethod(operator.pow)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:

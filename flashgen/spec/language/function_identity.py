@@ -178,66 +178,53 @@ def _fill_function(function: types.FunctionType, state: tuple[Any, ...]) -> None
 
 @dataclass(frozen=True)
 class _Module:
+    """A module, by its name."""
+
     name: str
-
-
-@dataclass(frozen=True)
-class _Again:
-    """A reference to an enclosing function, by its position among those that enclose it."""
-
-    place: int
 
 
 @dataclass(frozen=True)
 class _Code:
-    """A function as picklable parts: its code and the values that it accesses."""
+    """The code of a function as `marshal` has it, which is that of one version of Python."""
 
     python: str
     where: str
     code: bytes
-    name: str
-    module: str
-    defaults: tuple[Any, ...]
-    named: dict[str, Any]  # defaults of arguments by name
-    attributes: dict[str, Any]
-    cells: tuple[Any, ...]
-    outer: dict[str, Any]
 
 
-def to_parts(value: Any, above: tuple[object, ...] = ()) -> Any:
-    """A picklable form of ``value``; for a function that cannot be imported, its code."""
-    if isinstance(value, types.ModuleType):
-        return _Module(value.__name__)
-    if not isinstance(value, types.FunctionType) or _is_library(value.__module__):
+@dataclass(frozen=True)
+class _Parts:
+    """A function by value: what it is made of, and what other processes import for it."""
+
+    data: bytes
+    kept: tuple[Any, ...]
+
+
+def to_parts(function: Any) -> Any:
+    """A picklable form of a function that cannot be imported, with the values that it can reach."""
+    data, kept = _pickled(function)
+    where = str(lines_of(function, "")) if callable(function) else "unknown"
+
+    def portable(value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return _Module(value.__name__)
+        if isinstance(value, types.CodeType):
+            return _Code(str(sys.implementation.cache_tag), where, marshal.dumps(value))
         return value
-    if value in above:
-        return _Again(above.index(value))
-    above = (*above, value)
-    cells, outer = _seen(value)
-    return _Code(
-        python=str(sys.implementation.cache_tag),
-        where=str(lines_of(value, "")),
-        code=marshal.dumps(value.__code__),
-        name=value.__name__,
-        module=value.__module__,
-        defaults=tuple(to_parts(each, above) for each in value.__defaults__ or ()),
-        named={n: to_parts(each, above) for n, each in (value.__kwdefaults__ or {}).items()},
-        attributes={n: to_parts(each, above) for n, each in value.__dict__.items()},
-        cells=tuple(to_parts(cell, above) for cell in cells),
-        outer={name: to_parts(each, above) for name, each in outer.items()},
-    )
+
+    return _Parts(data, tuple(map(portable, kept)))
 
 
-def from_parts(part: Any, above: tuple[object, ...] = ()) -> Any:
-    """The inverse of `to_parts`.
+def from_parts(part: Any) -> Any:
+    """The inverse of `to_parts`; another value is returned as it is.
 
     Raises:
         SpecError: the code is from another version of Python, which this version cannot run.
     """
     if isinstance(part, _Module):
         return __import__(part.name, fromlist=["*"])
-    if isinstance(part, _Again):
-        return above[part.place]
+    if isinstance(part, _Parts):
+        return _Unpickler(io.BytesIO(part.data), list(map(from_parts, part.kept))).load()
     if not isinstance(part, _Code):
         return part
     if part.python != sys.implementation.cache_tag:
@@ -248,15 +235,7 @@ def from_parts(part: Any, above: tuple[object, ...] = ()) -> Any:
             way_out="def it at the top level of a module that both can import, with nothing that "
             "it reads from outside",
         )
-    made = _empty_function(marshal.loads(part.code), part.name, part.module)
-    above = (*above, made)
-    cells = tuple(from_parts(each, above) for each in part.cells)
-    outer = {name: from_parts(each, above) for name, each in part.outer.items()}
-    defaults = tuple(from_parts(each, above) for each in part.defaults) or None
-    named = {n: from_parts(each, above) for n, each in part.named.items()} or None
-    attributes = {n: from_parts(each, above) for n, each in part.attributes.items()}
-    _fill_function(made, (cells, outer, defaults, named, attributes))
-    return made
+    return marshal.loads(part.code)
 
 
 def _seen(function: types.FunctionType) -> tuple[tuple[Any, ...], dict[str, Any]]:

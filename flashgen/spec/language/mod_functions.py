@@ -20,12 +20,7 @@ from flashgen.spec.language.lets import Let, replaced
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import is_condition, is_int
-from flashgen.spec.language.sympy_functions import (
-    Floor,
-    Maximum,
-    Minimum,
-    Round,
-)
+from flashgen.spec.language.sympy_functions import Floor, Maximum, Minimum, Round
 from flashgen.spec.language.traced import (
     Operand,
     Traced,

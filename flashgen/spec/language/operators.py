@@ -7,7 +7,7 @@ from collections.abc import Callable
 import sympy
 
 from flashgen.spec.language.bit_functions import BitAnd, BitOr, BitXor, ShiftLeft, ShiftRight
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS, as_float32
+from flashgen.spec.language.comparisons import FLOAT_RELATIONS, MIRRORED, as_float32
 from flashgen.spec.language.divisors import check_divisors
 from flashgen.spec.language.float_operations import (
     FloatPower,
@@ -144,7 +144,7 @@ def compare(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basi
     if is_int(a) and is_int(b):
         # sympy would try in vain to decide it, which takes long.
         return kind(a, b) if _is_decided(a, b) else kind(a, b, evaluate=False)
-    for x, literal, relation in ((a, b, kind), (b, a, _FROM_THE_RIGHT[kind])):
+    for x, literal, relation in ((a, b, kind), (b, a, MIRRORED[kind])):
         whole = _whole_bound(relation, plain(literal)) if is_int(x) else None
         if whole is not None:
             return compare(whole[0], x, whole[1])
@@ -173,15 +173,6 @@ def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
     (a_lo, a_hi), (b_lo, b_hi) = limits(a), limits(b)
     return a_lo >= b_hi or a_hi <= b_lo or (a - b).is_number
 
-
-_FROM_THE_RIGHT = {
-    sympy.Lt: sympy.Gt,
-    sympy.Le: sympy.Ge,
-    sympy.Gt: sympy.Lt,
-    sympy.Ge: sympy.Le,
-    sympy.Eq: sympy.Eq,
-    sympy.Ne: sympy.Ne,
-}
 
 _LARGEST_EXACT = 2**23
 
@@ -219,21 +210,11 @@ _INTEGER_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = 
     "**": lambda a, b: a**b,
 }
 
-_FLOAT_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
+_FLOAT_OPERATORS = _INTEGER_OPERATORS | {
     "+": FloatSum,
     "-": lambda a, b: FloatSum(a, negative(b)),
     "*": FloatProduct,
-    "/": FloatQuotient,
-    "//": FloorDiv,
-    "%": FloorMod,
     "**": FloatPower,
 }
 
-_RELATIONS = {
-    "<": sympy.Lt,
-    "<=": sympy.Le,
-    ">": sympy.Gt,
-    ">=": sympy.Ge,
-    "==": sympy.Eq,
-    "!=": sympy.Ne,
-}
+_RELATIONS = {kind.rel_op: kind for kind in FLOAT_RELATIONS}

@@ -9,20 +9,8 @@ import sympy
 from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
 
-from flashgen.spec.language.comparisons import FLOAT_RELATIONS
 from flashgen.spec.language.float_operations import NAN, FloatPower, FloatProduct, FloatSum
 from flashgen.spec.language.symbols import SCORE
-
-SIGNS = {
-    sympy.StrictLessThan: "<",
-    sympy.LessThan: "<=",
-    sympy.StrictGreaterThan: ">",
-    sympy.GreaterThan: ">=",
-    sympy.Equality: "==",
-    sympy.Unequality: "!=",
-}
-SIGNS |= {FLOAT_RELATIONS[kind]: sign for kind, sign in SIGNS.items()}
-"""The sign of each relation, in Python and in C++."""
 
 
 def python_text(expr: sympy.Basic) -> str:
@@ -147,8 +135,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]
     _print_ShiftLeft, _print_ShiftRight = _by_sign("<<"), _by_sign(">>")
 
     def _print_Relational(self, expr: Any) -> str:
-        sign = SIGNS[type(expr)]
-        return f"{self._print(expr.lhs)} {sign} {self._print(expr.rhs)}"
+        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
 
     def _print_And(self, expr: Any) -> str:
         return " & ".join(self._bracketed(arg) for arg in expr.args)

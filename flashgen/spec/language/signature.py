@@ -24,10 +24,13 @@ from flashgen.shared.signature import (
     TensorArgument,
     ZeroDivision,
 )
-from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, Scalar, Tensor, python_text
 from flashgen.spec.language.divisors import divisions_by_zero
 from flashgen.spec.language.lets import Let, substituted
+from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.spec.language.tensor import Tensor
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,14 +13,15 @@ from flashgen.shared.dtypes import dtype_name
 from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE
-from flashgen.spec.language import SCORE, H, Scalar, Tensor, trace_mask, trace_score
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.block_layout import check_names as check_layout_names
+from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
-from flashgen.spec.language.tensor import sink_of
+from flashgen.spec.language.symbols import SCORE, H
+from flashgen.spec.language.tensor import Tensor, sink_of
 from flashgen.spec.language.traced import Capture
-from flashgen.spec.language.tracing import PickledMod, TracedMod
+from flashgen.spec.language.tracing import PickledMod, TracedMod, trace_mask, trace_score
 from flashgen.spec.language.user_source import SourceLines, in_specs, user_location
 
 Mod = Callable[..., object]

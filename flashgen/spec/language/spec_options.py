@@ -32,6 +32,18 @@ _ELSEWHERE = {
 """What has the effect of options of other attention functions."""
 
 
+_SWITCHES = (
+    ("dropout", "the probability is an argument", "dropout_p=0.1"),
+    (
+        "packed",
+        "the boundaries of the sequences are arguments",
+        "cu_seqlens_q=..., cu_seqlens_k=...",
+    ),
+    ("paged", "the page table and the lengths are arguments", "page_table=..., cache_seqlens=..."),
+)
+"""Options that are on or off, what belongs to them, and how calls give it."""
+
+
 def check_options(
     accepted: Sequence[str], positional: int, options: Mapping[str, object], where: str
 ) -> None:
@@ -87,25 +99,12 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             f"scale {scale!r}",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
-    if not isinstance(spec.dropout, bool):
-        mistake(
-            "dropout is True or False; the probability is an argument of the call",
-            f"dropout {spec.dropout!r}",
-            "dropout=True, and op(..., dropout_p=0.1)",
-        )
-    if not isinstance(spec.packed, bool):
-        mistake(
-            "packed is True or False; the boundaries of the sequences are arguments of the call",
-            f"packed {spec.packed!r}",
-            "packed=True, and op(..., cu_seqlens_q=..., cu_seqlens_k=...)",
-        )
-    if not isinstance(spec.paged, bool):
-        mistake(
-            "paged is True or False; the page table and the lengths are arguments of the call",
-            f"paged {spec.paged!r}",
-            "paged=True, and op(..., page_table=..., cache_seqlens=...)",
-        )
-    elif spec.paged and (spec.packed is True or spec.dropout is True):
+    for option, given_with_calls, arguments in _SWITCHES:
+        value = getattr(spec, option)
+        if not isinstance(value, bool):
+            what = f"{option} is True or False; {given_with_calls} of the call"
+            mistake(what, f"{option} {value!r}", f"{option}=True, and op(..., {arguments})")
+    if spec.paged is True and (spec.packed is True or spec.dropout is True):
         option = "packed" if spec.packed is True else "dropout"
         mistake(
             f"a spec with paged=True cannot have {option}=True",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd
+from math import floor, gcd
 from typing import Any
 
 import sympy
@@ -37,6 +37,12 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
 
     form: Callable[..., sympy.Expr] | None = None
     """The function as sympy has it, for the values of numbers."""
+
+    slope: Callable[..., sympy.Expr]
+    """The derivative at the arguments, of functions for which that by each has one form."""
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        return self.slope(*self.args)
 
     def _eval_evalf(self, prec: int) -> sympy.Expr | None:
         if self.form is None:
@@ -65,10 +71,8 @@ class FloorDiv(RealFunction):
 
     nargs = (2,)
     integer_closed = True
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return sympy.floor(a / b)
+    form = staticmethod(lambda a, b: sympy.floor(a / b))
+    slope = staticmethod(lambda a, b: sympy.S.Zero)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -123,19 +127,13 @@ class FloorDiv(RealFunction):
             return a.is_nonnegative
         return None
 
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.S.Zero
-
 
 class FloorMod(RealFunction):
     """``a - b * floor(a / b)``. Where b is 0, the remainder of integers is 0 and of floats NaN."""
 
     nargs = (2,)
     integer_closed = True
-
-    @staticmethod
-    def form(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-        return a - b * sympy.floor(a / b)
+    form = staticmethod(lambda a, b: a - b * sympy.floor(a / b))
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -246,45 +244,35 @@ class Maximum(_Extremum):
     _least = False
 
 
-class Floor(RealFunction):
-    """Round down. Its derivative is 0, as in torch."""
+class _Rounding(RealFunction):
+    """A function to integers, which ``of`` computes for a fraction. Its derivative is 0."""
 
     nargs = (1,)
+    slope = staticmethod(lambda x: sympy.S.Zero)
+    of: Callable[[Fraction], int]
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        if is_int(x):
+            return x
+        return sympy.Integer(cls.of(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
+
+    def _eval_is_integer(self) -> Any:
+        return self.args[0].is_real
+
+
+class Floor(_Rounding):
+    """Round down."""
+
     form = staticmethod(sympy.floor)
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        if is_int(x):
-            return x
-        return sympy.floor(x) if x.is_Rational else None
-
-    def _eval_is_integer(self) -> Any:
-        return self.args[0].is_real
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.S.Zero
+    of = staticmethod(floor)
 
 
-class Round(RealFunction):
-    """Round to the nearest integer, halves to the even one. Its derivative is 0, as in torch."""
+class Round(_Rounding):
+    """Round to the nearest integer, halves to the even one."""
 
-    nargs = (1,)
-
-    @staticmethod
-    def form(x: sympy.Expr) -> sympy.Expr:
-        return sympy.Integer(round(x))
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        if is_int(x):
-            return x
-        return sympy.Integer(round(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
-
-    def _eval_is_integer(self) -> Any:
-        return self.args[0].is_real
-
-    def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        return sympy.S.Zero
+    form = staticmethod(lambda x: sympy.Integer(round(x)))
+    of = staticmethod(round)
 
 
 class Select(RealFunction):

@@ -1,7 +1,8 @@
 """The arguments of the commands: each option is declared once, with its default and its help.
 
 A command is a function of one of these values; `tools.cli.program` makes the command line from
-the fields, and its help from the docstring.
+the fields, and its help from the docstring. An option is its help, after the name of its value
+where it has one, and before its limits; or typer's own value, where its flags are not its name.
 """
 
 from __future__ import annotations
@@ -21,42 +22,34 @@ DECODING_SHAPE = "1,32,8,1,131072"
 Scalars = Annotated[
     tuple[str, ...], Option("--scalar", metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
 ]
-InsteadOfForward = Annotated[
-    bool, Option("--backward", help="The backward kernels instead of the forward kernel.")
+InsteadOfForward = Annotated[bool, "The backward kernels instead of the forward kernel."]
+Deterministic = Annotated[bool, "With --backward: sums in a fixed order, bitwise reproducible."]
+Sram = Annotated[int | None, "Bytes of shared memory per block to plan for, not the arch's own."]
+Shape = Annotated[str, "B,H,N or B,Hq,Hkv,Nq,Nk."]
+SpecFile = Annotated[
+    str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
 ]
-Deterministic = Annotated[
-    bool,
-    Option("--deterministic", help="With --backward: sums in a fixed order, bitwise reproducible."),
-]
-Sram = Annotated[
-    int | None, Option(help="Bytes of shared memory per block to plan for, not the arch's own.")
-]
+Arch = Annotated[str | None, "ARCH", f"{KNOWN}."]
+QOffset = Annotated[int, "Global position of the first query."]
+KOffset = Annotated[int, "Global position of the first key."]
+AT_LEAST_0, AT_LEAST_1 = {"min": 0}, {"min": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecChanges:
     """What a spec gets instead of its own."""
 
-    dtype: Annotated[
-        str | None, Option(metavar="DTYPE", help=f"Instead: {', '.join(OPERAND_DTYPES)}.")
-    ] = None
-    head_dim: Annotated[int | None, Option(help="Another head dim: a multiple of 8 up to 256.")] = (
-        None
-    )
-    head_dim_v: Annotated[int | None, Option(help="Another head dim of v and the output.")] = None
+    dtype: Annotated[str | None, "DTYPE", f"Instead: {', '.join(OPERAND_DTYPES)}."] = None
+    head_dim: Annotated[int | None, "Another head dim: a multiple of 8 up to 256."] = None
+    head_dim_v: Annotated[int | None, "Another head dim of v and the output."] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecArguments(SpecChanges):
     """A spec, changes to it, and the target."""
 
-    path: Annotated[
-        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
-    ]
-    arch: Annotated[
-        str | None,
-        Option(metavar="ARCH", help=f"{KNOWN}."),
-    ] = None
+    path: SpecFile
+    arch: Arch = None
     sram: Sram = None
 
 
@@ -64,21 +57,15 @@ class SpecArguments(SpecChanges):
 class DecodingArguments(SpecArguments):
     """A spec, and whether its queries are the last positions of a sequence."""
 
-    decode: Annotated[
-        bool,
-        Option("--decode", help="Queries at the last positions: one, or the Nq of --shape."),
-    ] = False
-    page: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="With --decode: a cache with pages of N keys."),
-    ] = None
+    decode: Annotated[bool, "Queries at the last positions: one, or the Nq of --shape."] = False
+    page: Annotated[int | None, "N", "With --decode: a cache with pages of N keys.", AT_LEAST_1] = (
+        None
+    )
     split_size: Annotated[
         int | None,
-        Option(
-            min=0,
-            metavar="N",
-            help="With --decode: keys of a split, instead of the plan's; 0: none.",
-        ),
+        "N",
+        "With --decode: keys of a split, instead of the plan's; 0: none.",
+        AT_LEAST_0,
     ] = None
 
 
@@ -86,15 +73,13 @@ class DecodingArguments(SpecArguments):
 class CallArguments(SpecArguments):
     """A spec and a call of it on random operands."""
 
-    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,4,256"
+    shape: Shape = "1,4,256"
     scalars: Scalars = ()
-    backward: Annotated[bool, Option("--backward", help="The backward kernels too.")] = False
+    backward: Annotated[bool, "The backward kernels too."] = False
     deterministic: Deterministic = False
-    dropout: Annotated[
-        float, Option(metavar="P", help="Probability of dropping an element of P.")
-    ] = 0.0
+    dropout: Annotated[float, "P", "Probability of dropping an element of P."] = 0.0
     seed: Annotated[
-        int, Option(min=0, max=2**62, help="Seed of the random operands and of dropout.")
+        int, "Seed of the random operands and of dropout.", {"min": 0, "max": 2**62}
     ] = 0
 
 
@@ -102,21 +87,16 @@ class CallArguments(SpecArguments):
 class RunArguments(CallArguments, DecodingArguments):
     """Analyse, plan, emit, compile, execute and compare with the float64 oracle."""
 
-    q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
-    k_offset: Annotated[int, Option(help="Global position of the first key.")] = 0
-    backend: Annotated[
-        str | None, Option(help="gpu or emulator; by default a GPU where there is one.")
-    ] = None
-    check: Annotated[bool, Option(help="Compare with the oracle in float64.")] = True
-    checkers: Annotated[bool, Option(help="The emulator's checkers of memory and races.")] = True
+    q_offset: QOffset = 0
+    k_offset: KOffset = 0
+    backend: Annotated[str | None, "gpu or emulator; by default a GPU where there is one."] = None
+    check: Annotated[bool, "Compare with the oracle in float64."] = True
+    checkers: Annotated[bool, "The emulator's checkers of memory and races."] = True
     order_seed: Annotated[
         tuple[int, ...],
-        Option(
-            metavar="SEED",
-            min=0,
-            max=(1 << 32) - 1,
-            help="Run in the emulator in an order of blocks and warps drawn from SEED; repeatable.",
-        ),
+        "SEED",
+        "Run in the emulator in an order of blocks and warps drawn from SEED; repeatable.",
+        {"min": 0, "max": (1 << 32) - 1},
     ] = ()
 
 
@@ -129,10 +109,8 @@ class CountedArguments(CallArguments, DecodingArguments):
 class ProfileArguments(CountedArguments):
     """Count the work of kernels in the emulator, beside the plan's predictions and the roofline."""
 
-    lines: Annotated[int, Option(min=0, help="Number of lines of the source to show.")] = 8
-    plot: Annotated[
-        Path | None, Option(metavar="FILE.png", help="Draw the roofline (matplotlib).")
-    ] = None
+    lines: Annotated[int, "Number of lines of the source to show.", AT_LEAST_0] = 8
+    plot: Annotated[Path | None, "FILE.png", "Draw the roofline (matplotlib)."] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,23 +121,18 @@ class ReportArguments(CountedArguments):
     flashgen report SPEC --arch sm_80,sm_90a.
     """
 
-    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,2,320"
+    shape: Shape = "1,2,320"
     other: Annotated[
         str | None, Argument(metavar="[SPEC]", help="A second spec, to compare with the first.")
     ] = None
-    arch: Annotated[str | None, Option(metavar="ARCH[,ARCH]", help=f"One or two of {KNOWN}.")] = (
-        None
-    )
+    arch: Annotated[str | None, "ARCH[,ARCH]", f"One or two of {KNOWN}."] = None
     predict: Annotated[
-        str | None,
-        Option(metavar="SHAPE", help="Another shape for the predicted durations and schedules."),
+        str | None, "SHAPE", "Another shape for the predicted durations and schedules."
     ] = None
     tile: Annotated[
         str | None,
-        Option(
-            metavar="QxK[,QxK]",
-            help="Tiles of the forward kernel, such as 64x32; plan for the plan's own.",
-        ),
+        "QxK[,QxK]",
+        "Tiles of the forward kernel, such as 64x32; plan for the plan's own.",
     ] = None
     output: Annotated[Path, Option("-o", "--output", metavar="FILE.html", help="The page.")] = Path(
         "report.html"
@@ -170,10 +143,10 @@ class ReportArguments(CountedArguments):
 class TuneArguments(CallArguments):
     """Rank the tiles for a shape; on a GPU measure the best and remember the winner."""
 
-    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "4,16,4096"
+    shape: Shape = "4,16,4096"
     backward: InsteadOfForward = False
-    most: Annotated[int, Option(min=1, help="Number of the best choices to measure on a GPU.")] = 8
-    show: Annotated[int, Option(min=1, help="Number of ranked choices to show without a GPU.")] = 10
+    most: Annotated[int, "Number of the best choices to measure on a GPU.", AT_LEAST_1] = 8
+    show: Annotated[int, "Number of ranked choices to show without a GPU.", AT_LEAST_1] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,51 +155,37 @@ class PlanArguments(DecodingArguments):
 
     shape: Annotated[
         str | None,
-        Option(
-            help="B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches. With --decode "
-            f"{DECODING_SHAPE} by default."
-        ),
+        "B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches. With --decode "
+        f"{DECODING_SHAPE} by default.",
     ] = None
     scalars: Scalars = ()
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
-    policy: Annotated[str, Option(help="derived, or paper for Algorithm 1's block sizes.")] = (
-        "derived"
-    )
+    policy: Annotated[str, "derived, or paper for Algorithm 1's block sizes."] = "derived"
     world: Annotated[
-        int | None,
-        Option(min=1, metavar="W", help="With --shape: the ranks of a distributed call."),
+        int | None, "W", "With --shape: the ranks of a distributed call.", AT_LEAST_1
     ] = None
-    method: Annotated[str, Option(help="With --world: ring, all_gather or all_to_all.")] = "ring"
-    shard: Annotated[str, Option(help="With --world: head_tail, contiguous or balance.")] = (
-        "head_tail"
-    )
-    link: Annotated[
-        float | None, Option(metavar="GB/s", help="With --world: what a GPU can send.")
-    ] = None
+    method: Annotated[str, "With --world: ring, all_gather or all_to_all."] = "ring"
+    shard: Annotated[str, "With --world: head_tail, contiguous or balance."] = "head_tail"
+    link: Annotated[float | None, "GB/s", "With --world: what a GPU can send."] = None
     map: Annotated[
-        Path | None,
-        Option(metavar="FILE.png", help="With --world: draw which rank computes which tile."),
+        Path | None, "FILE.png", "With --world: draw which rank computes which tile."
     ] = None
-    certify: Annotated[
-        bool, Option("--certify", help="Prove the claims on which plans and kernels rest.")
-    ] = False
+    certify: Annotated[bool, "Prove the claims on which plans and kernels rest."] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(SpecArguments):
     """Compile a spec and look at the result."""
 
-    kernel: Annotated[
-        str, Option(help="forward, or of the backward: delta, fused, convert_dq, dkdv or dq.")
-    ] = "forward"
-    cuda: Annotated[bool, Option("--cuda", help="The emitted CUDA.")] = False
-    ptx: Annotated[bool, Option("--ptx", help="The PTX.")] = False
-    sass: Annotated[bool, Option("--sass", help="The machine code.")] = False
-    resources: Annotated[
-        bool, Option("--resources", help="Registers, memory, code size (the default).")
-    ] = False
-    log: Annotated[bool, Option("--log", help="The compiler's messages.")] = False
+    kernel: Annotated[str, "forward, or of the backward: delta, fused, convert_dq, dkdv or dq."] = (
+        "forward"
+    )
+    cuda: Annotated[bool, "The emitted CUDA."] = False
+    ptx: Annotated[bool, "The PTX."] = False
+    sass: Annotated[bool, "The machine code."] = False
+    resources: Annotated[bool, "Registers, memory, code size (the default)."] = False
+    log: Annotated[bool, "The compiler's messages."] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +204,7 @@ class EmitArguments:
         Argument(metavar="[SPECS]...", help="Spec files whose kernels are emitted as whole files."),
     ] = ()
     output: Annotated[Path, Option("-o", "--output", help="Folder.")] = Path("generated")
-    check: Annotated[bool, Option("--check", help="Write nothing; exit 1 if a file differs.")] = (
-        False
-    )
+    check: Annotated[bool, "Write nothing; exit 1 if a file differs."] = False
     archs: Annotated[
         tuple[str, ...],
         Option("--arch", metavar="ARCH", help=f"With SPECS: {KNOWN}; repeatable."),
@@ -268,8 +225,8 @@ class ExportArguments(SpecChanges):
         tuple[str, ...],
         Option("--arch", metavar="A,B", help=f"{KNOWN}; several joined by commas."),
     ] = ()
-    backward: Annotated[bool, Option("--backward", help="The backward kernels too.")] = False
-    dropout: Annotated[bool, Option("--dropout", help="Kernels that can drop too.")] = False
+    backward: Annotated[bool, "The backward kernels too."] = False
+    dropout: Annotated[bool, "Kernels that can drop too."] = False
     calls: Annotated[
         tuple[str, ...],
         Option(
@@ -279,12 +236,9 @@ class ExportArguments(SpecChanges):
             "cu_seqlens_q too, joined by + where a call has several; repeatable.",
         ),
     ] = ()
-    heads_per_tile: Annotated[
-        str, Option(metavar="1,4", help="Numbers of query heads that may share a tile.")
-    ] = "1"
+    heads_per_tile: Annotated[str, "1,4", "Numbers of query heads that may share a tile."] = "1"
     positions: Annotated[
-        int,
-        Option(min=1, help="Positions up to which a block layout that is a function is stored."),
+        int, "Positions up to which a block layout that is a function is stored.", AT_LEAST_1
     ] = 16_384
 
 
@@ -297,10 +251,8 @@ class CacheListArguments:
 class CachePruneArguments:
     """Remove damaged kernels, and those beyond the limits."""
 
-    max_megabytes: Annotated[
-        int, Option(min=0, help="Keep at most this much, the last used first.")
-    ] = 1000
-    max_days: Annotated[float, Option(min=0, help="Keep what was used within these days.")] = 90.0
+    max_megabytes: Annotated[int, "Keep at most this much, the last used first.", AT_LEAST_0] = 1000
+    max_days: Annotated[float, "Keep what was used within these days.", AT_LEAST_0] = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,17 +276,15 @@ class DoctorArguments:
     Exit status: 0 all well, 1 something is wrong, 2 all well but for a GPU, which is missing.
     """
 
-    device: Annotated[int, Option(min=0, metavar="N", help="Number of the CUDA device to try.")] = 0
-    json: Annotated[bool, Option("--json", help="All of it as JSON.")] = False
+    device: Annotated[int, "N", "Number of the CUDA device to try.", AT_LEAST_0] = 0
+    json: Annotated[bool, "All of it as JSON."] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisualizeArguments(SpecChanges):
     """Show which tiles of the scores a kernel skips, and in which it evaluates the mask."""
 
-    path: Annotated[
-        str, Argument(metavar="SPEC", help="A file that defines spec, or path.py:name.")
-    ]
+    path: SpecFile
     output: Annotated[
         Path | None,
         Option(
@@ -344,19 +294,15 @@ class VisualizeArguments(SpecChanges):
             help="A picture: .svg, .html, .png (matplotlib) or .txt; without it, text.",
         ),
     ] = None
-    shape: Annotated[str, Option(help="B,H,N or B,Hq,Hkv,Nq,Nk.")] = "1,1,1024"
+    shape: Shape = "1,1,1024"
     scalars: Scalars = ()
-    arch: Annotated[str | None, Option(metavar="ARCH", help=f"{KNOWN}.")] = None
-    kernel: Annotated[str, Option(help="forward, or of the backward pass: fused, dkdv or dq.")] = (
-        "forward"
-    )
-    tile: Annotated[
-        str | None, Option(metavar="QxK", help="Another tile than the plan's, such as 64x32.")
-    ] = None
-    batch: Annotated[int | None, Option(help="One batch entry; all without it.")] = None
-    head: Annotated[int | None, Option(help="One query head; all without it.")] = None
-    q_offset: Annotated[int, Option(help="Global position of the first query.")] = 0
-    k_offset: Annotated[int, Option(help="Global position of the first key.")] = 0
+    arch: Arch = None
+    kernel: Annotated[str, "forward, or of the backward pass: fused, dkdv or dq."] = "forward"
+    tile: Annotated[str | None, "QxK", "Another tile than the plan's, such as 64x32."] = None
+    batch: Annotated[int | None, "One batch entry; all without it."] = None
+    head: Annotated[int | None, "One query head; all without it."] = None
+    q_offset: QOffset = 0
+    k_offset: KOffset = 0
 
 
 COMMANDS = (

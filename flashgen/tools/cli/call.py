@@ -85,12 +85,16 @@ def random_call(
     return RandomCall((q, k, v), (dout, dlse), options, examples)
 
 
+def operand_elements(spec: AttentionSpec, sizes: Shape) -> int:
+    """The elements of q, k, v and the output."""
+    dims = spec.head_dim + (spec.head_dim_v or spec.head_dim)
+    rows = sizes.heads_q * sizes.seq_q + sizes.heads_kv * sizes.seq_k
+    return sizes.batch * rows * dims
+
+
 def _check_memory(spec: AttentionSpec, sizes: Shape) -> None:
     """Checks that the float32 numbers of q, k, v and the output's gradient fit this machine."""
-    dim, dim_v = spec.head_dim, spec.head_dim_v or spec.head_dim
-    of_queries = sizes.heads_q * sizes.seq_q * (dim + dim_v)
-    of_keys = sizes.heads_kv * sizes.seq_k * (dim + dim_v)
-    needed = 4 * sizes.batch * (of_queries + of_keys)
+    needed = 4 * operand_elements(spec, sizes)
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     if has and needed > has:
         raise InputError(

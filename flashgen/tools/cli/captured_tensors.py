@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
-from flashgen.spec.language import Tensor as Capture
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, run_file
-from flashgen.tools.cli.inputs import Shape
+from flashgen.spec.language.tensor import Tensor as Capture
+from flashgen.tools.cli.arguments import PlanArguments, VisualizeArguments
+from flashgen.tools.cli.console import busy
+from flashgen.tools.cli.inputs import Shape, scalar_values
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -61,6 +63,22 @@ class Lengths:
     heads_kv: int
     seq_q: int
     seq_k: int
+
+
+def captures_of(
+    spec: AttentionSpec,
+    arguments: PlanArguments | VisualizeArguments,
+    sizes: Shape,
+    q_offset: int = 0,
+    k_offset: int = 0,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The scalars and the captured tensors of a call whose examples need not be told apart."""
+    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
+    with busy("loading torch"):
+        import torch  # noqa: F401
+    path = arguments.path
+    tensors, _ = tensor_values(spec, path, sizes, q_offset=q_offset, k_offset=k_offset)
+    return scalars, tensors
 
 
 def tensor_values(
@@ -148,9 +166,10 @@ def _needed(
         The lengths of dimensions with names of their own, and for integer tensors whose elements
         are indices of dimensions with another length, their greatest element.
     """
-    from flashgen.spec.language import BATCH, HEADS, SEQ_K, SEQ_Q, B, Element, H, K, Q
     from flashgen.spec.language.integer_limits import Limits, limits
     from flashgen.spec.language.lets import elements_of
+    from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+    from flashgen.spec.language.tensor_elements import Element
 
     sizes = (lengths.batch, lengths.heads, lengths.seq_q, lengths.seq_k)
     places = zip((B, H, Q, K), sizes, strict=True)

@@ -21,7 +21,7 @@ from flashgen.tools.cli.inputs import Shape, parse_shape
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from flashgen.tools.profile import DecodingPlan
+    from flashgen.tools.profile.decoding import DecodingPlan
 
 OTHER_PAGES = 3
 """Pages of a cache that hold no key of the call."""
@@ -156,8 +156,9 @@ def decoding_plan(
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
+    from flashgen.calls.cpu.problem import array
     from flashgen.kernels.planner.traffic import LaunchSizes
-    from flashgen.tools.profile import array_of, plan_decoding
+    from flashgen.tools.profile.decoding import plan_decoding
 
     return plan_decoding(
         spec,
@@ -167,7 +168,7 @@ def decoding_plan(
         split_size=arguments.split_size,
         sram=arguments.sram,
         scalars=options["scalars"],
-        captured={name: array_of(tensor.cpu()) for name, tensor in options["tensors"].items()},
+        captured={name: array(tensor) for name, tensor in options["tensors"].items()},
     )
 
 

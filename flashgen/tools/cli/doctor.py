@@ -13,7 +13,7 @@ from flashgen.tools.cli.console import busy, console, write
 def doctor(arguments: DoctorArguments) -> None:
     """Prints a diagnosis and exits with its status; progress goes to stderr."""
     with busy("loading torch"):
-        from flashgen.tools.doctor import diagnose
+        from flashgen.tools.doctor.diagnosis import diagnose
 
     err = console(stderr=True)
     status = err.status("looking at versions") if err.is_terminal else None

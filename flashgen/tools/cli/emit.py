@@ -11,8 +11,6 @@ import typer
 
 from flashgen.kernels.codegen import Source
 from flashgen.kernels.pipeline import emit as emit_kernels
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.errors import InputError, RenderError, SpecError
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
@@ -21,7 +19,7 @@ from flashgen.tools.cli import generated
 from flashgen.tools.cli.arguments import EmitArguments
 from flashgen.tools.cli.console import busy, plural, say, write
 from flashgen.tools.cli.ending import MISMATCH
-from flashgen.tools.cli.inputs import check_folder
+from flashgen.tools.cli.inputs import arch_of, check_folder
 
 SPECS = Path("specs")
 
@@ -36,7 +34,7 @@ def emit(arguments: EmitArguments) -> None:
         check_folder(next(filter(os.path.lexists, (folder, *folder.absolute().parents))), "-o")
     left_over: list[Path] = []
     if arguments.specs:
-        archs = arguments.archs or (config.arch() or DEFAULT_ARCH,)
+        archs = arguments.archs or (arch_of(None),)
         sources = _sources(arguments.specs, archs, arguments.sram)
         files = {source.filename: source.text for each in sources.values() for source in each}
     else:

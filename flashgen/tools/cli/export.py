@@ -9,20 +9,18 @@ from pathlib import Path
 from flashgen.calls.export import ExportRequest
 from flashgen.calls.export import export as export_spec
 from flashgen.calls.export.c_source import c_name, why_no_sources
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH, facts
+from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError
-from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import ExportArguments
 from flashgen.tools.cli.console import busy, plural, say
-from flashgen.tools.cli.inputs import changed_spec, check_folder, options_of
+from flashgen.tools.cli.inputs import arch_of, changed_spec, check_folder, options_of
 
 
 def export(arguments: ExportArguments) -> None:
     """Writes one spec to the folder, or each of several to a folder of its name in it."""
     archs = _archs(arguments)
     paths = tuple(dict.fromkeys(arguments.specs))
-    specs = [_spec(path, arguments) for path in paths]
+    specs = [changed_spec(path, arguments) for path in paths]
     names = [str(spec.name) for spec in specs]
     if len(set(names)) < len(names):
         raise InputError(
@@ -54,14 +52,9 @@ def export(arguments: ExportArguments) -> None:
         say(f"{folder.as_posix()}: {kernels} for {', '.join(archs)}; {for_c}")
 
 
-def _spec(path: str, arguments: ExportArguments) -> AttentionSpec:
-    spec = changed_spec(path, arguments)
-    return spec.replace(dropout=True) if arguments.dropout else spec
-
-
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:
     """The architectures of ``--arch A,B``, which may be repeated."""
-    given = ",".join(arguments.archs) or config.arch() or DEFAULT_ARCH
+    given = ",".join(arguments.archs) or arch_of(None)
     archs = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
     for arch in archs:
         facts(arch)

@@ -9,28 +9,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flashgen.shared import config
+from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, load
-from flashgen.tools.cli.arguments import CallArguments, SpecArguments, SpecChanges
+from flashgen.tools.cli.arguments import SpecChanges
 
 Number = int | float | bool
 
 
-def load_spec(arguments: SpecArguments) -> AttentionSpec:
-    """The spec of a file, with the changes of the command line.
-
-    Raises:
-        SpecError: there is no such spec, or an option does not suit it.
-    """
-    dropout = isinstance(arguments, CallArguments) and arguments.dropout != 0
-    spec = changed_spec(arguments.path, arguments)
-    return spec.replace(dropout=True) if dropout else spec
-
-
 def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
-    """The spec of a file, with another dtype and other head dims where they are given.
+    """The spec of a file, with another dtype, other head dims and dropout where they are given.
 
     Raises:
         SpecError: there is no such spec, or a change does not suit it.
@@ -45,12 +36,13 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
             way_out=f"--dtype {', or '.join(OPERAND_DTYPES)}",
         )
     try:
-        return spec.replace(**given) if given else spec
+        changed = spec.replace(**given) if given else spec
     except SpecError as error:
         where = f"{path} with {', '.join(map(' '.join, options_of(changes)))}"
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
+    return changed.replace(dropout=True) if getattr(changes, "dropout", False) else changed
 
 
 def _given(changes: SpecChanges) -> dict[str, Any]:
@@ -102,6 +94,11 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
         numbers=f"given {text[:80]!r}; each size is at most {POSITION_LIMIT:,}",
         way_out=f"{option} B,H,N as in 1,4,256, or {option} B,Hq,Hkv,Nq,Nk as in 1,8,2,128,512",
     )
+
+
+def arch_of(given: str | None) -> str:
+    """The architecture that is given, or else set by FLASHGEN_ARCH, or else the default."""
+    return given or config.arch() or DEFAULT_ARCH
 
 
 OWN_TILE = "plan"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from flashgen.kernels.compile.disassembly import disassembled
 from flashgen.kernels.pipeline import Build, build, build_backward
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import InspectArguments
 from flashgen.tools.cli.console import busy, facts, seconds, write
-from flashgen.tools.cli.inputs import load_spec
+from flashgen.tools.cli.inputs import arch_of, changed_spec
 
 
 def inspect(arguments: InspectArguments) -> None:
     """Compiles one kernel and prints the parts of the result that the options name."""
-    spec = load_spec(arguments)
-    arch = arguments.arch or config.arch() or DEFAULT_ARCH
+    spec = changed_spec(arguments.path, arguments)
+    arch = arch_of(arguments.arch)
     with busy(f"compiling {spec.name}"):
         built = _kernel(spec, arch, arguments.kernel, arguments.sram)
     if arguments.cuda:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.kernels.planner import plan as plan_forward
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
 from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.captured_tensors import captures_of
 from flashgen.tools.cli.console import busy, write
 from flashgen.tools.cli.decoding import capacity_of, decoding_plan, sizes_of
-from flashgen.tools.cli.inputs import Shape, load_spec, scalar_values
+from flashgen.tools.cli.inputs import Shape, arch_of, changed_spec
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -26,9 +25,9 @@ def plan(arguments: PlanArguments) -> None:
 
     With --world, what each rank of a distributed call does instead.
     """
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
-    arch, sram = arguments.arch or config.arch() or DEFAULT_ARCH, arguments.sram
+    arch, sram = arch_of(arguments.arch), arguments.sram
     if arguments.world is not None:
         _distributed(arguments, spec, arch, arguments.world, sizes)
         return
@@ -69,15 +68,8 @@ def write_summary(plans: Sequence[Plan]) -> None:
 
 def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:
     """The kernels of decoding calls, and the predictions for their launches."""
-    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    with busy("loading torch"):
-        from flashgen.tools.cli.captured_tensors import tensor_values
-    tensors, _ = tensor_values(
-        spec,
-        arguments.path,
-        replace(sizes, seq_k=capacity_of(arguments, sizes)),
-        q_offset=sizes.seq_k - sizes.seq_q,
-    )
+    whole = replace(sizes, seq_k=capacity_of(arguments, sizes))
+    scalars, tensors = captures_of(spec, arguments, whole, q_offset=sizes.seq_k - sizes.seq_q)
     options = {"scalars": scalars, "tensors": tensors}
     planned = decoding_plan(spec, arguments, sizes, options, arch)
     write(f"{planned}\n\nfor {sizes}, {spec.dtype}")
@@ -94,14 +86,10 @@ def _distributed(
             numbers=f"--world {world} without --shape",
             way_out="--shape B,H,N as in 1,32,131072",
         )
-    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    with busy("loading torch"):
-        from flashgen.frontends import distributed
-        from flashgen.tools.cli.captured_tensors import tensor_values
-    tensors, _ = tensor_values(
-        spec, arguments.path, sizes, q_offset=0, k_offset=0, seed=0, device="cpu"
-    )
+    scalars, tensors = captures_of(spec, arguments, sizes)
     captures = {**scalars, **tensors}
+    from flashgen.frontends import distributed
+
     shard: object = arguments.shard
     if shard == "balance":
         from flashgen.frontends.distributed.forecast import tile_of
@@ -137,14 +125,14 @@ def _predict(
     """The predicted time of each launch for a shape."""
     with busy("loading torch"):
         from flashgen.calls.runtime.bind_arguments import blocks_of_call, heads_of_call
-        from flashgen.tools.cli.tune import problem_of
-        from flashgen.tools.tune import predicted
+        from flashgen.tools.cli.tune import known_call
+        from flashgen.tools.tune.rank import predicted
     example = CallArguments(path=arguments.path, scalars=arguments.scalars)
-    problem, captured = problem_of(spec, random_call(spec, example, sizes))
+    known = known_call(spec, random_call(spec, example, sizes))
     of_call = []
     for planned in plans:
         if planned.kernel == "forward":
-            heads = heads_of_call(spec, planned, problem, captured)
+            heads = heads_of_call(spec, planned, known.problem, known.captured)
             if heads.reason:
                 write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
             if heads.heads > 1:
@@ -157,9 +145,9 @@ def _predict(
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:
-                write(f"\n{blocks_of_call(planned, problem, packed=spec.packed)}")
+                write(f"\n{blocks_of_call(planned, known.problem, packed=spec.packed)}")
         of_call.append(planned)
-    durations = predicted(spec, problem, captured, of_call)
+    durations = predicted(known, of_call)
     for each in durations:
         write(f"\n{each}")
     if not durations:

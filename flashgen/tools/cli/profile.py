@@ -9,21 +9,22 @@ from flashgen.kernels.planner.models.fitted_time import STATED_TIME_ERROR
 from flashgen.tools.cli.arguments import ProfileArguments
 from flashgen.tools.cli.console import busy, facts, listing, say, seconds
 from flashgen.tools.cli.decoding import decoding_plan, sizes_of
-from flashgen.tools.cli.inputs import check_folder, load_spec
+from flashgen.tools.cli.inputs import changed_spec, check_folder
 from flashgen.tools.cli.profiled import call_of, profiled_call
 
 if TYPE_CHECKING:
-    from flashgen.tools.profile import DecodingPlan, Profile, Quantity
+    from flashgen.tools.profile.decoding import DecodingPlan
+    from flashgen.tools.profile.kernel_profile import Profile, Quantity
 
 _SECTOR = 32  # bytes
 
 
 def profile(arguments: ProfileArguments) -> None:
     """Executes one spec in the emulator and prints the profile of each kernel."""
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
-        from flashgen.tools.profile import check_plot, plot
+        from flashgen.tools.profile.roofline import check_plot, plot
     if arguments.plot is not None:
         check_folder(arguments.plot.parent, "--plot")
         check_plot(arguments.plot)

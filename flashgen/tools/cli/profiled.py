@@ -16,7 +16,7 @@ from flashgen.tools.cli.progress import emulated, expected_work
 
 if TYPE_CHECKING:
     from flashgen.calls.ops import BackwardRun, ForwardRun
-    from flashgen.tools.profile import Profile
+    from flashgen.tools.profile.kernel_profile import Profile
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def profiled_call(
     Args:
         tiles: as in `flashgen.calls.ops.run_forward`.
     """
-    from flashgen.tools.profile import profile_backward, profile_forward
+    from flashgen.tools.profile.run import profile_backward, profile_forward
 
     served = ServedCall(spec, call.operands, call.options)
     if arguments.decode:

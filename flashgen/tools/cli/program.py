@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli import arguments as declared
@@ -67,7 +68,10 @@ def command(made_of: type[Any]) -> None:
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
     if words[0] in declared.GROUPS:
-        _group(words[0]).command(words[-1], help=made_of.__doc__)(run)
+        if words[0] not in groups:
+            groups[words[0]] = typer.Typer(no_args_is_help=True)
+            app.add_typer(groups[words[0]], name=words[0], help=declared.GROUPS[words[0]])
+        groups[words[0]].command(words[-1], help=made_of.__doc__)(run)
     else:
         app.command("-".join(words), help=made_of.__doc__)(run)
 
@@ -75,38 +79,44 @@ def command(made_of: type[Any]) -> None:
 def _of_options(error: InputError, made_of: type[Any]) -> InputError:
     """An error about an argument of a function, where the argument is an option of the command."""
     name = error.where.removeprefix("argument ")
-    _, option = get_args(get_type_hints(made_of, include_extras=True).get(name)) or (None, None)
+    option = {field.name: option for field, _, option in _options(made_of)}.get(name)
     if error.where == name or not isinstance(option, OptionInfo):
         return error
-    flag, way_out = f"--{name.replace('_', '-')}", error.way_out
+    flag, way_out = _flag(name), error.way_out
     if re.search(r"\bfg\.|\w=", way_out):  # it is written in Python
         way_out = f"{flag}: {option.help}"
     return type(error)(error.what, where=f"option {flag}", numbers=error.numbers, way_out=way_out)
 
 
-def _group(word: str) -> typer.Typer:
-    """The commands that begin with this word."""
-    if word not in groups:
-        groups[word] = typer.Typer(no_args_is_help=True)
-        app.add_typer(groups[word], name=word, help=declared.GROUPS[word])
-    return groups[word]
-
-
 def signature_of(made_of: type[Any]) -> Signature:
     """The signature from which typer makes a command: a parameter for each field."""
-    hints = get_type_hints(made_of, include_extras=True)
     parameters = []
-    for field in fields(made_of):
-        hint, default = hints[field.name], field.default
-        value, option = get_args(hint)
+    for field, value, option in _options(made_of):
+        default: Any = Parameter.empty if field.default is MISSING else field.default
         if get_origin(value) is tuple:  # typer's type of an option that may be repeated is a list
-            each = get_args(value)[0]
-            hint, default = Annotated[list[each], option], []  # type: ignore[valid-type]
-        default = Parameter.empty if default is MISSING else default
+            value, default = list[get_args(value)[0]], []  # type: ignore[misc]
+        hint: Any = Annotated[value, option]
         parameters.append(
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         )
     return Signature(parameters)
+
+
+def _options(made_of: type[Any]) -> Iterator[tuple[Field[Any], Any, OptionInfo | ArgumentInfo]]:
+    """Each field of a command's arguments with the type of its value and what it is for typer."""
+    hints = get_type_hints(made_of, include_extras=True)
+    for field in fields(made_of):
+        value, *declared = get_args(hints[field.name])
+        limits = declared.pop() if isinstance(declared[-1], dict) else {}
+        if isinstance(declared[0], str):
+            *metavar, text = declared
+            flags = [_flag(field.name)] if field.default is False else []
+            declared = [Option(*flags, metavar=(metavar or [None])[0], help=text, **limits)]
+        yield field, value, declared[0]
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _version(wanted: bool) -> None:
@@ -118,7 +128,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """The options that do not belong to a command: --version."""

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.tools.cli.arguments import CallArguments
 from flashgen.tools.cli.call import RandomCall
 from flashgen.tools.cli.console import busy, console
+from flashgen.tools.cli.inputs import arch_of
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -43,19 +42,19 @@ def expected_work(
 
     from flashgen.calls.runtime.bind_arguments import heads_of_call
     from flashgen.kernels.planner import plan, plan_backward
-    from flashgen.tools.cli.tune import problem_of
-    from flashgen.tools.profile import expected_multiply_adds
+    from flashgen.tools.cli.tune import known_call
+    from flashgen.tools.profile.prediction import expected_multiply_adds
 
-    arch = arguments.arch or config.arch() or DEFAULT_ARCH
-    problem, captured = problem_of(spec, call)
+    arch = arch_of(arguments.arch)
+    known = known_call(spec, call)
     if backward:
         deterministic = arguments.deterministic
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:
         one_head = plan(spec, arch, sram=arguments.sram)
-        heads = heads_of_call(spec, one_head, problem, captured).heads
+        heads = heads_of_call(spec, one_head, known.problem, known.captured).heads
         plans = (replace(one_head, heads_per_tile=heads),)
-    return expected_multiply_adds(spec, problem, captured, plans)
+    return expected_multiply_adds(known, plans)
 
 
 @contextmanager

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner import Tile, feasible
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.errors import InputError, PlanError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable
 from flashgen.tools.cli.arguments import ReportArguments
-from flashgen.tools.cli.call import random_call
+from flashgen.tools.cli.call import operand_elements, random_call
 from flashgen.tools.cli.console import busy, facts, plural
 from flashgen.tools.cli.decoding import sizes_of
-from flashgen.tools.cli.inputs import Shape, check_file, load_spec, parse_shape, parse_tile
+from flashgen.tools.cli.inputs import (
+    OWN_TILE,
+    Shape,
+    arch_of,
+    changed_spec,
+    check_file,
+    parse_shape,
+    parse_tile,
+)
 from flashgen.tools.cli.profiled import call_of, profiled_call
 from flashgen.tools.cli.progress import expected_work
 from flashgen.tools.cli.rows import input_rows
@@ -32,28 +38,11 @@ MOST_OPERANDS = 2e8
 """Elements of the operands and the result of such a call."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What one side of the page shows.
-
-    Attributes:
-        arguments: the command's, with the path and the architecture of this side.
-        tile: rows and keys of the forward kernel's tile; None for the plan's own.
-    """
-
-    arguments: ReportArguments
-    tile: tuple[int, int] | None
-
-    @property
-    def arch(self) -> str:
-        return self.arguments.arch or config.arch() or DEFAULT_ARCH
-
-
 def report(arguments: ReportArguments) -> None:
     """Executes a call, or two, and writes the page."""
     check_file(arguments.output, "--output")
     chosen = _sides(arguments)
-    specs = [load_spec(each.arguments) for each in chosen]
+    specs = [changed_spec(each.path, each) for each in chosen]
     sizes = sizes_of(arguments, arguments.shape)
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
@@ -86,20 +75,22 @@ def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
 # ---- the sides -----------------------------------------------------------------------------------
 
 
-def _sides(arguments: ReportArguments) -> list[Chosen]:
-    """The one or two sides that the specs, architectures and tiles name.
+def _sides(arguments: ReportArguments) -> list[ReportArguments]:
+    """The arguments of the one or two sides that the specs, architectures and tiles name.
 
     Raises:
         InputError: there are more than two of one of them.
     """
     specs = [arguments.path, *([arguments.other] if arguments.other else [])]
-    archs: list[str | None] = [*_listed(arguments.arch, "--arch")] or [None]
-    tiles = [parse_tile(text) for text in _listed(arguments.tile, "--tile")] or [None]
-    two = 2 in (len(specs), len(archs), len(tiles))
-    found = [Chosen(replace(arguments, path=specs[0], arch=archs[0]), tiles[0])]
-    if two:  # what is given once is the same on both sides
-        found.append(Chosen(replace(arguments, path=specs[-1], arch=archs[-1]), tiles[-1]))
-    return found
+    archs = [arch_of(each) for each in _listed(arguments.arch, "--arch") or (None,)]
+    tiles = _listed(arguments.tile, "--tile") or [OWN_TILE]
+    for tile in tiles:
+        parse_tile(tile)
+    two = 2 in (len(specs), len(archs), len(tiles))  # what is given once is the same on both sides
+    return [
+        replace(arguments, path=specs[end], arch=archs[end], tile=tiles[end])
+        for end in ((0, -1) if two else (0,))
+    ]
 
 
 def _listed(text: str | None, option: str) -> list[str]:
@@ -114,49 +105,50 @@ def _listed(text: str | None, option: str) -> list[str]:
     return parts
 
 
-def _given_tile(spec: AttentionSpec, chosen: Chosen) -> dict[str, Tile]:
-    """The cheapest tile of these sizes for the forward kernel; {} for the plan's own.
+def _given_tile(
+    spec: AttentionSpec, arch: str, given: tuple[int, int] | None, sram: int | None
+) -> dict[str, Tile]:
+    """The cheapest tile of the given sizes for the forward kernel; {} for the plan's own.
 
     Raises:
         PlanError: no tile of these sizes fits.
     """
-    if chosen.tile is None:
+    if given is None:
         return {}
-    plans = feasible(spec, chosen.arch, sram=chosen.arguments.sram)
-    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == chosen.tile]
+    plans = feasible(spec, arch, sram=sram)
+    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == given]
     if fitting:
         return {"forward": fitting[0].tile}
-    rows, keys = chosen.tile
-    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, chosen.tile))
+    rows, keys = given
+    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, given))
     raise PlanError(
         "the forward kernel cannot have this tile",
-        where=f"option --tile, {spec.name} on {chosen.arch}",
+        where=f"option --tile, {spec.name} on {arch}",
         numbers=f"given {rows}x{keys}; {plural(len(near), 'other size fits', 'other sizes fit')}",
         way_out="--tile " + ", ".join(f"{q}x{k}" for q, k in near[:6]) + ", or leave it out",
     )
 
 
-def _distance(tile: tuple[int, int], given: tuple[int, int] | None) -> float:
-    assert given is not None, "tiles are compared with one that was given"
+def _distance(tile: tuple[int, int], given: tuple[int, int]) -> float:
     return sum(max(a, b) / max(1, min(a, b)) for a, b in zip(tile, given, strict=True))
 
 
-def _side(spec: AttentionSpec, chosen: Chosen, sizes: Shape) -> Side:
+def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side:
     from flashgen.tools.views.collect import CallResults, side_of
     from flashgen.tools.views.python_lines import file_text
 
-    arguments = replace(chosen.arguments, arch=chosen.arch)
-    tiles = _given_tile(spec, chosen)
-    _check_work(_operands(spec, sizes), MOST_OPERANDS, "elements of q, k, v and out", sizes)
+    arch, tile = arch_of(arguments.arch), parse_tile(arguments.tile or OWN_TILE)
+    tiles = _given_tile(spec, arch, tile, arguments.sram)
+    _check_work(operand_elements(spec, sizes), MOST_OPERANDS, "elements of q, k, v and out", sizes)
     call = call_of(spec, arguments, sizes)
     work = expected_work(spec, call, arguments)
     _check_work(work, MOST_WORK, "multiply-adds", sizes)
     found = profiled_call(spec, arguments, sizes, call, tiles)
     file = file_and_variable(arguments.path)[0]
     text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
-    title = f"{spec.name}, {chosen.arch}"
-    if chosen.tile is not None:
-        title += f", tile {chosen.tile[0]} x {chosen.tile[1]}"
+    title = f"{spec.name}, {arch}"
+    if tile is not None:
+        title += f", tile {tile[0]} x {tile[1]}"
     rows = [
         ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
         *input_rows(spec, call),
@@ -179,8 +171,8 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
     Raises:
         InputError: its heads cannot share tiles as those of the executed call do.
     """
-    from flashgen.tools.cli.tune import problem_of
-    from flashgen.tools.tune import predicted
+    from flashgen.tools.cli.tune import known_call
+    from flashgen.tools.tune.rank import predicted
     from flashgen.tools.views.kernel import with_duration
 
     sizes = parse_shape(shape, "--predict")
@@ -193,19 +185,13 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
             numbers=f"{sizes}; the kernel has {shared} query heads per tile",
             way_out="as many query heads per key head as in --shape",
         )
-    problem, captured = problem_of(spec, random_call(spec, arguments, sizes))
-    found = predicted(spec, problem, captured, [pane.plan for pane in panes])
+    known = known_call(spec, random_call(spec, arguments, sizes))
+    found = predicted(known, [pane.plan for pane in panes])
     made = {
         pane.title: with_duration(pane, duration, f"{sizes}")
         for pane, duration in zip(panes, found, strict=False)
     }
     return replace(side, kernels=tuple(made.get(pane.title, pane) for pane in side.kernels))
-
-
-def _operands(spec: AttentionSpec, sizes: Shape) -> int:
-    dims = spec.head_dim + (spec.head_dim_v or spec.head_dim)
-    rows = sizes.heads_q * sizes.seq_q + sizes.heads_kv * sizes.seq_k
-    return sizes.batch * rows * dims
 
 
 def _check_work(given: float, most: float, what: str, sizes: Shape) -> None:

@@ -10,14 +10,14 @@ import typer
 from rich.text import Text
 
 from flashgen.shared.errors import InputError
-from flashgen.spec.language import python_text
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, seconds
 from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
 from flashgen.tools.cli.ending import MISMATCH
-from flashgen.tools.cli.inputs import load_spec
+from flashgen.tools.cli.inputs import changed_spec
 from flashgen.tools.cli.progress import emulated, expected_work
 from flashgen.tools.cli.rows import input_rows
 
@@ -32,11 +32,11 @@ Row = tuple[str, str]
 
 def run(arguments: RunArguments) -> None:
     """Executes one spec on random operands, compares it with the oracle and prints a table."""
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape)
     with busy("loading torch"):
         from flashgen.calls.ops import run_forward
-        from flashgen.tools.tune import judge_of, on_gpu
+        from flashgen.tools.tune.measure import judge_of, on_gpu
     backend, why = choose_backend(arguments.backend)
     orders = _orders(arguments, backend)
     in_emulator = backend.startswith("emulator")
@@ -94,6 +94,7 @@ def run(arguments: RunArguments) -> None:
         ran.append((result, gradients))
     result = ran[0][0]
 
+    dims = " and ".join(map(str, dict.fromkeys((spec.head_dim, spec.head_dim_v))))
     arch = result.arch
     if arguments.sram is not None:
         arch += f", planned for {arguments.sram:,} B of shared memory per block"
@@ -103,7 +104,7 @@ def run(arguments: RunArguments) -> None:
             ("score_mod", python_text(spec.score) if spec.score_line else "none"),
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *input_rows(spec, call),
-            ("shape", f"{sizes}, {_dims(spec)}, {spec.dtype}"),
+            ("shape", f"{sizes}, head_dim {dims}, {spec.dtype}"),
             *_decoding_rows(served, arguments),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
@@ -165,7 +166,7 @@ def _backward(
 ) -> tuple[BackwardRun, float | None]:
     """The gradients, and on a GPU the seconds that all backward kernels take together."""
     from flashgen.calls.ops import run_backward
-    from flashgen.tools.tune import on_gpu
+    from flashgen.tools.tune.measure import on_gpu
 
     tensors = (*call.operands, result.out, result.lse, *call.gradients)
 
@@ -173,12 +174,6 @@ def _backward(
         return run_backward(spec, *tensors, **call.options | how)
 
     return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
-
-
-def _dims(spec: AttentionSpec) -> str:
-    if spec.head_dim_v == spec.head_dim:
-        return f"head_dim {spec.head_dim}"
-    return f"head_dim {spec.head_dim} and {spec.head_dim_v}"
 
 
 def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:

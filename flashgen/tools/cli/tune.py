@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashgen.calls import launch
 from flashgen.kernels.compile.cache import usable_root
@@ -15,13 +15,14 @@ from flashgen.shared.errors import InputError, SpecError
 from flashgen.tools.cli.arguments import TuneArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
-from flashgen.tools.cli.inputs import Shape, load_spec, parse_shape
+from flashgen.tools.cli.inputs import Shape, changed_spec, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
-    from flashgen.shared.call import CheckedCall
     from flashgen.spec.language.spec import AttentionSpec
-    from flashgen.tools.tune import Measured, TileChoice
+    from flashgen.tools.profile.visited_tiles import KnownCall
+    from flashgen.tools.tune.measure import Measured
+    from flashgen.tools.tune.rank import TileChoice
 
 SMALL_SEQ = 333
 """The sequence length of the check against the oracle: odd, and longer than any tile."""
@@ -29,7 +30,7 @@ SMALL_SEQ = 333
 
 def tune(arguments: TuneArguments) -> None:
     """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
-    spec = load_spec(arguments)
+    spec = changed_spec(arguments.path, arguments)
     if spec.paged:
         raise SpecError(
             "tuned tiles do not apply to calls with a paged cache",
@@ -47,12 +48,13 @@ def tune(arguments: TuneArguments) -> None:
         )
     which = _pass(arguments)
     with busy("loading torch"):
-        from flashgen.tools.tune import by_time, derived, rank
+        from flashgen.tools.tune.measure import checked, fastest, on_gpu
+        from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
-    problem, captured = problem_of(spec, call)
+    known = known_call(spec, call)
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(spec, problem, captured, arch, which=which, sram=arguments.sram)
+        choices = rank(known, arch, which=which, sram=arguments.sram)
     own = derived(spec, arch, which, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
     facts(
@@ -72,9 +74,15 @@ def tune(arguments: TuneArguments) -> None:
         say(f"\nranked by the model, not measured: {reason}")
         return
     tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
-    measured = _measured(arguments, spec, tried, call, arch)
+    small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
+    small_call = random_call(spec, arguments, small, device="cuda")
+    how = {"backend": "gpu", "arch": arch}
+    with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
+        candidates = checked(tried, spec, small_call, which, **how)
+    with busy(f"{spec.name}: measuring"):
+        measured = fastest(candidates, on_gpu, spec, call, which, **how)
     _show_measured(measured, own)
-    _keep(measured, own, spec, arch, which, problem)
+    _keep(measured, own, known, arch, which)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -100,13 +108,15 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
     return given or decide(0).arch, "cuda", ""
 
 
-def problem_of(spec: AttentionSpec, call: RandomCall) -> tuple[CheckedCall, dict[str, Any]]:
-    """The problem that a call states, and its captured tensors as arrays."""
-    from flashgen.tools.profile import array_of, problem_of_call
+def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
+    """A call with its problem and its captured tensors as arrays."""
+    from flashgen.calls.cpu.problem import array
+    from flashgen.tools.profile.run import problem_of_call
+    from flashgen.tools.profile.visited_tiles import KnownCall
 
     problem = problem_of_call(spec, call.operands, call.options)
-    tensors = call.options["tensors"]
-    return problem, {name: array_of(tensor.cpu()) for name, tensor in tensors.items()}
+    tensors = call.options["tensors"].items()
+    return KnownCall(spec, problem, {name: array(tensor) for name, tensor in tensors})
 
 
 def _show_best(choices: tuple[TileChoice, ...], own: TileChoice) -> None:
@@ -162,33 +172,8 @@ def _sharing(plan: Plan) -> str:
     return f", {plan.column_warps} to a row, {scores}"
 
 
-def _measured(
-    arguments: TuneArguments,
-    spec: AttentionSpec,
-    tried: list[TileChoice],
-    call: RandomCall,
-    arch: str,
-) -> list[Measured]:
-    """The choices, checked against the oracle and timed, the fastest first."""
-    from flashgen.tools.tune import checked, fastest, on_gpu
-
-    sizes, which = parse_shape(arguments.shape), _pass(arguments)
-    small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
-    small_call = random_call(spec, arguments, small, device="cuda")
-    how = {"backend": "gpu", "arch": arch}
-    with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(spec, tried, small_call, which, **how)
-    with busy(f"{spec.name}: measuring"):
-        return fastest(spec, candidates, call, which, on_gpu, **how)
-
-
 def _keep(
-    measured: list[Measured],
-    own: TileChoice,
-    spec: AttentionSpec,
-    arch: str,
-    which: str,
-    problem: CheckedCall,
+    measured: list[Measured], own: TileChoice, known: KnownCall, arch: str, which: str
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
     from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, place, write
@@ -202,7 +187,7 @@ def _keep(
         say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
         return
     of_own = next((each.seconds for each in measured if each.choice is own), None)
-    path = place(root, gpu_name(0), spec, arch, which, problem)
+    path = place(root, gpu_name(0), known.spec, arch, which, known.problem)
     kept = Winner(winner.choice.tiles, winner.seconds, of_own or 0.0)
     if write(path, kept):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")

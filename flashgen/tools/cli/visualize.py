@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
+from dataclasses import astuple
+
 from flashgen.tools.cli.arguments import VisualizeArguments
-from flashgen.tools.cli.console import busy, facts, write
-from flashgen.tools.cli.inputs import (
-    changed_spec,
-    check_file,
-    parse_shape,
-    parse_tile,
-    scalar_values,
-)
+from flashgen.tools.cli.captured_tensors import captures_of
+from flashgen.tools.cli.console import facts, write
+from flashgen.tools.cli.inputs import arch_of, changed_spec, check_file, parse_shape, parse_tile
 
 
 def visualize(arguments: VisualizeArguments) -> None:
@@ -29,23 +24,20 @@ def visualize(arguments: VisualizeArguments) -> None:
     spec = changed_spec(arguments.path, arguments)
     sizes = parse_shape(arguments.shape)
     tile = None if arguments.tile is None else parse_tile(arguments.tile)
-    scalars, _ = scalar_values(spec, arguments.path, arguments.scalars)
-    q_offset, k_offset = arguments.q_offset, arguments.k_offset
-    with busy("loading torch"):
-        from flashgen.tools.cli.captured_tensors import tensor_values
-        from flashgen.tools.views.visualize import visualize as map_of
-    tensors, _ = tensor_values(spec, arguments.path, sizes, q_offset=q_offset, k_offset=k_offset)
+    offsets = {"q_offset": arguments.q_offset, "k_offset": arguments.k_offset}
+    scalars, tensors = captures_of(spec, arguments, sizes, **offsets)
+    from flashgen.tools.views.visualize import visualize as map_of
+
     found = map_of(
         spec,
-        (sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q, sizes.seq_k),
-        arch=arguments.arch or config.arch() or DEFAULT_ARCH,
+        astuple(sizes),
+        arch=arch_of(arguments.arch),
         tile=tile,
         kernel=arguments.kernel,
         batch=arguments.batch,
         head=arguments.head,
         captures={**scalars, **tensors},
-        q_offset=q_offset,
-        k_offset=k_offset,
+        **offsets,
     )
     if arguments.output is None:
         write(str(found))

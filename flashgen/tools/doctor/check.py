@@ -18,7 +18,7 @@ from flashgen.shared import config
 from flashgen.shared.call import Inputs
 from flashgen.tools.doctor.exactness import open_instructions
 from flashgen.tools.doctor.problems import Problem
-from flashgen.tools.tune import judge_of
+from flashgen.tools.tune.measure import judge_of
 
 if TYPE_CHECKING:
     from flashgen.kernels.pipeline import Build

@@ -173,7 +173,8 @@ def run_path(
             seconds=max(1.0, deadline - time.monotonic()),
             tell=progress,
         )
-        new = [_result(event) for event in ended.results]
+        names = [each.name for each in fields(ProblemResult)]
+        new = [ProblemResult(**{n: event[n] for n in names}) for event in ended.results]
         if ended.lost is not None:
             new.append(ProblemResult(ended.lost, arch, False, ended.reason))
         found += new
@@ -181,10 +182,6 @@ def run_path(
             return PathRun(arch, tuple(found), ended.reason or "the child process ran nothing")
         left = left[len(new) :]
     return PathRun(arch, tuple(found))
-
-
-def _result(event: trial.Event) -> ProblemResult:
-    return ProblemResult(**{each.name: event[each.name] for each in fields(ProblemResult)})
 
 
 def _paths(gpu: Gpu, driver: Any) -> tuple[PathOfGpu, ...]:

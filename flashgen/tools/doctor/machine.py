@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -117,7 +118,7 @@ def inspect(driver: Any = None) -> MachineFacts:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         numpy=numpy.__version__,
-        bindings=_version_of("cuda-bindings"),
+        bindings=version_of("cuda-bindings"),
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         torch_sees=torch.cuda.is_available(),
@@ -146,7 +147,7 @@ def _templates() -> str:
     return template_digest()
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -203,62 +204,42 @@ def unfit(machine: MachineFacts, index: int = 0) -> tuple[Finding, ...]:
     if machine.bindings is None:
         found.append(Finding("cuda-bindings is missing", 'pip install "flashgen[cuda]"'))
     elif machine.nvrtc is not None and _major(machine.bindings) != machine.nvrtc.major:
-        found.append(
-            Finding(
-                f"cuda-bindings {machine.bindings} loads NVRTC {machine.nvrtc.version}",
-                "install cuda-bindings and nvidia-cuda-nvrtc of one major version",
-            )
-        )
+        what = f"cuda-bindings {machine.bindings} loads NVRTC {machine.nvrtc.version}"
+        way_out = "install cuda-bindings and nvidia-cuda-nvrtc of one major version"
+        found.append(Finding(what, way_out))
     gpu = next((gpu for gpu in machine.gpus if gpu.index == index), None)
     return (*found, *(_unfit_for(machine, gpu) if gpu is not None else ()))
 
 
-def _unfit_for(machine: MachineFacts, gpu: Gpu) -> list[Finding]:
-    found = []
+def _unfit_for(machine: MachineFacts, gpu: Gpu) -> Iterator[Finding]:
     try:
         paths: tuple[str, ...] = paths_of(gpu.arch)
     except PlanError as error:
-        return [Finding(f"{gpu.name} is {gpu.arch}: {error.what}", error.way_out)]
+        yield Finding(f"{gpu.name} is {gpu.arch}: {error.what}", error.way_out)
+        return
     made = machine.nvrtc
-    supports = f"driver {gpu.driver} supports CUDA {_dotted(gpu.cuda)}"
+    supports = f"driver {gpu.driver} supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     if made is not None and not loads(gpu.cuda, made.major):
-        found.append(
-            Finding(
-                f"{supports}; NVRTC {made.version} compiles for CUDA {made.major}",
-                fitting_versions(made.major, gpu.cuda),
-            )
-        )
+        what = f"{supports}; NVRTC {made.version} compiles for CUDA {made.major}"
+        yield Finding(what, fitting_versions(made.major, gpu.cuda))
     if made is not None and paths[-1] not in made.archs:
-        found.append(
-            Finding(
-                f"NVRTC {made.version} does not compile for {paths[-1]}",
-                "install a newer nvidia-cuda-nvrtc",
-            )
-        )
+        what = f"NVRTC {made.version} does not compile for {paths[-1]}"
+        yield Finding(what, "install a newer nvidia-cuda-nvrtc")
     if machine.torch_cuda is None:
         what = f"torch {machine.torch} is built without CUDA"
-        found.append(Finding(what, f"install a CUDA build of torch ({_TORCH})"))
+        yield Finding(what, f"install a CUDA build of torch ({_TORCH})")
     elif not loads(gpu.cuda, _major(machine.torch_cuda)):
         what = f"{supports}; torch is built for CUDA {machine.torch_cuda}"
         newer = fitting_driver(_major(machine.torch_cuda))
-        found.append(Finding(what, f"{newer}, or a build of torch for CUDA {gpu.cuda[0]}"))
+        yield Finding(what, f"{newer}, or a build of torch for CUDA {gpu.cuda[0]}")
     elif not machine.torch_sees:
-        found.append(
-            Finding(
-                f"torch {machine.torch} sees no GPU, the driver does",
-                'python -c "import torch; torch.cuda.init()" says why',
-            )
-        )
+        what = f"torch {machine.torch} sees no GPU, the driver does"
+        yield Finding(what, 'python -c "import torch; torch.cuda.init()" says why')
     if gpu.compute_mode == "prohibited":
         what = f"{gpu.name} is in compute mode prohibited, in which no process can use it"
-        found.append(Finding(what, f"nvidia-smi -i {gpu.index} -c DEFAULT"))
-    return found
+        yield Finding(what, f"nvidia-smi -i {gpu.index} -c DEFAULT")
 
 
 def _major(version: str) -> int:
     match = re.match(r"\d+", version)
     return int(match[0]) if match else 0
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

@@ -15,11 +15,11 @@ import torch
 
 from flashgen.shared.call import Inputs
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.spec.language import Tensor as Capture
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.mod_functions import tanh
 from flashgen.spec.language.scalar import seq_k
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.tensor import Tensor as Capture
 
 Tensor = torch.Tensor
 RNG = (0x0123456789ABCDEF, 42)
@@ -132,14 +132,6 @@ def _boundaries(generator: torch.Generator) -> dict[str, Tensor]:
     return dict(zip(BOUNDARY_NAMES, boundaries, strict=True))
 
 
-def _ids(generator: torch.Generator) -> dict[str, Tensor]:
-    return {"ids": torch.arange(180, dtype=torch.int32)[None] // 50}
-
-
-def _distances(generator: torch.Generator) -> dict[str, Tensor]:
-    return {"table": torch.randn(300, generator=generator) / 2}
-
-
 PROBLEMS = (
     Problem(
         "boxes larger than the tensor, bfloat16, d 64",
@@ -185,7 +177,7 @@ PROBLEMS = (
         "learned table, float16, d 64",
         lambda: AttentionSpec(score_mod=relative, head_dim=64, dtype="float16", name="learned"),
         (1, 2, 1, 130, 150),
-        _distances,
+        lambda generator: {"table": torch.randn(300, generator=generator) / 2},
     ),
     Problem(
         "block layout, bfloat16, d 64",
@@ -201,7 +193,7 @@ PROBLEMS = (
         "documents, float16, d 64",
         lambda: AttentionSpec(document, head_dim=64, dtype="float16", name="documents"),
         (1, 2, 1, 180, 180),
-        _ids,
+        lambda generator: {"ids": torch.arange(180, dtype=torch.int32)[None] // 50},
     ),
     Problem(
         "different head dims, float16, d 96 and 72",

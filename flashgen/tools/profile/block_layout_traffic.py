@@ -13,20 +13,17 @@ divide.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
 from flashgen.shared.arch import WARP
-from flashgen.spec.analysis import evaluate
-from flashgen.spec.analysis.tile_walk import EMPTY, FULL, TileWalk
-from flashgen.spec.language import K, Q
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.tile_walk import EMPTY, Array, TileWalk
+from flashgen.spec.language.symbols import K, Q
 from flashgen.tools.profile.listed_blocks import ListedBlocks
-from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
@@ -111,7 +108,7 @@ def _reads_of_tiles(
         lanes read for the rows or the elements of a head.
     """
     lines = listed.lines(walk.owned, visit.start, visit.stop)
-    unmasked = _unmasked(walk, plan, visit)
+    unmasked = unmasked_tiles(walk, visit.start, visit.stop)
     block = walk.walked.block
     elements = 0
     shared = 0
@@ -137,23 +134,6 @@ def _until_one_is_not_live(live: Array) -> int:
     there = np.arange(turns.size).reshape(turns.shape) < len(flat)
     goes_on = np.vstack([np.ones((1, WARP), bool), np.logical_and.accumulate(turns)[:-1]])
     return int(np.count_nonzero(goes_on & there))
-
-
-def _unmasked(walk: TileWalk, plan: Plan, visit: Visit) -> Array:
-    """Whether the kernel finds each tile full by the mask, and then reads the layout: bool."""
-    mask, owned, walked = walk.mask, walk.owned, walk.walked
-    starts = np.arange(0, walked.length, walked.block)
-    whole = starts + walked.block <= walked.length
-    if plan.owns_keys:
-        whole &= visit.start + owned.block <= owned.length
-    if mask.always:
-        return whole
-    if mask.full is not None and mask.full_exact:
-        lo, hi = walk.ends(mask.full, visit.start, visit.stop)
-        inside = starts + walked.block <= (walked.length if hi is None else hi)
-        return whole & inside & (starts >= (0 if lo is None else lo))
-    found: Array = whole & (walk.classes(visit.start, visit.stop) == FULL)
-    return found
 
 
 def _blocks_of_rows(walk: TileWalk, plan: Plan, listed: ListedBlocks) -> int:

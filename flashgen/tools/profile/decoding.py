@@ -24,6 +24,7 @@ from flashgen.shared.split_choice import SplitPlan
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
+from flashgen.tools.profile.visited_tiles import KnownCall
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
@@ -150,5 +151,5 @@ def plan_decoding(
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
     planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads)
     mask = analysed(served, walk_of_kernel("forward")).mask
-    predicted = predict_splits(served, mask, planned, call, captured)
+    predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
     return DecodingPlan(planned, chosen, size, call.splits, heads, predicted)

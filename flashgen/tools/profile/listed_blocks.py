@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
-from flashgen.spec.analysis.tile_walk import TileAxis
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.spec.analysis.tile_walk import Array, TileAxis
 
 
 class ListedBlocks:

@@ -12,11 +12,7 @@ from flashgen.calls.runtime.bind_arguments import blocks_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.codegen.sparse import blocks_are_bits
 from flashgen.kernels.pipeline import Build, analysed
-from flashgen.kernels.planner import (
-    Plan,
-    backward_traffic,
-    forward_traffic,
-)
+from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.traffic import Traffic
@@ -24,11 +20,11 @@ from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
 from flashgen.shared.signature import field_stem
-from flashgen.spec.analysis import MaskAnalysis
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
 from flashgen.tools.profile.split_calls import SplitPrediction
-from flashgen.tools.profile.visited_tiles import Array, HeadWalk, heads_of, joined
+from flashgen.tools.profile.visited_tiles import HeadWalk, KnownCall, heads_of, joined, walks_of
 
 COUNTER_BYTES = 4
 RNG_BYTES = 16
@@ -57,23 +53,17 @@ class LaunchPrediction:
     duration: Duration | None = None
 
 
-def predict(
-    spec: AttentionSpec,
-    build: Build,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-    dlse: bool,
-) -> LaunchPrediction:
+def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
     """The predictions for a launch.
 
     There are none for the kernels of min/max tables, nor for packed sequences, whose tiles depend
     on the positions at which the sequences start.
     """
-    plan = build.plan
+    (spec, problem, _), plan = call, build.plan
     if plan.kernel == "minmax_table" or spec.packed:
         return LaunchPrediction()
     mask = build.analysis.mask
-    heads = heads_of(spec, mask, plan, problem, captured)
+    heads = heads_of(call, mask, plan)
     walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
         moved = _sum(functools.partial(forward_traffic, plan), walks)
@@ -89,7 +79,8 @@ def predict(
         bytes_ |= bytes_of_layout(plan, heads, by_rows=by_rows)
     if distinct is not None and "rng" in bytes_:
         distinct += RNG_BYTES
-    if spec.block_sparse is not None or (len(walks) > 1 and _shared(spec, problem)):
+    shared = spec.sink is not None or problem.heads_q != problem.heads_kv
+    if spec.block_sparse is not None or (len(walks) > 1 and shared):
         distinct = None
     at = plan.quantities
     return LaunchPrediction(
@@ -124,18 +115,13 @@ def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> Lau
     )
 
 
-def expected_multiply_adds(
-    spec: AttentionSpec,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-    plans: Sequence[Plan],
-) -> Number:
+def expected_multiply_adds(call: KnownCall, plans: Sequence[Plan]) -> Number:
     """The multiply-adds of all launches of a call; 0 for packed sequences, as for `predict`."""
     total: Number = 0
-    for plan in () if spec.packed else plans:
-        mask = analysed(spec, walk_of_kernel(plan.kernel)).mask
+    for plan in () if call.spec.packed else plans:
+        mask = analysed(call.spec, walk_of_kernel(plan.kernel)).mask
         traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
-        walks = joined(heads_of(spec, mask, plan, problem, captured), plan, problem)
+        walks = walks_of(call, mask, plan)
         scores = sum(traffic(plan, *sizes, visited).scores for sizes, visited in walks)
         total += multiply_adds_of(plan, scores) or 0
     return total
@@ -176,11 +162,6 @@ def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
         return {}
     blocks = blocks_of_call(plan, p)
     return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
-
-
-def _shared(spec: AttentionSpec, problem: CheckedCall) -> bool:
-    """Whether heads that are counted separately may read the same bytes."""
-    return spec.sink is not None or problem.heads_q != problem.heads_kv
 
 
 def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import ptx_emulator as emulator
+from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import BackwardRun, ForwardRun, Report, check, run_backward, run_forward
 from flashgen.calls.runtime.arguments.slices import split_scalar
 from flashgen.calls.runtime.programs import Variant, program_of
@@ -28,6 +29,7 @@ from flashgen.tools.profile.prediction import (
 )
 from flashgen.tools.profile.roofline import clocks, roofline
 from flashgen.tools.profile.split_calls import predict_splits
+from flashgen.tools.profile.visited_tiles import KnownCall
 from ptx_emulator import Counters, Totals
 from ptx_emulator.counters.l2 import simulate
 from ptx_emulator.counters.ptx_lines import ptx_lines
@@ -62,7 +64,7 @@ def profile_forward(
     part = tuple(split_scalar(options.get("split_size")))
     spec = program_of(spec).variant(Variant(part=part, packs=packs))
     merge = () if run.report.merge is None else (run.report.merge,)
-    return run, _profiles(spec, launches, (run.report, *merge), problem, options, dlse=False)
+    return run, _profiles(spec, launches, (run.report, *merge), problem, options)
 
 
 def profile_backward(
@@ -90,8 +92,7 @@ def profile_backward(
             **options,
         )
     problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
-    given = dlse is not None
-    return run, _profiles(spec, launches, run.reports, problem, options, dlse=given)
+    return run, _profiles(spec, launches, run.reports, problem, options, dlse=dlse is not None)
 
 
 def problem_of_call(
@@ -117,32 +118,25 @@ def _profiles(
     reports: Sequence[Report],
     problem: CheckedCall,
     options: Mapping[str, Any],
-    *,
-    dlse: bool,
+    dlse: bool = False,
 ) -> tuple[Profile, ...]:
     builds = [report.kernel for report in reports if report.kernel is not None]
     builds += build_minmax_tables(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}
-    captured = {name: array_of(tensor) for name, tensor in (options.get("tensors") or {}).items()}
-    splits = None
+    captured = {name: array(tensor) for name, tensor in (options.get("tensors") or {}).items()}
+    call, splits = KnownCall(spec, problem, captured), None
     if spec.is_served and launches:
         forward = builds[0]
-        splits = predict_splits(spec, forward.analysis.mask, forward.plan, problem, captured)
+        splits = predict_splits(call, forward.analysis.mask, forward.plan)
     found = []
     for counters in launches:
         build = by_name[counters.kernel]
         if spec.is_served:
             prediction = predict_launch_of_splits(build, splits)
         else:
-            prediction = predict(spec, build, problem, captured, dlse)
+            prediction = predict(call, build, dlse)
         found.append(profile_of(build, counters, prediction))
     return tuple(found)
-
-
-def array_of(tensor: Tensor) -> Any:
-    """A captured tensor as a numpy array, for the evaluation of mask expressions."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.detach().to(wide if tensor.is_floating_point() else torch.int64).numpy()
 
 
 def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -> Profile:

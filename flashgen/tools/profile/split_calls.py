@@ -15,10 +15,10 @@ from flashgen.kernels.planner.traffic import LaunchSizes, walks_of_head
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchBlocks
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
-from flashgen.spec.analysis import MaskAnalysis
-from flashgen.spec.language import BATCH, B
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile.visited_tiles import Array, heads_of, joined
+from flashgen.spec.language.symbols import BATCH, B
+from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 
 @dataclass(frozen=True)
@@ -52,45 +52,47 @@ class SplitPrediction:
         return 1 / self.forward.quantisation
 
 
-def predict_splits(
-    spec: AttentionSpec,
-    mask: MaskAnalysis,
-    plan: Plan,
-    call: CheckedCall,
-    captured: Mapping[str, Array],
-) -> SplitPrediction | None:
+def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPrediction | None:
     """The predictions for a call of a variant with split keys, or with a paged cache.
 
     Args:
-        spec: the variant.
-        mask: its analysis for the forward kernel.
+        mask: the variant's analysis for the forward kernel.
         plan: the plan of its forward kernel.
-        captured: the captured tensors by name, with the page table and the lengths.
 
     Returns:
         None where the tiles are known only in the launch: for packed queries, for positions in
         tensors, and for masks that read the number of a sequence among sequences of different
         lengths.
     """
-    lengths = _lengths(spec, call, captured)
+    spec, call, captured = known
+    batches: Mapping[int, int] = {call.seq_k: call.batch}  # batch entries by their number of keys
+    page_size = 0
+    if spec.paged:
+        batches = Counter(captured[PAGE_NAMES[1]].tolist())
+        page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
     by_entry = {B, BATCH} & mask.expr.free_symbols
-    if spec.packed or spec.offsets or (by_entry and len(lengths) > 1):
+    if spec.packed or spec.offsets or (by_entry and len(batches) > 1):
         return None
     entries = []
-    for length, batch in lengths.items():
+    for length, batch in batches.items():
         walks = []
-        for part, behind in _splits(spec, call, length):
-            walks += _walks(spec, mask, plan, replace(part, batch=batch), captured, behind)
+        for part, behind in _splits(spec, replace(call, batch=batch), length):
+            if part.seq_k == 0:
+                walks.append(SplitWalk(LaunchSizes(*part.sizes)))
+                continue
+            heads = walks_of(known._replace(problem=part), mask, plan)
+            walks += [SplitWalk(*walk, behind) for walk in heads]
         entries.append((batch, walks))
+    by_tma = plan.code_path.copies_by_tma
     merge = plan_merge(spec, plan.arch, splits=True) if spec.split else None
-    keys = call.heads_kv * sum(length * batch for length, batch in lengths.items())
+    keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
         plan,
         merge,
         [walk for _, walks in entries for walk in walks],
         call.batch * call.heads_q * call.seq_q,
         keys,
-        box_rows=_box_rows(spec, plan, call, captured),
+        box_rows=box_rows_of(plan.block_k, call, page_size) if by_tma else 0,
         paged=spec.paged,
     )
     # The splits of a batch entry follow each other, as its work tiles do.
@@ -123,15 +125,6 @@ def predict_splits(
     )
 
 
-def _lengths(
-    spec: AttentionSpec, call: CheckedCall, captured: Mapping[str, Array]
-) -> Mapping[int, int]:
-    """The number of batch entries with each number of keys."""
-    if not spec.paged:
-        return {call.seq_k: call.batch}
-    return Counter(captured[PAGE_NAMES[1]].tolist())
-
-
 def _splits(
     spec: AttentionSpec, call: CheckedCall, length: int
 ) -> Iterator[tuple[CheckedCall, int]]:
@@ -149,29 +142,3 @@ def _splits(
         offset = call.k_offset + first
         part = replace(call, k_offset=offset, seq_k=end - first, scalars=scalars, splits=1)
         yield part, length - end
-
-
-def _walks(
-    spec: AttentionSpec,
-    mask: MaskAnalysis,
-    plan: Plan,
-    part: CheckedCall,
-    captured: Mapping[str, Array],
-    behind: int,
-) -> list[SplitWalk]:
-    if part.seq_k == 0:
-        return [SplitWalk(LaunchSizes(*part.sizes))]
-    heads = heads_of(spec, mask, plan, part, captured)
-    return [SplitWalk(sizes, visited, behind) for sizes, visited in joined(heads, plan, part)]
-
-
-def _box_rows(
-    spec: AttentionSpec, plan: Plan, call: CheckedCall, captured: Mapping[str, Array]
-) -> int:
-    """The keys that TMA copies at once; 0 where lanes copy every row."""
-    if not plan.code_path.copies_by_tma:
-        return 0
-    page_size = 0
-    if spec.paged:
-        page_size = call.seq_k // max(captured[PAGE_NAMES[0]].shape[1], 1)
-    return box_rows_of(plan.block_k, call, page_size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,16 +13,27 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
-from flashgen.spec.analysis import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import EMPTY, TileAxis, TileWalk, numbers_of
-from flashgen.spec.language import B, H
+from flashgen.spec.analysis.mask import MaskAnalysis
+from flashgen.spec.analysis.tile_walk import EMPTY, FULL, Array, TileAxis, TileWalk, numbers_of
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.listed_blocks import ListedBlocks
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 HeadWalk = tuple[LaunchSizes, list[list[int]] | None]
 """Sizes of some heads, and for each tile that a block owns the tiles that it visits; None: all."""
+
+
+class KnownCall(NamedTuple):
+    """A call with all that its mask depends on.
+
+    Attributes:
+        captured: the captured tensors by name as arrays; a run-time block layout; for a paged
+            cache, the page table and the lengths.
+    """
+
+    spec: AttentionSpec
+    problem: CheckedCall
+    captured: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -60,19 +72,9 @@ class AlikeHeads:
     visits: list[Visit] | None = None
 
 
-def walks_of(
-    spec: AttentionSpec,
-    mask: MaskAnalysis,
-    plan: Plan,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-) -> list[HeadWalk]:
-    """Sizes and visited tiles of a launch: of all heads together, or head by head.
-
-    Args:
-        captured: the captured tensors by name, and a run-time block layout.
-    """
-    return joined(heads_of(spec, mask, plan, problem, captured), plan, problem)
+def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[HeadWalk]:
+    """Sizes and visited tiles of a launch: of all heads together, or head by head."""
+    return joined(heads_of(call, mask, plan), plan, call.problem)
 
 
 def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[HeadWalk]:
@@ -92,18 +94,12 @@ def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[He
     return found
 
 
-def heads_of(
-    spec: AttentionSpec,
-    mask: MaskAnalysis,
-    plan: Plan,
-    problem: CheckedCall,
-    captured: Mapping[str, Array],
-) -> list[AlikeHeads]:
+def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads]:
     """The heads of a launch: all together, by batch entry, or one by one; [] without heads."""
-    p = problem
+    spec, p, captured = call
     if not p.batch * p.heads_q:
         return []
-    live = live_blocks(spec, p, captured)
+    live = live_blocks(call)
     if (mask.always and live is None) or plan.streams:
         return [AlikeHeads(p.batch, p.heads_q, p.heads_kv)]
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
@@ -129,13 +125,14 @@ def heads_of(
     return [alike(1, heads, kv, b, h) for b in range(p.batch) for h in range(p.heads_q // heads)]
 
 
-def live_blocks(spec: AttentionSpec, p: CheckedCall, captured: Mapping[str, Array]) -> Array | None:
+def live_blocks(call: KnownCall) -> Array | None:
     """Bool [batch or 1, heads or 1, rows, columns] of a block-sparse layout; None without one."""
+    spec, p, captured = call
     sparse = spec.block_sparse
     if sparse is None:
         return None
     if LAYOUT in captured:
-        return captured[LAYOUT].astype(bool)
+        return np.asarray(captured[LAYOUT], dtype=bool)
     ends = p.q_offset + p.seq_q, p.k_offset + p.seq_k
     shape = sparse.shape(p.batch, p.heads, *ends)
     return np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
@@ -176,3 +173,21 @@ def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
             tiles = [tile for tile in tiles if live[tile]]
         found.append(Visit(start, stop, first // walked.block, end, tiles))
     return found
+
+
+def unmasked_tiles(walk: TileWalk, start: int, stop: int) -> Array:
+    """Where the kernel does not evaluate the mask, for the walked tiles of one owned tile.
+
+    These are the whole tiles in the full range where that is exact, and else those that the mask
+    fills. A tile that the sequence cuts off has its mask evaluated.
+    """
+    mask, owned, walked = walk.mask, walk.owned, walk.walked
+    starts = np.arange(0, walked.length, walked.block)
+    found: Array = starts + walked.block <= walked.length
+    if walk.owns_keys:
+        found &= start + owned.block <= owned.length
+    if mask.full is None or not mask.full_exact:
+        return found if mask.always else found & (walk.classes(start, stop) == FULL)
+    lo, hi = walk.ends(mask.full, start, stop)
+    found &= starts >= (0 if lo is None else lo)
+    return found & (starts + walked.block <= (walked.length if hi is None else hi))

@@ -38,21 +38,16 @@ class Measured:
 
 
 def checked(
-    spec: AttentionSpec,
-    choices: Sequence[TileChoice],
-    inputs: Inputs,
-    which: str,
-    *,
-    backend: str,
-    arch: str,
+    choices: Sequence[TileChoice], spec: AttentionSpec, inputs: Inputs, which: str, **how: str
 ) -> list[Measured]:
     """Runs each choice once and compares it with the float64 oracle by the error rule.
 
     Args:
         inputs: small inputs, because the oracle materialises N x N scores.
         which: "forward", "backward", or "deterministic" for a deterministic backward pass.
+        how: the backend and the architecture.
     """
-    call_of = _caller(spec, inputs, which, backend, arch)
+    call_of = _caller(spec, inputs, which, **how)
     judge = judge_of(spec, inputs, which)
 
     def why_excluded(choice: TileChoice) -> str:
@@ -71,22 +66,16 @@ def checked(
     return [Measured(each, refused=why_excluded(each)) for each in choices]
 
 
-def fastest(
-    spec: AttentionSpec,
-    candidates: Sequence[Measured],
-    inputs: Inputs,
-    which: str,
-    timer: Timer,
-    *,
-    backend: str,
-    arch: str,
-) -> list[Measured]:
+def fastest(candidates: Sequence[Measured], timer: Timer, *of: Any, **how: Any) -> list[Measured]:
     """Times the candidates that are not refused, and sorts them by time; refused ones come last.
 
     The candidates alternate, so that a change of the GPU's clock affects all of them.
+
+    Args:
+        of, how: as for `checked`, of the inputs that are timed.
     """
     correct = [each for each in candidates if not each.refused]
-    calls = list(map(_caller(spec, inputs, which, backend, arch), (m.choice for m in correct)))
+    calls = list(map(_caller(*of, **how), (m.choice for m in correct)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, found in zip(calls, times, strict=True):
@@ -113,10 +102,10 @@ def on_gpu(call: Call) -> float:
 
 
 def _caller(
-    spec: AttentionSpec, inputs: Inputs, which: str, backend: str, arch: str
+    spec: AttentionSpec, inputs: Inputs, which: str, **how: Any
 ) -> Callable[[TileChoice], Callable[[], ForwardRun | BackwardRun]]:
     """A function from a choice to its call. All backward passes use one forward pass's result."""
-    how = {"backend": backend, "arch": arch, **inputs.options}
+    how |= inputs.options
     (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
     if which == "forward":
         return lambda choice: lambda: run_forward(spec, q, k, v, tiles=choice.tiles, **how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,9 @@ from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.planner import Plan, Tile, feasible, plan, plan_backward
 from flashgen.kernels.planner.backward_schemes import kernels_of
 from flashgen.kernels.planner.duration import Duration, duration_of
-from flashgen.shared.call import CheckedCall
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import walks_of
+from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 NEIGHBOURS = 4
 """The number of alternative tiles of each backward kernel, tried with the others' best tiles."""
@@ -43,9 +42,7 @@ class TileChoice:
 
 
 def rank(
-    spec: AttentionSpec,
-    problem: CheckedCall,
-    captured: Mapping[str, Any],
+    call: KnownCall,
     arch: str,
     *,
     which: str = "forward",
@@ -60,18 +57,18 @@ def rank(
     at a time.
 
     Args:
-        captured: the captured tensors by name as arrays, and a run-time block layout.
         which: "forward", "backward", or "deterministic" for a deterministic backward pass.
 
     Raises:
         PlanError: the architecture is unknown.
     """
+    spec = call.spec
 
     def of_kernel(kernel: str) -> list[TileChoice]:
         plans = feasible(spec, arch, kernel=kernel, sram=sram)
         if not by_time(spec):
             return [TileChoice((plan,), plan.launches * plan.cost) for plan in plans]
-        predict = _predictor(spec, problem, captured, kernel)
+        predict = _predictor(call, kernel)
         choices = [
             TileChoice((plan,), plan.launches * time.seconds, (time,))
             for plan, time in ((plan, predict(plan)) for plan in plans)
@@ -109,16 +106,11 @@ def derived(
     return next((each for each in ranked if each.tiles == own.tiles), own)
 
 
-def predicted(
-    spec: AttentionSpec,
-    problem: CheckedCall,
-    captured: Mapping[str, Any],
-    plans: Sequence[Plan],
-) -> tuple[Duration, ...]:
+def predicted(call: KnownCall, plans: Sequence[Plan]) -> tuple[Duration, ...]:
     """The predicted durations of these plans' launches; () where the tiles are known only then."""
-    if not by_time(spec):
+    if not by_time(call.spec):
         return ()
-    return tuple(_predictor(spec, problem, captured, each.kernel)(each) for each in plans)
+    return tuple(_predictor(call, each.kernel)(each) for each in plans)
 
 
 def by_time(spec: AttentionSpec) -> bool:
@@ -148,20 +140,17 @@ def _together(choices: list[TileChoice]) -> TileChoice:
     return TileChoice(plans, sum(choice.seconds for choice in choices), durations)
 
 
-def _predictor(
-    spec: AttentionSpec, problem: CheckedCall, captured: Mapping[str, Any], kernel: str
-) -> Callable[[Plan], Duration]:
+def _predictor(call: KnownCall, kernel: str) -> Callable[[Plan], Duration]:
     """A function that predicts the duration of a kernel's plans; walks are kept by tile size."""
-    analysis: Analysis = analyse(spec, walk_of_kernel(kernel))
+    analysis: Analysis = analyse(call.spec, walk_of_kernel(kernel))
     walks: dict[tuple[int, int, int], Any] = {}
 
     def predict(plan: Plan) -> Duration:
         if plan.kernel == "forward":
-            heads = heads_of_call(spec, plan, problem, captured).heads
-            plan = replace(plan, heads_per_tile=heads)
+            plan = replace(plan, heads_per_tile=heads_of_call(call.spec, plan, *call[1:]).heads)
         size = plan.block_q, plan.block_k, plan.heads_per_tile
         if size not in walks:
-            walks[size] = walks_of(spec, analysis.mask, plan, problem, captured)
+            walks[size] = walks_of(call, analysis.mask, plan)
         return duration_of(plan, walks[size], uneven=analysis.mask.growth != 0)
 
     return predict

@@ -19,7 +19,7 @@ from flashgen.reference.verdict import Judged, compare, judged_gradients
 from flashgen.shared.call import Inputs
 from flashgen.shared.errors import FlashgenError
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import Profile
+from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import multiply_adds_of
 from flashgen.tools.views.kernel import pane_of_profile
 from flashgen.tools.views.python_lines import PythonText
@@ -182,7 +182,7 @@ def with_tile_map(
     if found.tiles > MOST_CELLS:
         note = f"{found.tiles:,} tiles are too many for the page, which holds {MOST_CELLS:,}."
         return replace(pane, tile_map_note=f"There is no tile map: {note} A smaller --shape.")
-    scores = sum(_scores(each.place) for each in found.heads)
+    scores = sum(int(x.place.queries.length * x.place.keys.length) for x in found.heads)
     note = ""
     if scores > MAP_SCORES:
         note = f"Single scores are left out: {scores:,}, and the page holds {MAP_SCORES:,}."
@@ -205,10 +205,6 @@ def _map_of(spec: AttentionSpec, plan: Plan, inputs: Inputs) -> TileMap:
         k_offset=options.get("k_offset", 0),
         captures={**(options.get("scalars") or {}), **(options.get("tensors") or {})},
     )
-
-
-def _scores(place: Any) -> int:
-    return int(place.queries.length * place.keys.length)
 
 
 def _data(

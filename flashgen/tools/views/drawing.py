@@ -103,6 +103,16 @@ class Drawing:
         """The legend in one sentence, for readers who do not see the picture."""
         return "; ".join(f"{entry.text}: {entry.count}" for entry in self.legend)
 
+    @property
+    def fainter(self) -> str:
+        """How joined cells of different kinds look in colour."""
+        return f"the fainter, the more of them are {self.legend[0].text.partition(':')[0]}."
+
+    @property
+    def largest(self) -> int:
+        """The most positions along an axis of a grid."""
+        return max(map(positions, (e for grid in self.grids for e in (grid.queries, grid.keys))))
+
     def note_on(self, cells: Sequence[Joined], as_what: str) -> tuple[str, ...]:
         """How cells were joined, and how those of different kinds look; () where none was."""
         sizes = sorted({f"{c.rows} x {c.columns}" for c in cells if c.rows * c.columns > 1})
@@ -112,6 +122,11 @@ class Drawing:
             f"A cell stands for {' or '.join(sizes)} {self.cell}s. One with {self.cell}s of "
             f"different kinds is {as_what}",
         )
+
+
+def positions(ends: tuple[int, int]) -> int:
+    """The number of positions from the first to the last."""
+    return ends[1] - ends[0] + 1
 
 
 def joined(cells: Array, most: int) -> Joined:

@@ -14,10 +14,10 @@ from flashgen.calls.ops import check
 from flashgen.calls.runtime.arguments.call import check_contents
 from flashgen.calls.runtime.arguments.positions import dtypes_of, offset_tensors
 from flashgen.calls.runtime.block_layouts import with_layout
-from flashgen.frontends.flex import record
 from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.frontends.flex.checks import mask_mod_of
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.recorded_mods import record
 from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
@@ -51,17 +51,16 @@ def call_of(
         FlashgenError: as `flashgen.visualize`.
     """
     captures = {name: _on_cpu(value) for name, value in captures.items()}
+    own: dict[str, Any] = {}
     if isinstance(mask, AttentionSpec):
-        sizes = _sizes_of(shape, captures, mask.packed)
-        spec = mask
+        spec, sizes = mask, _sizes_of(shape, captures, mask.packed)
     elif hasattr(mask, "kv_num_blocks"):
-        sizes = _block_mask_sizes(mask, shape)
+        batch, heads, seq_q, seq_k = mask.shape
+        sizes = (batch, heads, heads, seq_q, seq_k) if shape is None else sizes_of(shape)
         spec, own = _of_block_mask(mask, sizes)
-        captures = {**own, **captures}
     elif callable(mask):
         sizes = _sizes_of(shape, captures, BOUNDARIES[0] in captures)
         spec, own = _of_mask_mod(mask, sizes, packed=BOUNDARIES[0] in captures)
-        captures = {**own, **captures}
     else:
         raise InputError(
             "this is nothing with a mask",
@@ -71,7 +70,7 @@ def call_of(
             way_out="fg.visualize(lambda b, h, q, k: k <= q, (1, 1, 1024))",
         )
     of_kernel = _kernel_tile(spec, arch, tile, kernel)
-    return spec.name or "mask", _checked(spec, sizes, captures, offsets, of_kernel)
+    return spec.name or "mask", _checked(spec, sizes, own | captures, offsets, of_kernel)
 
 
 def _checked(
@@ -170,12 +169,6 @@ def _of_torch(
         block_sparse=None if blocks is None else blocks.sparse,
     )
     return spec, {name: _on_cpu(value) for name, value in captures.items()}
-
-
-def _block_mask_sizes(block_mask: Any, shape: Any) -> Sizes:
-    batch, heads, seq_q, seq_k = block_mask.shape
-    own = (batch, heads, heads, seq_q, seq_k)
-    return own if shape is None else sizes_of(shape)
 
 
 def _of_block_mask(block_mask: Any, sizes: Sizes) -> tuple[AttentionSpec, dict[str, Any]]:

@@ -14,7 +14,7 @@ from flashgen.tools.views.values import Figure, KernelPane, Row
 from ptx_emulator.counters.ptx_lines import PtxLine
 
 if TYPE_CHECKING:
-    from flashgen.tools.profile import Profile
+    from flashgen.tools.profile.kernel_profile import Profile
 
 QUANTISATION = "times as long as if all SMs were busy"
 

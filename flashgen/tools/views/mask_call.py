@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 
 from flashgen.calls.cpu.chunks import SequenceRows, sequences
+from flashgen.calls.cpu.problem import array
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
-from flashgen.spec.analysis import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import TileAxis, exact, numbers_of
-from flashgen.spec.language import B, H
+from flashgen.spec.analysis.mask import MaskAnalysis
+from flashgen.spec.analysis.tile_walk import Array, TileAxis, exact, numbers_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile import array_of
-from flashgen.tools.profile.visited_tiles import live_blocks
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.spec.language.symbols import B, H
+from flashgen.tools.profile.visited_tiles import KnownCall, live_blocks
 
 Pair = tuple[int, int]
 """A batch entry and a query head; with packed sequences, a sequence and a query head."""
@@ -88,7 +85,7 @@ class MaskCall:
         """The tensors that masks read, as NumPy arrays, by name."""
         lists = LAYOUT_LISTS if self.spec.block_sparse is not None else ()
         read = {name: t for name, t in self.tensors.items() if name not in lists}
-        return {name: array_of(tensor) for name, tensor in read.items()}
+        return {name: array(tensor) for name, tensor in read.items()}
 
     @cached_property
     def _used(self) -> frozenset[sympy.Symbol]:
@@ -143,14 +140,11 @@ class MaskCall:
 
     def live_blocks(self, place: Place) -> Array | None:
         """Bool [batch or 1, heads or 1, rows, columns] of the block layout; None without one."""
-        p = self.problem
-        of_place = CheckedCall(
-            place.entries,
-            *(p.heads_q, p.heads_kv, place.queries.length, place.keys.length),
-            *(p.head_dim, p.head_dim_v, place.queries.offset, place.keys.offset),
-            *(p.scale, p.scalars),
-        )
-        return live_blocks(self.spec, of_place, self.arrays)
+        queries, keys = place.queries, place.keys
+        part: dict[str, Any] = {"seq_q": queries.length, "seq_k": keys.length}
+        part |= {"q_offset": queries.offset, "k_offset": keys.offset}
+        of_place = replace(self.problem, batch=place.entries, **part)
+        return live_blocks(KnownCall(self.spec, of_place, self.arrays))
 
     def with_layout(self, place: Place) -> dict[sympy.Symbol, Any]:
         """`values` with the live blocks, for the evaluation of ``spec.keep``."""

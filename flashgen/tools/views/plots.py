@@ -12,7 +12,7 @@ from flashgen.shared.arch import Arch, facts
 from flashgen.tools.views.values import ErrorHistogram
 
 if TYPE_CHECKING:
-    from flashgen.tools.profile import Profile
+    from flashgen.tools.profile.kernel_profile import Profile
 
 MOST_TILES = 2000
 """Work tiles that a page shows: those of the first SMs where there are more."""

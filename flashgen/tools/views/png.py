@@ -11,9 +11,16 @@ from typing import Any
 import numpy as np
 
 from flashgen.shared.errors import InputError
-from flashgen.tools.views.drawing import COLOURS, PAPER, Drawing, Grid, Joined, joined
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.tools.views.drawing import (
+    COLOURS,
+    PAPER,
+    Array,
+    Drawing,
+    Grid,
+    Joined,
+    joined,
+    positions,
+)
 
 _WIDTH, _LINE, _MARGIN, _COLUMNS = 4.0, 0.15, 0.15, 58
 _DPI = 200
@@ -39,16 +46,14 @@ def png_of(drawing: Drawing) -> bytes:
 
     cells = [joined(grid.cells, _MOST) for grid in drawing.grids]
     across = min(2, len(cells))
-    width = (_WIDTH - (1 + across) * _MARGIN) / across
-    largest = max(_length(ends) for grid in drawing.grids for ends in (grid.queries, grid.keys))
+    width, largest = (_WIDTH - (1 + across) * _MARGIN) / across, drawing.largest
     boxes = [
-        tuple(max(0.1, width * _length(ends) / largest) for ends in (grid.keys, grid.queries))
+        tuple(max(0.1, width * positions(ends) / largest) for ends in (grid.keys, grid.queries))
         for grid in drawing.grids
     ]
     rows = [boxes[first : first + across] for first in range(0, len(boxes), across)]
-    fainter = f"the fainter, the more of them are {drawing.legend[0].text.partition(':')[0]}."
     head = [drawing.title, *_wrapped(drawing.lines)]
-    notes = _wrapped((*drawing.notes, *drawing.note_on(cells, fainter)))
+    notes = _wrapped((*drawing.notes, *drawing.note_on(cells, drawing.fainter)))
     lines = len(head) + 4 * len(rows) + 2.5 * len(drawing.legend) + len(notes)
     height = 2 * _MARGIN + sum(max(box[1] for box in row) for row in rows) + lines * _LINE
     figure = Figure((_WIDTH, height), dpi=_DPI, facecolor=PAPER)
@@ -89,10 +94,6 @@ def _wrapped(texts: Sequence[str]) -> list[str]:
 
 def _axes(grid: Grid) -> tuple[tuple[str, tuple[int, int]], ...]:
     return ("\N{DOWNWARDS ARROW} queries", grid.queries), ("\N{RIGHTWARDS ARROW} keys", grid.keys)
-
-
-def _length(ends: tuple[int, int]) -> int:
-    return ends[1] - ends[0] + 1
 
 
 def _pixels(drawing: Drawing, found: Joined) -> Array:

@@ -17,7 +17,7 @@ from flashgen.kernels.planner.derivation import printed_line
 from flashgen.kernels.planner.formulas import counted
 from flashgen.kernels.planner.quantities import QUANTITIES
 from flashgen.shared.errors import RenderError
-from flashgen.tools.views.code import METRICS, KernelCode, LinkedText
+from flashgen.tools.views.code import METRICS, KernelCode
 from flashgen.tools.views.plots import histogram_plot, roofline_plot, schedule_plot
 from flashgen.tools.views.values import Figure, Page, Side
 
@@ -137,33 +137,13 @@ def _packed(page: Page) -> str:
 
 
 def _of_kernel(code: KernelCode, tile_map: Any) -> dict[str, Any]:
-    python = code.python
+    texts = {"python": code.python, "cuda": code.cuda, "ptx": code.ptx, "sass": code.sass}
     return {
-        "texts": {
-            "python": {
-                "title": python.title,
-                "lines": python.lines,
-                "numbers": python.numbers,
-                "note": python.note,
-            },
-            "cuda": _of_text(code.cuda),
-            "ptx": _of_text(code.ptx),
-            "sass": _of_text(code.sass),
-        },
-        "mods": [{"name": m.name, "python": m.python, "cuda": m.cuda} for m in code.mods],
+        "texts": {name: vars(text) for name, text in texts.items()},
+        "mods": list(map(vars, code.mods)),
         "heat": {name: vars(heat) for name, heat in code.heat.items()},
         "sassOfLine": code.sass_of_line,
         "tileMap": tile_map or None,
-    }
-
-
-def _of_text(text: LinkedText) -> dict[str, Any]:
-    return {
-        "title": text.title,
-        "lines": text.lines,
-        "links": text.links,
-        "outer": text.outer,
-        "note": text.note,
     }
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import ptx_emulator as emulator
 from flashgen.kernels.codegen.environment import template_digest
 from flashgen.kernels.compile import nvrtc
 from flashgen.shared.errors import CompileError
+from flashgen.tools.doctor.machine import version_of
 from flashgen.tools.views.kernel import pane_of
 from flashgen.tools.views.values import Figure, KernelPane, Page, Side
 from flashgen.version import __version__
@@ -79,16 +79,9 @@ def versions() -> tuple[tuple[str, str], ...]:
     """The names and versions, "missing" for what is not installed; nothing is imported for it."""
     found = [("flashgen", __version__), ("templates", template_digest())]
     found.append(("Python", platform.python_version()))
-    found += [(name, _version_of(name)) for name in _PACKAGES]
+    found += [(name, version_of(name) or "missing") for name in _PACKAGES]
     try:
         compiler = nvrtc.version()
     except CompileError:
         compiler = "missing"
     return (*found, ("NVRTC", compiler))
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"

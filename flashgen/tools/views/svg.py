@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
 
 from flashgen.kernels.codegen.text import printable
-from flashgen.tools.views.drawing import COLOURS, Drawing, Joined, joined
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flashgen.tools.views.drawing import COLOURS, Array, Drawing, Joined, joined, positions
 
 MOST_CELLS = 1 << 16
 """The cells of all grids together. A cell takes at most about 15 B."""
@@ -54,8 +51,7 @@ def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
     """
     most = max(8, math.isqrt(MOST_CELLS // len(drawing.grids)))
     cells = [joined(grid.cells, most) for grid in drawing.grids]
-    fainter = f"the fainter, the more of them are {drawing.legend[0].text.partition(':')[0]}."
-    notes = (*drawing.notes, *drawing.note_on(cells, fainter))
+    notes = (*drawing.notes, *drawing.note_on(cells, drawing.fainter))
     if compact:
         return _element(drawing, notes, _thumbnail(drawing, cells), (_THUMBNAIL, _THUMBNAIL))
     parts = [_text(0, 20, drawing.title, "head")]
@@ -98,11 +94,10 @@ def _paragraphs(texts: Sequence[str], y: int, parts: list[str]) -> int:
 
 def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) -> int:
     """Appends the grids, in lines of as many as fit; returns the y of their end."""
-    largest = max(_length(ends) for grid in drawing.grids for ends in (grid.queries, grid.keys))
-    scale = (_LARGE if len(drawing.grids) == 1 else _SMALL) / largest
+    scale = (_LARGE if len(drawing.grids) == 1 else _SMALL) / drawing.largest
     x, y, below = 0, top, top
     for grid, found in zip(drawing.grids, cells, strict=True):
-        width, height = (max(_LEAST, _length(e) * scale) for e in (grid.keys, grid.queries))
+        width, height = (max(_LEAST, positions(e) * scale) for e in (grid.keys, grid.queries))
         (q, q_end), (k, k_end) = grid.queries, grid.keys
         keys = f"keys {k:,} to {k_end:,} \N{RIGHTWARDS ARROW}"
         queries = f"queries {q:,} to {q_end:,} \N{RIGHTWARDS ARROW}"
@@ -187,7 +182,3 @@ def _text(x: int, y: int, text: str, style: str = "") -> str:
 def _escaped(text: str) -> str:
     """The text in XML, which has no control characters."""
     return escape(printable(text))
-
-
-def _length(ends: tuple[int, int]) -> int:
-    return ends[1] - ends[0] + 1

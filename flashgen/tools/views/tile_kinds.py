@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import sympy
 
-from flashgen.spec.analysis import evaluate
-from flashgen.spec.analysis.tile_walk import BlockLayoutTiles, TileAxis, TileWalk
-from flashgen.spec.language import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
-from flashgen.tools.profile.visited_tiles import listed_blocks, visits_of
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.tile_walk import Array, BlockLayoutTiles, TileAxis, TileWalk
+from flashgen.spec.language.symbols import B, H, K, Q
+from flashgen.tools.profile.visited_tiles import listed_blocks, unmasked_tiles, visits_of
 from flashgen.tools.views.mask_call import MaskCall, Place
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 ELEMENTS = 1 << 25
 """Scores at which masks of mixed tiles are evaluated for one picture: some seconds of time."""
@@ -136,32 +133,11 @@ def _by_kernel(call: MaskCall, place: Place) -> tuple[Array, Array]:
 
 
 def _unmasked(walk: TileWalk, layout: BlockLayoutTiles | None, start: int, stop: int) -> Array:
-    """In which walked tiles the kernel evaluates no mask, by the condition that it evaluates.
-
-    `kernels.codegen.walk` emits it: a range of keys where there is one, else a condition on the
-    corners of the tile; the tile has all its keys, and if blocks own keys, all its queries.
-    """
-    mask, walked, owned = walk.mask, walk.walked, walk.owned
-    first, last = walked.corners()
-    starts = np.arange(0, walked.length, walked.block)
-    found = starts + walked.block <= walked.length
-    if walk.owns_keys:
-        found = found & (start + owned.block <= owned.length)
-    corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
-    if mask.full is not None and mask.full_exact:
-        lo, hi = walk.ends(mask.full, start, stop)
-        if lo is not None:
-            found = found & (lo <= starts)
-        if hi is not None:
-            found = found & (starts + walked.block <= hi)
-    elif not mask.always:
-        ends = ((K_LO, K_HI), (Q_LO, Q_HI))[:: 1 if walk.owns_keys else -1]
-        values = dict(zip((*ends[0], *ends[1]), (*corners, first, last), strict=True))
-        with np.errstate(all="ignore"):
-            every = np.asarray(evaluate(mask.must, {**walk.env, **values}), dtype=bool)
-        found = found & np.broadcast_to(every.reshape(-1) if every.ndim else every, found.shape)
+    """Where the kernel does not evaluate the mask, nor the layout block by block."""
+    found = unmasked_tiles(walk, start, stop)
     if layout is not None:
-        found = found & layout.of_tiles(corners, (first, last))[1][0]
+        corners = np.int64(start + walk.owned.offset), np.int64(stop - 1 + walk.owned.offset)
+        found = found & layout.of_tiles(corners, walk.walked.corners())[1][0]
     return found
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from flashgen.shared.errors import InputError
-from flashgen.tools.views.drawing import Drawing, Grid, LegendEntry, percent, ranges
+from flashgen.tools.views.drawing import Array, Drawing, Grid, LegendEntry, percent, ranges
 from flashgen.tools.views.mask_call import MaskCall, Pair, Place
 from flashgen.tools.views.shown import Shown
 from flashgen.tools.views.tile_kinds import Kind, elements_of
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_GRIDS = 12
 """Different maps that one picture shows."""

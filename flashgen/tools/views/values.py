@@ -18,7 +18,7 @@ from flashgen.tools.views.code import KernelCode
 
 if TYPE_CHECKING:
     from flashgen.reference import Verdict
-    from flashgen.tools.profile import Profile
+    from flashgen.tools.profile.kernel_profile import Profile
 
 Row = tuple[str, str]
 """The name of a fact, and its value."""

@@ -16,7 +16,7 @@ import flashgen as fg
 from flashgen.calls.ops import BackwardRun
 from flashgen.kernels.pipeline import build_backward
 from flashgen.kernels.planner import Plan, Tile, plan_backward
-from flashgen.tools.profile import profile_backward
+from flashgen.tools.profile.run import profile_backward
 from tests.support.examples import SPECS, spec_path
 from tests.support.judged import Call, check_gates, dropping, example
 from tests.support.shapes import HEADS, LAYOUTS, Case

@@ -18,7 +18,7 @@ from flashgen.kernels.planner.schedule import blocks_of
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError, PlanError
 from flashgen.shared.launch_facts import MAX_WORK_TILES
-from flashgen.tools.profile import profile_forward
+from flashgen.tools.profile.run import profile_forward
 from tests.support.examples import spec_path
 from tests.support.judged import example
 from tests.support.profiles import loaded, random_operands

@@ -31,7 +31,7 @@ from flashgen.shared.signature import (
 )
 
 if TYPE_CHECKING:
-    from flashgen.spec.language import Scalar
+    from flashgen.spec.language.scalar import Scalar
 
 Tensor = torch.Tensor
 

@@ -10,13 +10,10 @@ import sympy
 
 from flashgen.shared.dtypes import FLOAT32_MAX
 from flashgen.shared.errors import RenderError
-from flashgen.spec.analysis import evaluate
-from flashgen.spec.language import (
-    Abs,
-    Floor,
-    Round,
-    float_functions,
-)
+from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.language import float_functions
+from flashgen.spec.language.float_functions import Abs
+from flashgen.spec.language.sympy_functions import Floor, Round
 
 # Levels of C++ operator precedence; a higher level binds tighter.
 ATOM, UNARY, TIMES, PLUS, SHIFT, LESS, EQUAL, MASK, AND, OR, CHOICE = range(16, 5, -1)

@@ -21,25 +21,19 @@ from flashgen.kernels.codegen.expressions.cpp_text import (
 from flashgen.kernels.codegen.expressions.integers import IntegerPrinter
 from flashgen.kernels.codegen.expressions.predicates import JUMPS, is_of_integers
 from flashgen.shared.dtypes import FLOAT32_LEAST
-from flashgen.spec.language import (
-    SCORE,
+from flashgen.spec.language.float_operations import (
     AsFloat,
-    Element,
     FloatPower,
     FloatProduct,
     FloatQuotient,
     FloatSum,
-    FloorDiv,
-    FloorMod,
-    Maximum,
-    Minimum,
-    is_int,
 )
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.operations import LARGEST_REPEATED
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
-from flashgen.spec.language.sympy_functions import Select
-from flashgen.spec.language.tensor_elements import TensorRead
+from flashgen.spec.language.symbols import SCORE, is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.tensor_elements import Element, TensorRead
 
 _HALF = sympy.Rational(1, 2)
 

@@ -22,16 +22,6 @@ from flashgen.kernels.codegen.expressions.cpp_text import (
 )
 from flashgen.kernels.codegen.integer_ranges import AssumedBlock, sizes_of_parts
 from flashgen.shared.dtypes import INT32_MAX, OPERANDS
-from flashgen.spec.language import (
-    Element,
-    Extreme,
-    FloorDiv,
-    FloorMod,
-    Least,
-    Maximum,
-    Minimum,
-    TensorSymbol,
-)
 from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitFunction,
@@ -43,8 +33,15 @@ from flashgen.spec.language.bit_functions import (
 from flashgen.spec.language.divisors import is_data, may_be_zero
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.python_printer import is_subtracted, written_order
-from flashgen.spec.language.sympy_functions import Select, branches_of
-from flashgen.spec.language.tensor_elements import TensorRead
+from flashgen.spec.language.sympy_functions import (
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Select,
+    branches_of,
+)
+from flashgen.spec.language.tensor_elements import Element, Extreme, Least, TensorRead, TensorSymbol
 
 
 class _Smallest(dict[sympy.Symbol, Limits]):

@@ -9,28 +9,17 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.kernels.codegen.expressions.cpp_text import CALLED, KEYWORDS, MACRO
-from flashgen.spec.analysis import CodeBlock
-from flashgen.spec.language import (
-    AsFloat,
-    Element,
-    Extreme,
-    FloatProduct,
-    FloatQuotient,
-    FloatSum,
-    FloorDiv,
-    FloorMod,
-    Least,
-    Maximum,
-    Minimum,
-)
+from flashgen.spec.analysis.sharing import CodeBlock
 from flashgen.spec.language.comparisons import FLOAT_RELATIONS
+from flashgen.spec.language.float_operations import AsFloat, FloatProduct, FloatQuotient, FloatSum
 from flashgen.spec.language.python_printer import (
     factors_in_order,
     is_subtracted,
     terms_in_order,
     written_order,
 )
-from flashgen.spec.language.sympy_functions import Select
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.tensor_elements import Element, Extreme, Least
 
 LONGEST_NAME = 32
 _LET = re.compile(r"t[0-9]+")

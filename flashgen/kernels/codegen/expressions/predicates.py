@@ -14,8 +14,9 @@ from collections.abc import Set
 import sympy
 from sympy.core.relational import Relational
 
-from flashgen.spec.analysis import CodeBlock
-from flashgen.spec.language import Floor, FloorDiv, FloorMod, Round, is_condition
+from flashgen.spec.analysis.sharing import CodeBlock
+from flashgen.spec.language.symbols import is_condition
+from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Round
 from flashgen.spec.language.tensor_elements import TensorRead
 
 # Functions with jumps, where a difference in the last bit changes the result.

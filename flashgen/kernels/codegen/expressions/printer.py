@@ -28,11 +28,11 @@ from flashgen.kernels.codegen.expressions.floats import FloatPrinter
 from flashgen.kernels.codegen.expressions.let_names import let_names
 from flashgen.kernels.codegen.expressions.predicates import lets_of_integers, predicate_lets
 from flashgen.kernels.codegen.integer_ranges import AssumedBlock
-from flashgen.spec.analysis import CodeBlock
-from flashgen.spec.language import FloatSum, is_condition, is_int
+from flashgen.spec.analysis.sharing import CodeBlock
 from flashgen.spec.language.divisors import is_data
+from flashgen.spec.language.float_operations import FloatSum
 from flashgen.spec.language.integer_limits import limits
-from flashgen.spec.language.python_printer import SIGNS
+from flashgen.spec.language.symbols import is_condition, is_int
 
 
 class CPrinter(FloatPrinter):
@@ -156,7 +156,7 @@ class CPrinter(FloatPrinter):
     def _relation(self, expr: Relational) -> Text:
         if expr.lhs.is_number and not expr.rhs.is_number:
             expr = expr.reversed
-        left, right, sign = expr.lhs, expr.rhs, SIGNS[type(expr)]
+        left, right, sign = expr.lhs, expr.rhs, expr.rel_op
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:

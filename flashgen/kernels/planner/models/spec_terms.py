@@ -15,19 +15,17 @@ from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
-from flashgen.spec.analysis import (
-    Level,
-    Window,
-    analyse_score,
-    kind_of_sum,
-    row_interval,
-    window_of,
-)
-from flashgen.spec.language import SCORE, Element, FloorDiv, FloorMod, elements_of
+from flashgen.spec.analysis.intervals import row_interval
+from flashgen.spec.analysis.invariants import Level
+from flashgen.spec.analysis.score import analyse_score, kind_of_sum
+from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import in_reals
-from flashgen.spec.language.lets import contains, parts_of
+from flashgen.spec.language.lets import contains, elements_of, parts_of
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.tensor_elements import Element
 
 # ---- instructions per score element --------------------------------------------------------------
 

@@ -14,19 +14,8 @@ import sympy
 
 from flashgen.kernels.planner.proofs.certificate import Certificate, ProofStep
 from flashgen.spec.analysis import Analysis
-from flashgen.spec.language import (
-    SCORE,
-    Abs,
-    Floor,
-    FloorDiv,
-    FloorMod,
-    Maximum,
-    Minimum,
-    Round,
-    elements_of,
-    python_text,
-)
 from flashgen.spec.language.float_functions import (
+    Abs,
     Atan,
     Cos,
     Erf,
@@ -41,8 +30,18 @@ from flashgen.spec.language.float_functions import (
     Tanh,
 )
 from flashgen.spec.language.float_operations import in_reals
-from flashgen.spec.language.lets import lets_of
+from flashgen.spec.language.lets import elements_of, lets_of
+from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.sympy_functions import (
+    Floor,
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Round,
+)
 
 POINTS = 32
 DIGITS = 50
