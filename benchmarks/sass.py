@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.kernels.compile.disassembly import disassembled
+from flashgen.kernels.pipeline import Build
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);?\s*$")
 LABEL = re.compile(r"^\s*(\.L_[\w$]+):")
 PLACE = re.compile(r'^\s*//## File "[^"]*", line (\d+)')
 LEAVES = ("EXIT", "RET", "KILL")
 TENSOR = ("HMMA", "HGMMA")
-MASKS_P = "is_removed("  # in kernels that mask P before they wait for dP
 WAIT_AT_MOST = 16  # instructions of a loop that polls a barrier
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -91,14 +91,22 @@ def instructions(listing: str) -> list[Instruction]:
     return [instruction for block in _blocks(listing)[0] for instruction in block]
 
 
-def late_exponentials(listing: str) -> int:
-    """Exponentials behind the first wait for all wgmma products: while those run, they are free."""
-    waits = False
-    late = 0
+def waiting_exponentials(built: Build, listing: str) -> int:
+    """Exponentials that Hopper's fused or dq kernel computes when it has nothing else to do: of
+    those behind the wait for dP, what exceeds an eighth of all. Those before it overlap with dP.
+
+    A score function and dropout are computed with dS, after that wait.
+    """
+    plan = built.plan
+    overlap = plan.path == "sm_90a" and plan.kernel in ("fused", "dq") and plan.score_warps == 1
+    if not overlap or "while dP is computed" not in built.source.text:
+        return 0
+    waits, before, behind = False, 0, 0
     for each in instructions(listing):
         waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")
-        late += waits and each.op == "MUFU.EX2"
-    return late
+        if each.op == "MUFU.EX2":
+            before, behind = before + (not waits), behind + waits
+    return max(0, behind - (before + behind) // 8)
 
 
 def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
