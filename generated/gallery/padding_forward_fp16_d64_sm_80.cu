@@ -333,10 +333,6 @@ DEVICE float base_of(float top, float scale) { return is_far(top, scale) ? 0.0f 
 DEVICE float shift_of(float row_max, float scale) {
   return is_far(row_max, scale) ? fmaxf(row_max, LOWEST) : 0.0f;
 }
-// Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
-DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
-  return (tile_max - row_max) * scale > lag;
-}
 // The rescale factor of O and the sums when the running maximum becomes `new_max`.
 DEVICE float rescale_factor(float row_max, float new_max, float scale) {
   const float shift = shift_of(row_max, scale) - shift_of(new_max, scale);
@@ -354,6 +350,10 @@ using Rows = float[ROW_GROUPS][2];  // a number for each row
 using Scores = float[ROW_GROUPS][BLOCK_K / 8][4];
 using Output = float[ROW_GROUPS][HEAD_DIM_V / 8][4];
 
+// Whether a row's running maximum lags behind a tile's maximum by more than `lag` powers of two.
+DEVICE bool exceeds(float lag, float row_max, float tile_max, float scale) {
+  return (tile_max - row_max) * scale > lag;
+}
 // Finds the maxima of this lane's columns of each row. Returns whether O must be rescaled, as a row
 // of the warp exceeds its running maximum by more than `lag` powers of two.
 DEVICE bool find_maxima(Rows& top, const Scores& s, const Rows& row_max, float scale, float lag) {
