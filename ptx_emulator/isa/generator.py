@@ -550,10 +550,7 @@ class Generator:
             head.append("M = C.mask")
         head += [f"{name} = R[{index}]" for index, name in sorted(self.loads.items())]
         lines = head + self.lines
-        last: dict[str, int] = {}
-        for number, line in enumerate(lines):
-            for name in _LOCAL.findall(line):
-                last[name] = number
+        last = {name: at for at, line in enumerate(lines) for name in _LOCAL.findall(line)}
         dying: dict[int, list[str]] = {}
         for name, number in last.items():
             dying.setdefault(number, []).append(name)

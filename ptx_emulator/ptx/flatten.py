@@ -131,28 +131,22 @@ class _Inliner:
         before = isinstance(ins.operands[0], syntax.Group)
         results = groups[0].items if before else ()
         given = groups[-1].items if len(groups) > before else ()
-        aliases: dict[str, str] = {}
-        register_results: list[tuple[Operand, str, str]] = []
-        base = self.base(callee)
-        for variable, value in zip(callee.params, given, strict=True):
-            if isinstance(value, Sym):
-                aliases[variable.name] = value.name
-            else:
-                to = Reg(base + callee.param_registers[variable.name].index)
-                self.move(ins, to, value, variable.type)
-        for variable, value in zip(callee.returns, results, strict=True):
-            if isinstance(value, Sym):
-                aliases[variable.name] = value.name
-            else:
-                register_results.append((value, variable.name, variable.type))
+        base, known = self.base(callee), callee.param_registers
+        into = list(zip(callee.params, given, strict=True))
+        back = list(zip(callee.returns, results, strict=True))
+        aliases = {v.name: value.name for v, value in (*into, *back) if isinstance(value, Sym)}
+        for variable, value in into:
+            if variable.name not in aliases:
+                self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
         if ins.guard is not None:
             raise _unknown(ins, "a predicated call")
         returns: list[int] = []
         self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
         for place in returns:
             self.flat.code[place].operands = [LabelRef(len(self.flat.code))]
-        for value, name, kind in register_results:
-            self.move(ins, value, Reg(base + callee.param_registers[name].index), kind)
+        for variable, value in back:
+            if variable.name not in aliases:
+                self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
 
     def move(self, ins: Instruction, to: Operand, value: Operand, kind: str) -> None:
         self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
