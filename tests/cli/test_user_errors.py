@@ -76,7 +76,7 @@ def without_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("run.emulated", "profiled.emulated", "tune.problem_of", "inspect._kernel"):
+    for name in ("run.emulated", "profiled.emulated", "tune.known_call", "inspect._kernel"):
         monkeypatch.setattr(f"flashgen.tools.cli.{name}", enough)
     monkeypatch.setattr("flashgen.tools.cli.emit._sources", enough)
     monkeypatch.setattr("flashgen.tools.cli.plan.plan_forward", enough)

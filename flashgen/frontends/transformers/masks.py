@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,7 @@ class MaskError(InputError, AttributeError):
     """
 
 
+@dataclass(eq=False, repr=False)
 class Mask(BlockMask):
     """The mask of one forward pass, as an expression: nothing of N x N elements is stored.
 
@@ -51,26 +53,15 @@ class Mask(BlockMask):
         checked: the positions of layers that this mask was compared with.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensors: tuple[Tensor, ...],
-        lengths: tuple[int, int, int],
-        q_offset: int | Tensor,
-        k_offset: int,
-        bias: Tensor | None = None,
-        ranks: Ranks | None = None,
-        padding: Tensor | None = None,
-    ) -> None:
-        self.name = name
-        self.tensors = tensors
-        self.lengths = lengths
-        self.q_offset = q_offset
-        self.k_offset = k_offset
-        self.bias = bias
-        self.ranks = ranks
-        self.padding = padding
-        self.checked: list[Any] = []
+    name: str
+    tensors: tuple[Tensor, ...]
+    lengths: tuple[int, int, int]
+    q_offset: int | Tensor
+    k_offset: int
+    bias: Tensor | None = None
+    ranks: Ranks | None = None
+    padding: Tensor | None = None
+    checked: list[Any] = field(default_factory=list, init=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
