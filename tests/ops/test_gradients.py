@@ -221,6 +221,18 @@ def test_gradients_of_several_outputs_at_once_go_through_torch_func(call):
     assert_near(got, [torch.stack(each).double() for each in zip(*wanted, strict=True)])
 
 
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_a_result_in_the_order_of_its_queries_can_be_modified_in_place(backend):
+    q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in operands())
+    tensors = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    out = OP(*tensors, window=9, backend=backend)
+    assert out.stride() == q.stride()
+    wanted = 2 * out.detach()
+    assert torch.equal(out.mul_(2), wanted)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_create_graph_alone_is_fine(call):
     q, k, v = operands()
     (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)

@@ -96,7 +96,8 @@ def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor [batch, heads_q, seq_q, dim] with the axis order of q in memory."""
     batch, heads, seq, _ = q.shape
     if q.stride(1) < q.stride(2) and q.stride(1) != 0:
-        return torch.empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+        strides = seq * heads * dim, dim, heads * dim, 1
+        return torch.empty_strided((batch, heads, seq, dim), strides, dtype=dtype)
     return torch.empty(batch, heads, seq, dim, dtype=dtype)
 
 

@@ -83,14 +83,13 @@ class PreparedForward(PreparedCall):
         q, k, v = operands[:3]
         self._kernel_arch, self._aligned_reason = memory_layout.path_for(target.arch, q=q, k=k, v=v)
         self._is_empty = call.is_empty
-        self._swapped = memory_layout.rows_before_heads(q)
         # Tensors of one element: torch.empty_like makes contiguous tensors of the results' shapes
         # from them, in half of the time that torch.empty needs to read a shape.
         batch, heads, seq, dim = *q.shape[:3], call.head_dim_v
-        shape = (batch, seq, heads, dim) if self._swapped else (batch, heads, seq, dim)
         assert self.signature.out_dtype is not None, "that of a call"
         dtype = getattr(torch, self.signature.out_dtype)
-        self._out_model = q.new_empty((), dtype=dtype).expand(shape)
+        self._out_model = q.new_empty((), dtype=dtype).expand(batch, heads, seq, dim)
+        self._rows_first = memory_layout.rows_before_heads(q)
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
@@ -112,9 +111,10 @@ class PreparedForward(PreparedCall):
             self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
-        out = torch.empty_like(self._out_model)
-        if self._swapped:
-            out = out.transpose(1, 2)
+        if self._rows_first:
+            out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype)
+        else:
+            out = torch.empty_like(self._out_model)
         lse = torch.empty_like(self._lse_model)
         if self.signature.packed:  # rows outside all sequences are rows without keys
             out.zero_()

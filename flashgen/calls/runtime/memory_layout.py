@@ -67,7 +67,8 @@ def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Ten
 
     For a model stored as [batch, seq, heads, dim] the result is stored likewise, as in torch's own
     attention, so that ``out.transpose(1, 2).flatten(2)`` copies nothing. Otherwise the result is
-    contiguous.
+    contiguous. It is no view in either case: autograd forbids to modify views that a function
+    returns.
 
     Args:
         model: a tensor [batch, heads, seq, any length].
@@ -76,7 +77,8 @@ def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Ten
     """
     batch, heads, seq, _ = model.shape
     if rows_before_heads(model):
-        return model.new_empty(batch, seq, heads, dim, dtype=dtype).transpose(1, 2)
+        strides = seq * heads * dim, dim, heads * dim, 1
+        return model.new_empty_strided((batch, heads, seq, dim), strides, dtype=dtype)
     return model.new_empty(batch, heads, seq, dim, dtype=dtype)
 
 
