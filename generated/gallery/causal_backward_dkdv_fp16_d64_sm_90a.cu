@@ -364,12 +364,14 @@ template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float 
   }
 }
 
-// The P of a score that the mask removes: -0, which no exponential is.
-DEVICE float removed() { return -0.0f; }
-DEVICE bool is_removed(float prob) {
-  int bits;  // __float_as_int would make integers of the accumulators, moved between products
-  asm("mov.b32 %0, %1;" : "=r"(bits) : "f"(prob));
-  return bits < 0;
+// A word that says which of two neighbouring queries, 8 n and the next, are at or past
+// `end`, by all bits of its low and of its high half.
+DEVICE unsigned pair_from(int end, int n) {
+  unsigned mask;
+  const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
+  const int bits = max(16 * near - 128 * n, 0);
+  asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 or more: 0
+  return mask;
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -607,16 +609,19 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       read_pair(base, base_lane + 32 * n);
       UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
-    // 5c. The mask, on mixed tiles only. The P of a removed score is -0, which no exponential is.
-    //     The compiler leaves the exponentials before this branch; without one it moves most of
-    //     them behind the wait, when the tensor cores have nothing to do.
-    if (tile.full) {
-      wgmma_wait<0>();
-      pin(ds);
-      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-        UNROLL for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
-      }
-    } else {
+    wgmma_wait<0>();
+    pin(ds);
+    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
+    }
+
+    // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
+    unsigned p_rows[QUERIES / 16][4], ds_rows[QUERIES / 16][4];
+    round_scores(p_rows, s);
+    round_scores(ds_rows, ds);
+
+    // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
+    if (!tile.full) {
       const int thread = thread_index();
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
@@ -626,24 +631,12 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
         const Range queries = key_queries(p, k);
         const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
         UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-          UNROLL for (int e = 0; e < 2; ++e) {
-            if (8 * n + e < lo) s[n][2 * r + e] = removed();
-          }
-        }
-      }
-      wgmma_wait<0>();
-      pin(ds);
-      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-        UNROLL for (int e = 0; e < 4; ++e) {
-          ds[n][e] = is_removed(s[n][e]) ? 0.0f : ds[n][e] * s[n][e];
+          const unsigned keep = pair_from(lo, n);
+          p_rows[n / 2][n % 2 * 2 + r] &= keep;
+          ds_rows[n / 2][n % 2 * 2 + r] &= keep;
         }
       }
     }
-
-    // 5d. Round P and dS, in pairs of queries, to the operands of the products below.
-    unsigned p_rows[QUERIES / 16][4], ds_rows[QUERIES / 16][4];
-    round_scores(p_rows, s);
-    round_scores(ds_rows, ds);
 
     // 5e. dV += P^T dO
     wgmma_fence();

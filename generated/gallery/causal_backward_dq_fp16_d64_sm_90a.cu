@@ -326,16 +326,26 @@ template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float 
   }
 }
 
-// The P of a score that the mask removes: -0, which no exponential is.
-DEVICE float removed() { return -0.0f; }
-DEVICE bool is_removed(float prob) {
-  int bits;  // __float_as_int would make integers of the accumulators, moved between products
-  asm("mov.b32 %0, %1;" : "=r"(bits) : "f"(prob));
-  return bits < 0;
+// The accumulators of the bits that are 1 in the words of a lane's two rows become 0.
+template <int N>
+DEVICE void zero_outside(float (&x)[N][4], const unsigned (&outside)[2]) {
+  UNROLL for (int r = 0; r < 2; ++r) {
+    UNROLL for (int i = 0; i < 2 * N; ++i) {
+      if (outside[r] >> i & 1) x[i / 2][2 * r + i % 2] = 0.0f;
+    }
+  }
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
+
+// The number of a lane's columns 0, 1, 8, 9, 16, 17, ... that are less than `end`.
+DEVICE int columns_before(int end) {
+  const unsigned width = max(end, 0);
+  return width / 8 * 2 + min(width % 8, 2u);
+}
+// A word whose bits from bit n on are 1: all bits for n <= 0, none for n >= 32.
+DEVICE unsigned bits_from(int n) { return __funnelshift_lc(0, 0xffffffffu, max(n, 0)); }
 
 UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
@@ -503,7 +513,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     }
     wgmma_commit();
 
-    // 5b. P = exp(S - LSE), and dS = P (dP - delta).
+    // 5b. P = exp(S - LSE), while dP is computed; then dS = P (dP - delta).
     wgmma_wait<1>();
     pin(s);
     if (far) {
@@ -515,7 +525,7 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
     }
-    // 5c. The mask, on mixed tiles only. The P of a removed score is -0, which no exponential is.
+    // 5c. The mask, on mixed tiles only; again after dP, which may be infinite outside of it.
     //     The compiler leaves the exponentials before this branch; without one it moves most of
     //     them behind the wait, when the tensor cores have nothing to do.
     if (tile.full) {
@@ -528,25 +538,20 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
+      unsigned outside[2] = {};
       UNROLL for (int r = 0; r < 2; ++r) {
         const int q = q_first + 8 * r;
         const Range keys = row_keys(p, q);
         const int hi = keys.hi - column;
-        UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-          UNROLL for (int e = 0; e < 2; ++e) {
-            const bool kept = 8 * n + e < hi;
-            if (!kept) s[n][2 * r + e] = removed();
-          }
-        }
+        outside[r] = bits_from(columns_before(hi));
       }
+      zero_outside(s, outside);
       wgmma_wait<0>();
       pin(ds);
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-        UNROLL for (int e = 0; e < 4; ++e) {
-          const float derivative = s[n][e] * (ds[n][e] - delta[e / 2]);
-          ds[n][e] = is_removed(s[n][e]) ? 0.0f : derivative;
-        }
+        UNROLL for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
       }
+      zero_outside(ds, outside);
     }
     if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);
 
