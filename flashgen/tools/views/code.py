@@ -161,7 +161,7 @@ def sass_of(build: Build) -> tuple[LinkedText, tuple[tuple[str, int], ...]]:
     """
     title = f"{build.source.name}.cubin"
     if find_nvdisasm() is None:
-        note = f"No machine code is shown: {MISSING}. {INSTALL} installs it."
+        note = f"{MISSING}. {INSTALL} installs it."
         return LinkedText(title, (), note=note), ()
     listing = disassembled(build.cubin, build.binary.kernel, build.binary.arch, ("-c", "-gi"))
     lines, links, outer = [], [], []
