@@ -61,7 +61,8 @@ class Result(enum.IntEnum):
 
 def native_library() -> Any:
     """The native part, compiled once for all test runs with this source."""
-    file = KEPT / f"{build._NAME}.{build.key(build.flags())}.so"
+    flags = hashlib.sha256(" ".join(build.flags()).encode()).hexdigest()[:8]
+    file = KEPT / f"{build._NAME}.{build.key()}.{flags}.so"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "path", lambda: file)
         if not file.exists():

@@ -1,9 +1,10 @@
 """Builds `native.cpp` into the cache, and loads it where it was built for this process.
 
-The library is built by `flashgen build-native` alone. Its name has a hash of everything that it
-depends on: the source, torch, Python, the compiler's flags. A library of another key is another
-file, which is never loaded. The SHA-256 of a library stands at its end: to load a damaged one would
-end the process.
+The library is built by `flashgen build-native` alone, which replaces an earlier one. Its name has a
+hash of what it must fit: the source, torch, Python. A library of another key is another file, which
+is never loaded. Flags of the environment are no part of it: a process that loads the library need
+not have those of the shell that built it. The SHA-256 of a library stands at its end: to load a
+damaged one would end the process.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def flags() -> tuple[str, ...]:
     return (*_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *config.cxx()[1])
 
 
-@functools.lru_cache(maxsize=8)
-def key(flags: tuple[str, ...]) -> str:
-    """A hash of all that determines the library, in 24 hexadecimal digits."""
+@functools.lru_cache(maxsize=1)
+def key() -> str:
+    """A hash of what the library must fit, in 24 hexadecimal digits."""
     parts = (
         SOURCE.read_text(),
         f"{torch.__version__} {torch.version.git_version} {os.path.dirname(torch.__file__)}",
         f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')} {platform.machine()}",
-        *flags,
+        *_FLAGS,
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
@@ -56,7 +57,7 @@ def key(flags: tuple[str, ...]) -> str:
 def path() -> Path | None:
     """The file of the library for this process, which need not exist; None without a cache."""
     root = config.cache_dir()
-    return None if root is None else root / cache.NATIVE / f"{_NAME}.{key(flags())}.so"
+    return None if root is None else root / cache.NATIVE / f"{_NAME}.{key()}.so"
 
 
 _loaded: dict[Path, ModuleType] = {}
@@ -83,7 +84,7 @@ def _obstacle(file: Path) -> str:
         data = contents(file)
     except FileNotFoundError:
         others = any(file.parent.glob(f"{_NAME}.*.so"))
-        older = "; what is built is for another flashgen, torch or Python, or with other flags"
+        older = "; what is built is for another flashgen, torch or Python"
         return f"it is not built{older if others else ''}: run `flashgen build-native`"
     except NotOurs as error:
         return str(error)
