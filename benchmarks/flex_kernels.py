@@ -83,7 +83,7 @@ def entry_of(name: str, arch: str, title: str, built: Build) -> Entry:
         "stack_bytes": used.stack_bytes,
         "local_accesses": _local_accesses(listing),
         "full": round(work.per_score(work.full), 2),
-        "mixed": round(work.per_score(work.mixed), 2),
+        "mixed": round(work.per_score(work.full, work.mask), 2),
         "rescale": round(work.per_score(work.rescale), 2),
         "search": round(work.per_score(work.search), 2),
     }

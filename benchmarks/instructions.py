@@ -40,7 +40,6 @@ MASK = (
     "if (!tile.full) {",
     "if (!here.full) {",
 )
-NO_MASK = ("if (tile.full) {",)
 SCORE = "score_mod("
 SUBTRACT_FAR = "subtract_far("
 FAR = (
@@ -60,29 +59,19 @@ class Work:
     """Instructions of a thread in one step of the main loop, those in all branches included.
 
     Attributes:
-        every: the instructions that every tile runs.
-        unmasked: the further instructions of a tile that needs no mask.
+        full: the instructions that every tile runs.
         mask: the further instructions of a mixed tile.
         rescale: the further instructions of a tile in which a row maximum exceeds the threshold.
         search: the instructions between two tiles: the search for a live tile, other branches.
         scores: elements of S that the thread has in a step.
     """
 
-    every: Block
-    unmasked: Block
+    full: Block
     mask: Block
     rescale: Block
     search: Block
     scores: float
     loop: Loop
-
-    @property
-    def full(self) -> Block:
-        return (*self.every, *self.unmasked)
-
-    @property
-    def mixed(self) -> Block:
-        return (*self.every, *self.mask)
 
     def per_score(self, *parts: Block) -> float:
         return sum(map(len, parts)) / self.scores
@@ -106,22 +95,12 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
     far |= _calls(built.source.text, SUBTRACT_FAR)
-    unmasked = _guarded(built.source.text, NO_MASK)
-    masks |= _guarded(built.source.text, NO_MASK, "} else {")
     of_near = _guarded(built.source.text, FAR, "} else {")
     of_scores = _calls(built.source.text, SCORE)
-    parts: dict[str, list[Block]] = {
-        "unmasked": [],
-        "mask": [],
-        "rescale": [],
-        "copy": [],
-        "search": [],
-    }
+    parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
     for block in loop.conditional:
         if _mostly_in(block, far):
             continue
-        elif _mostly_in(block, unmasked):
-            name = "unmasked"
         elif _mostly_in(block, masks):
             name = "mask"
         elif _mostly_in(block, rescales):
@@ -156,12 +135,11 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.
     parts["search"] += [turn for turn in other if turn not in mask_loops]
-    unmasked_tile, mask, rescale, copy, search = (
+    mask, rescale, copy, search = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )
     scores = plan.block_q * plan.block_k / (32 * plan.warps)
-    every = (*loop.always, *copy)
-    return Work(every, unmasked_tile, mask, rescale, search, scores, loop)
+    return Work((*loop.always, *copy), mask, rescale, search, scores, loop)
 
 
 def _calls(text: str, function: str) -> set[int]:
@@ -210,7 +188,7 @@ def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:
         path.stem,
         f"{plan.block_q} x {plan.block_k}, {plan.warps} warps",
         f"{work.per_score(work.full):.2f}",
-        f"{work.per_score(work.mixed):.2f}",
+        f"{work.per_score(work.full, work.mask):.2f}",
         f"{work.per_score(work.rescale):.2f}",
         f"{work.per_score(work.search):.2f}",
         str(built.binary.resources.registers),

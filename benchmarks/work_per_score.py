@@ -131,7 +131,7 @@ def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict
         "spilled_bytes": used.spill_store_bytes + used.spill_load_bytes + used.stack_bytes,
         "warnings": list(built.binary.warnings),
         "unmasked": round(work.per_score(work.full), 3),
-        "mixed": round(work.per_score(work.mixed), 3),
+        "mixed": round(work.per_score(work.full, work.mask), 3),
         "rescale": round(work.per_score(work.rescale), 3),
         "search": round(work.per_score(work.search), 3),
         "unmasked_by_class": rounded(work.by_kind(work.full)),

@@ -609,6 +609,9 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       read_pair(base, base_lane + 32 * n);
       UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
+    // This wait is over at once. The compiler leaves the exponentials before its loop; in
+    // straight code it moves most of them behind the next wait, where nothing else runs.
+    barrier_wait(resident, 0);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {

@@ -326,26 +326,18 @@ template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float 
   }
 }
 
-// The accumulators of the bits that are 1 in the words of a lane's two rows become 0.
-template <int N>
-DEVICE void zero_outside(float (&x)[N][4], const unsigned (&outside)[2]) {
-  UNROLL for (int r = 0; r < 2; ++r) {
-    UNROLL for (int i = 0; i < 2 * N; ++i) {
-      if (outside[r] >> i & 1) x[i / 2][2 * r + i % 2] = 0.0f;
-    }
-  }
+// A word that says which of two neighbouring keys, 8 n and the next, are at or past
+// `end`, by all bits of its low and of its high half.
+DEVICE unsigned pair_from(int end, int n) {
+  unsigned mask;
+  const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
+  const int bits = max(16 * near - 128 * n, 0);
+  asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 or more: 0
+  return mask;
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float EXP_UNIT = LOG2E;  // exponentials are computed in base 2
-
-// The number of a lane's columns 0, 1, 8, 9, 16, 17, ... that are less than `end`.
-DEVICE int columns_before(int end) {
-  const unsigned width = max(end, 0);
-  return width / 8 * 2 + min(width % 8, 2u);
-}
-// A word whose bits from bit n on are 1: all bits for n <= 0, none for n >= 32.
-DEVICE unsigned bits_from(int n) { return __funnelshift_lc(0, 0xffffffffu, max(n, 0)); }
 
 UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
@@ -525,39 +517,35 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
     }
-    // 5c. The mask, on mixed tiles only; again after dP, which may be infinite outside of it.
-    //     The compiler leaves the exponentials before this branch; without one it moves most of
-    //     them behind the wait, when the tensor cores have nothing to do.
-    if (tile.full) {
-      wgmma_wait<0>();
-      pin(ds);
-      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-        UNROLL for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
-      }
-    } else {
+    // This wait is over at once. The compiler leaves the exponentials before its loop; in
+    // straight code it moves most of them behind the next wait, where nothing else runs.
+    barrier_wait(resident, 0);
+    wgmma_wait<0>();
+    pin(ds);
+    if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);
+    UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
+    }
+
+    // 5c. Round dS, in pairs of keys, to an operand of the product below.
+    unsigned ds_rows[BLOCK_K / 16][4];
+    round_scores(ds_rows, ds);
+
+    // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
+    if (!tile.full) {
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
       const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
-      unsigned outside[2] = {};
       UNROLL for (int r = 0; r < 2; ++r) {
         const int q = q_first + 8 * r;
         const Range keys = row_keys(p, q);
         const int hi = keys.hi - column;
-        outside[r] = bits_from(columns_before(hi));
+        UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+          const unsigned keep = ~pair_from(hi, n);
+          ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+        }
       }
-      zero_outside(s, outside);
-      wgmma_wait<0>();
-      pin(ds);
-      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-        UNROLL for (int e = 0; e < 4; ++e) ds[n][e] = s[n][e] * (ds[n][e] - delta[e / 2]);
-      }
-      zero_outside(ds, outside);
     }
-    if (thread % WARPGROUP == 0) barrier_arrive(v_empty[stage.index]);
-
-    // 5d. Round dS, in pairs of keys, to an operand of the product below.
-    unsigned ds_rows[BLOCK_K / 16][4];
-    round_scores(ds_rows, ds);
 
     // 5e. dQ += dS K
     wgmma_fence();

@@ -669,9 +669,9 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       read_pair(base, base_lane + 32 * n);
       UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
     }
-    // The previous step's dQ is copied. The compiler leaves the exponentials before this
-    // branch; without one it moves most of them behind the wait, where nothing else runs.
-    if (lane == 0) bulk_wait();
+    // This wait is over at once. The compiler leaves the exponentials before its loop; in
+    // straight code it moves most of them behind the next wait, where nothing else runs.
+    barrier_wait(resident, 0);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
@@ -737,6 +737,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     //     order of registers: the elements of a warp are contiguous.
     wgmma_wait<1>();
     if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
+    if (lane == 0) bulk_wait();  // for the previous step's dQ
     __syncwarp();
     UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
       pin(dq[i]);
