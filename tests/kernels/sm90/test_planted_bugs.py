@@ -117,7 +117,7 @@ FUSED = [
     ("Q is given back before dK", ALL_DONE + GIVE_Q, GIVE_Q + "\n" + ALL_DONE, ""),
     ("dO is not waited for",
      "    barrier_wait(do_full[stage.index], stage.parity);\n", "", "Race"),
-    ("K and V are not waited for", "    barrier_wait(resident, 0);\n", "", "Race"),
+    ("K and V are not waited for", RESIDENT + "\n    // 5a", "\n    // 5a", "Race"),
     ("the phase of Q is always the first", WAIT_Q, WAIT_Q.replace("stage.parity", "0"), ""),
     ("Q's space is not waited for",
      "          barrier_wait(q_empty[stage.index], stage.parity ^ 1);\n          barrier_ann",
