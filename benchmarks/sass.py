@@ -93,7 +93,7 @@ def instructions(listing: str) -> list[Instruction]:
 
 def waiting_exponentials(built: Build, listing: str) -> int:
     """Exponentials that Hopper's fused or dq kernel computes when it has nothing else to do: of
-    those behind the wait for dP, what exceeds a quarter of all. Those before it overlap with dP.
+    those behind the wait for dP, what exceeds a third of all. Those before it overlap with dP.
 
     A score function and dropout are computed with dS, after that wait.
     """
@@ -106,7 +106,7 @@ def waiting_exponentials(built: Build, listing: str) -> int:
         waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")
         if each.op == "MUFU.EX2":
             before, behind = before + (not waits), behind + waits
-    return max(0, behind - (before + behind) // 4)
+    return max(0, behind - (before + behind) // 3)
 
 
 def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
