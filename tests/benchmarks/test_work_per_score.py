@@ -208,7 +208,7 @@ def gate(built: Build) -> None:
 def test_an_accumulator_read_too_early_is_a_warning() -> None:
     """So that no warning, in the gate, means that the products do run behind the softmax."""
     built = BY_NAME["full"].built(128)
-    begins = "        start_output(v.index);\n        named_arrive(BARRIER_PING_PONG"
+    begins = "        start_output();\n        named_arrive(BARRIER_PING_PONG"
     assert built.source.text.count(begins) == 1
     text = built.source.text.replace(begins, f"        s[0][0][0] += 1.0f;\n{begins}")
     source = built.source
