@@ -205,8 +205,8 @@ def _sharers(arena: Array, b: list[SharedOperand]) -> int:
     for part in b:
         same = same & (part.start[1:] == part.start[:-1])
     firsts = np.flatnonzero(np.concatenate([[True], ~same]))
-    count = len(arena) // len(firsts)
-    return count if (firsts == np.arange(len(firsts)) * count).all() else 1
+    lengths = np.diff(firsts, append=len(arena))
+    return int(lengths[0]) if (lengths == lengths[0]).all() else 1
 
 
 # ---- emitters

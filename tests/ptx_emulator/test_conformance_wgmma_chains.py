@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ptx_emulator as emulator
+from ptx_emulator.isa import wgmma
 from tests.ptx_emulator.test_conformance_wgmma import compiled, exact, integers
 from tests.support.tiers import slow
 from tests.support.wgmma_kernels import HEAD, issue, stored, sums_of
@@ -190,3 +191,13 @@ def test_chains_are_cut_where_warpgroups_part(seed: int | None) -> None:
         got = out[block, member]
         assert (sums_of(got[:, :8], 16) == d).all(), group
         assert (sums_of(got[:, 8:], 16) == e).all(), group
+
+
+@pytest.mark.parametrize(("blocks", "count"), [("001122", 2), ("00111", 1), ("0011222", 1)])
+def test_b_is_shared_where_as_many_warpgroups_of_each_block_have_it(
+    blocks: str, count: int
+) -> None:
+    """Fewer of one block multiply where others have nothing to compute."""
+    arena = np.array([1024 * int(block) for block in blocks])
+    b = wgmma.SharedOperand(np.zeros(len(arena), np.int64), None)  # type: ignore[arg-type]
+    assert wgmma._sharers(arena, [b]) == count
