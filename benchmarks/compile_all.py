@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import flashgen as fg  # noqa: E402
-from benchmarks.sass import listing_of, waiting_exponentials  # noqa: E402
+from benchmarks.sass import waiting_exponentials  # noqa: E402
 from flashgen.kernels.compile import nvrtc  # noqa: E402
 from flashgen.kernels.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
 from flashgen.shared.errors import FlashgenError  # noqa: E402
@@ -68,10 +68,8 @@ def faults(
             code = instructions(each.binary.ptx).encode()
             digests[name] = hashlib.sha256(code).hexdigest()[:16]
             found += [f"{name}: {warning}" for warning in each.binary.warnings]
-            if each.plan.kernel in ("fused", "dq") and each.plan.path == "sm_90a":
-                listing = listing_of(each.cubin, each.binary.kernel, arch)
-                if waiting_exponentials(each, listing):
-                    found.append(f"{name}: exponentials behind the wait for dP")
+            if waiting_exponentials(each):
+                found.append(f"{name}: exponentials behind the wait for dP")
             if not resources.clean:
                 spilled = f"{resources.spill_store_bytes} B spilled"
                 found.append(f"{name}: {spilled}, {resources.stack_bytes} B of stack")

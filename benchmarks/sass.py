@@ -91,16 +91,21 @@ def instructions(listing: str) -> list[Instruction]:
     return [instruction for block in _blocks(listing)[0] for instruction in block]
 
 
-def waiting_exponentials(built: Build, listing: str) -> int:
+def waiting_exponentials(built: Build, listing: str | None = None) -> int:
     """Exponentials that Hopper's fused or dq kernel computes when it has nothing else to do: of
     those behind the wait for dP, what exceeds a third of all. Those before it overlap with dP.
 
     A score function and dropout are computed with dS, after that wait.
+
+    Args:
+        listing: the text of its disassembly; None to make it.
     """
     plan = built.plan
     overlap = plan.path == "sm_90a" and plan.kernel in ("fused", "dq") and plan.score_warps == 1
     if not overlap or "while dP is computed" not in built.source.text:
         return 0
+    if listing is None:
+        listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     waits, before, behind = False, 0, 0
     for each in instructions(listing):
         waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")

@@ -89,7 +89,10 @@ class PreparedForward(PreparedCall):
         assert self.signature.out_dtype is not None, "that of a call"
         dtype = getattr(torch, self.signature.out_dtype)
         self._out_model = q.new_empty((), dtype=dtype).expand(batch, heads, seq, dim)
-        self._rows_first = memory_layout.rows_before_heads(q)
+        self._out_strides: tuple[int, ...] | None = None  # where it is not contiguous
+        if memory_layout.rows_before_heads(q):
+            like_q = torch.empty_strided(q.shape, q.stride(), device="meta")
+            self._out_strides = empty_rows(like_q, dim).stride()
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
@@ -111,10 +114,11 @@ class PreparedForward(PreparedCall):
             self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
-        if self._rows_first:
-            out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype)
+        model, strides = self._out_model, self._out_strides
+        if strides is None:
+            out = torch.empty_like(model)
         else:
-            out = torch.empty_like(self._out_model)
+            out = q.new_empty_strided(model.shape, strides, dtype=model.dtype)
         lse = torch.empty_like(self._lse_model)
         if self.signature.packed:  # rows outside all sequences are rows without keys
             out.zero_()
