@@ -44,7 +44,7 @@ from flashgen.kernels.planner.quantities import Number, Quantities  # noqa: E402
 from flashgen.kernels.planner.search import Evaluated, evaluated  # noqa: E402
 from flashgen.kernels.planner.streaming_kernels import plan_delta  # noqa: E402
 from flashgen.kernels.planner.tile_problem import problem_of  # noqa: E402
-from flashgen.kernels.planner.traffic import LaunchSizes, Visited  # noqa: E402
+from flashgen.kernels.planner.traffic import LaunchSizes, Visited, Walk  # noqa: E402
 from flashgen.shared.arch import facts  # noqa: E402
 from flashgen.shared.launch_facts import KEY_KERNELS  # noqa: E402
 
@@ -167,10 +167,10 @@ def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
     for kernel, plan in _kernels(point.series):
         plan = _with_cost(point.series, kernel, plan, constants)
         visited = _causal_tiles(plan, seq) if causal else None
-        seconds += duration_of(plan, [(sizes, visited)], uneven=causal).seconds
+        seconds += duration_of(plan, [Walk(sizes, visited)], uneven=causal).seconds
         if plan.owns_keys:
             spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
-            seconds += duration_of(plan_delta(spec, series["arch"]), [(sizes, None)]).seconds
+            seconds += duration_of(plan_delta(spec, series["arch"]), [Walk(sizes)]).seconds
             elements = batch * heads * seq * head_dim
             seconds += CONVERSION_BYTES * elements / arch.hbm_bytes_per_s
     flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)

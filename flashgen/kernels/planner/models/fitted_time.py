@@ -23,6 +23,10 @@ CONSTANTS: dict[str, Number] = {
 }
 """By name; `flashgen.kernels.planner.quantities.QUANTITIES` has the meanings."""
 
+# An instruction of a mask takes as long as this number of others: a score's follow each other, each
+# waiting for the one before.
+MASK_STALL = 1.0
+
 POINTS = 149
 MEDIAN_ERROR = 0.037
 WORST_ERROR = 0.176
