@@ -32,7 +32,7 @@ from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
-from flashgen.kernels.planner.models.fitted_time import MASK_STALL, STATED_TIME_ERROR
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.schedule import ROUNDS, SLOTS
@@ -116,7 +116,7 @@ class Duration:
     def __str__(self) -> str:
         product = facts(self.plan.arch).product
         head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
-        lines = [f"predicted {head}, bound by {self.bound}; {STATED_TIME_ERROR}"]
+        lines = [f"predicted {head}, bound by {self.bound}; {STATED_ERROR}"]
         for line in self.lines:
             lines += printed_line(line)
         return "\n".join(lines)
@@ -193,7 +193,7 @@ def clocks_of_step(plan: Plan, kind: StepKind) -> float:
     if kind in ((0, 0), (plan.block_q, 0)):
         return float(kind.rows > 0)
     at = plan.quantities.copy()
-    at["score_ops"] += MASK_STALL * kind.mask_ops
+    at["score_ops"] += at["mask_stall"] * kind.mask_ops
     if kind.rows < plan.block_q:
         at["block_q"], at["warps"] = kind.rows, plan.warps * kind.rows // plan.block_q
     cost = plan.model.costs(at)["cost"]

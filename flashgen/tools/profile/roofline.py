@@ -44,7 +44,7 @@ def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str) -> dict[str,
         "tensor": totals.tensor_multiply_adds / arch.tensor_rate(path),
         "shared": float(totals.wavefronts),
         "l2": plain / arch.l2_bytes_per_clock,
-        "atomics": added_bytes / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock),
+        "atomics": added_bytes / (CONSTANTS[path]["atomic_share"] * arch.l2_bytes_per_clock),
         "special": totals.lanes.get("special", 0) / SPECIAL_PER_CLOCK,
         "issue": totals.warp_instructions / SCHEDULERS,
     }
