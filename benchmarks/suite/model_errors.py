@@ -65,7 +65,7 @@ class Launch:
         """The predicted duration with these constants of the time model."""
         plan = self.plan
         if not plan.streams:
-            own = constants_of(plan.kernel, plan.path, constants)
+            own = constants_of(plan.kernel, plan.code_path, constants)
             at = plan.model.costs(plan.quantities.copy() | own)
             plan = replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
         return duration_of(plan, self.walks, uneven=self.uneven).seconds
@@ -109,35 +109,26 @@ class Point:
 
 def points(results: Path = RESULTS) -> list[Point]:
     """The records of all GPUs, but for those of captured tensors, whose values a record lacks."""
-    found = []
-    for row in read(results / "speed.csv"):
-        timed = row["part"] == "suite" and row["status"] == "ok" and row["ms_p50"]
-        name = row["contender"].removesuffix(DETERMINISTIC)
-        if not timed or name not in ARCHS or row["pass"] == "both":
-            continue
-        case = case_of(row)
-        if spec_of(case).tensors:
-            continue
-        deterministic = name != row["contender"]
-        found.append(
-            Point(
-                case,
-                row["pass"],
-                row["path"],
-                deterministic,
-                row["gpu"],
-                float(row["ms_p50"]) / 1e3,
-                launches_of(
-                    case,
-                    ARCHS[name],
-                    row["pass"],
-                    deterministic,
-                    row["plan"],
-                    row["run"] in WHOLE_TILES,
-                ),
-            )
-        )
-    return found
+    return [
+        point_of(row)
+        for row in read(results / "speed.csv")
+        if row["part"] == "suite"
+        and row["status"] == "ok"
+        and row["ms_p50"]
+        and row["contender"].removesuffix(DETERMINISTIC) in ARCHS
+        and row["pass"] != "both"
+        and not spec_of(case_of(row)).tensors
+    ]
+
+
+def point_of(row: Row) -> Point:
+    """The point of a record of one of `ARCHS`' contenders."""
+    name, case = row["contender"].removesuffix(DETERMINISTIC), case_of(row)
+    fixed = name != row["contender"]
+    whole = row["run"] in WHOLE_TILES
+    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], whole)
+    seconds = float(row["ms_p50"]) / 1e3
+    return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
 
 
 def case_of(row: Row) -> Case:
@@ -150,12 +141,17 @@ def case_of(row: Row) -> Case:
 
 @functools.cache
 def launches_of(
-    case: Case, arch: str, pass_: str, deterministic: bool, plans: str, whole: bool
+    case: Case,
+    arch: str,
+    pass_: str,
+    deterministic: bool = False,
+    plans: str = "",
+    whole: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches of a pass.
 
     Args:
-        plans: the plans of the call's kernels in the words of the records.
+        plans: the plans of the call's kernels in the words of the records; those of today without.
         whole: whether every tile was computed for all rows of a block.
     """
     spec = spec_of(case)
@@ -178,14 +174,15 @@ def launches_of(
 def plans_of(
     spec: fg.AttentionSpec, arch: str, pass_: str, deterministic: bool, recorded: str
 ) -> tuple[Plan, ...]:
-    """The plans of a pass with the tiles of a record."""
-    texts = {text.split()[0]: text for text in recorded.split("; ")}
+    """The plans of a pass with the tiles of a record; today's without one."""
+    texts = {text.split()[0]: text for text in recorded.split("; ") if text}
     forward = pass_ == "forward"
     if forward:
         today: tuple[Plan, ...] = (fg.plan(spec, arch),)
     else:
         today = plan_backward(spec, arch, deterministic=deterministic).kernels
-    if all(in_short(plan) == texts.get(plan.kernel) for plan in today if not plan.streams):
+    same = (in_short(plan) == texts.get(plan.kernel) for plan in today if not plan.streams)
+    if not recorded or all(same):
         return today
     tiles = {
         name: next(p for p in feasible(spec, arch, kernel=name) if in_short(p) == text).tile

@@ -147,7 +147,7 @@ def problem_of(
         "l2_rate": arch.l2_bytes_per_clock,
         "score_ops": spec_terms.score_instructions(spec, kernel),
         "dropout_ops": dropout_ops,
-        **constants_of(kernel, path.name),
+        **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
     return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned)
