@@ -270,8 +270,10 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     assert "tiles 4 for 4 blocks" in text
     steps = 2 * 2 * -(-3 // shared.block_k)  # tiles of the keys up to the queries
     masked = clocks_of_step(shared, StepKind(shared.block_q, mask_instructions(causal, "forward")))
-    found = re.search(r"begun\*work_tiles\) = [\d.]+\*132/\(([\d.]+) \+ [\d.]+\*4\)", text)
-    assert found and float(found[1]) == pytest.approx(steps * masked, rel=1e-3)
+    slots = 132 * shared.blocks_per_sm
+    found = re.search(rf"begun\*work_tiles\) = [\d.]+\*{slots}/\(([\d.]+) \+ [\d.]+\*4\)", text)
+    assert found
+    assert float(found[1]) == pytest.approx(steps * masked, rel=1e-3)
     text = said("plan", "specs/causal.py", *shape)
     assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
     assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,1000")
