@@ -1,13 +1,15 @@
-"""The time model against published measurements: ``python benchmarks/fit_duration.py``.
+"""The constants of the time model: ``python benchmarks/fit_duration.py --fit STEPS``.
 
-Predicts the durations of other libraries' kernels, whose tiles and speeds are published
-(benchmarks/published.json), by the planner's formulas, and prints the errors. `--fit` fits the
-constants of `flashgen.kernels.planner.models.fitted_time` anew and prints them. No GPU is needed.
+Fits those of `flashgen.kernels.planner.models.fitted_time` for the code path sm_90a to the records
+of flashgen's own kernels (`benchmarks/suite/model_errors.py`) and prints them. Calls whose masks
+are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Calls with
+one query are bound by global memory and decide nothing.
 
-Which points are fitted was decided by a rule, not by results: of the charts of FlashAttention-2
-and -3, every other length (2,048 and 8,192). The other lengths, and all other sources, are held
-out. Lengths below `LEAST` are shown, but count for nothing: their launches take up to 0.2 ms, of
-which the host and the clearing of buffers are a large part, and these are not in the model.
+Without `--fit` it predicts the durations of other libraries' kernels, whose tiles and speeds are
+published (benchmarks/published.json), by the planner's formulas, and prints the errors: how far
+such a kernel is from one of flashgen's with the same tile. Lengths below `LEAST` are shown, but
+count for nothing: their launches take up to 0.2 ms, of which the host and the clearing of buffers
+are a large part, and these are not in the model. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,24 +36,25 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
+from benchmarks.suite import model_errors  # noqa: E402
+from benchmarks.suite.model_errors import Constants  # noqa: E402
 from flashgen.kernels.planner import Plan, Tile  # noqa: E402
 from flashgen.kernels.planner.duration import duration_of  # noqa: E402
 from flashgen.kernels.planner.formulas import Formula  # noqa: E402
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS  # noqa: E402
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS  # noqa: E402
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile  # noqa: E402
-from flashgen.kernels.planner.quantities import Number, Quantities  # noqa: E402
+from flashgen.kernels.planner.quantities import Quantities  # noqa: E402
 from flashgen.kernels.planner.search import Evaluated, evaluated  # noqa: E402
 from flashgen.kernels.planner.streaming_kernels import plan_delta  # noqa: E402
 from flashgen.kernels.planner.tile_problem import problem_of  # noqa: E402
-from flashgen.kernels.planner.traffic import LaunchSizes, Visited  # noqa: E402
+from flashgen.kernels.planner.traffic import LaunchSizes, Visited, Walk  # noqa: E402
 from flashgen.shared.arch import facts  # noqa: E402
 from flashgen.shared.launch_facts import KEY_KERNELS  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 LEAST = 1024
-FITTED_LENGTHS = (2048, 8192)
-CHARTS = ("fa2-", "fa3-forward", "fa3-backward")
+PATH = "sm_90a"  # the code path whose constants are fitted
 
 DELTA = 0.01  # relative change of a constant for a difference quotient
 
@@ -71,8 +74,6 @@ SAME_KEYS = {
     "shared": Formula("shared", "shared + e/128"),
 }
 
-Constants = Mapping[str, Number]
-
 
 @dataclass(frozen=True)
 class Point:
@@ -81,7 +82,6 @@ class Point:
     series: int
     seq: int
     tflops: float
-    fitted: bool
 
     @property
     def short(self) -> bool:
@@ -109,7 +109,7 @@ def sources() -> dict[str, str]:
 def points() -> list[Point]:
     """All points of the file."""
     return [
-        Point(place, seq, tflops, seq in FITTED_LENGTHS and series["source"].startswith(CHARTS))
+        Point(place, seq, tflops)
         for place, series in enumerate(published())
         for seq, tflops in zip(series["seq"], series["tflops"], strict=True)
     ]
@@ -140,10 +140,10 @@ def _kernels(place: int) -> tuple[tuple[Evaluated, Plan], ...]:
     return tuple(found)
 
 
-def _with_cost(place: int, kernel: Evaluated, plan: Plan, constants: Constants) -> Plan:
-    """The plan, its cost by these constants and by what is known of the published kernel."""
+def _with_cost(place: int, kernel: Evaluated, plan: Plan) -> Plan:
+    """The plan, its cost by what is known of the published kernel."""
     series = published()[place]
-    at = {**kernel.quantities, **constants}
+    at = {**kernel.quantities}
     shared = SAME_KEYS if plan.code_path.copies_by_tma and plan.column_warps == 2 else {}
     for formula in kernel.model.cost_steps:
         at[formula.name] = formula(at)
@@ -156,7 +156,7 @@ def _with_cost(place: int, kernel: Evaluated, plan: Plan, constants: Constants) 
     return replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
 
 
-def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
+def predicted(point: Point) -> float:
     """The speed that the model predicts for a point, in TFLOP/s."""
     series, seq = published()[point.series], point.seq
     batch = series["batch"] if "batch" in series else series["tokens"] // seq
@@ -165,12 +165,12 @@ def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
     seconds = 0.0
     arch = facts(series["arch"])
     for kernel, plan in _kernels(point.series):
-        plan = _with_cost(point.series, kernel, plan, constants)
+        plan = _with_cost(point.series, kernel, plan)
         visited = _causal_tiles(plan, seq) if causal else None
-        seconds += duration_of(plan, [(sizes, visited)], uneven=causal).seconds
+        seconds += duration_of(plan, [Walk(sizes, visited)], uneven=causal).seconds
         if plan.owns_keys:
             spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
-            seconds += duration_of(plan_delta(spec, series["arch"]), [(sizes, None)]).seconds
+            seconds += duration_of(plan_delta(spec, series["arch"]), [Walk(sizes)]).seconds
             elements = batch * heads * seq * head_dim
             seconds += CONVERSION_BYTES * elements / arch.hbm_bytes_per_s
     flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)
@@ -186,9 +186,9 @@ def _causal_tiles(plan: Plan, seq: int) -> Visited:
     return [range(-(-end // plan.block_k)) for end in last]
 
 
-def errors(of: Sequence[Point], constants: Constants = CONSTANTS) -> list[float]:
+def errors(of: Sequence[Point]) -> list[float]:
     """Predicted over measured speed, minus 1."""
-    return [predicted(point, constants) / point.tflops - 1 for point in of]
+    return [predicted(point) / point.tflops - 1 for point in of]
 
 
 def counted(of: Sequence[Point]) -> list[Point]:
@@ -196,19 +196,27 @@ def counted(of: Sequence[Point]) -> list[Point]:
     return [point for point in of if not point.short]
 
 
-def step(constants: Constants) -> dict[str, Number]:
+def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
     """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
-    of = counted([point for point in points() if point.fitted])
-    base = np.log1p(errors(of, constants))
-    columns = [
-        (np.log1p(errors(of, {**constants, name: value * (1 + DELTA)})) - base) / DELTA
-        for name, value in constants.items()
-    ]
-    change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
-    return {
-        name: value * (1 + float(np.clip(by, -0.5, 0.5)))
-        for (name, value), by in zip(constants.items(), change, strict=True)
-    }
+    for by_range in (True, False):
+        some = [point for point in of if (point.kind == model_errors.ONE_RANGE) == by_range]
+        own = constants[PATH]
+        names = [name for name in own if (name != "mask_stall") == by_range]
+        base = np.log1p([point.error(constants) for point in some])
+        columns = []
+        for name in names:
+            changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
+            columns.append((np.log1p([each.error(changed) for each in some]) - base) / DELTA)
+        change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
+        factors = 1 + np.clip(change, -0.5, 0.5)
+        better = {name: own[name] * float(by) for name, by in zip(names, factors, strict=True)}
+        constants = {**constants, PATH: {**own, **better}}
+    return constants
+
+
+def records() -> list[model_errors.Point]:
+    """The records that are fitted to."""
+    return [point for point in model_errors.points() if point.path == PATH and point.case.seq_q > 1]
 
 
 def table_of_errors() -> str:
@@ -228,10 +236,10 @@ def table_of_errors() -> str:
     return "\n".join(line.replace("|  ", "| ") for line in lines)
 
 
-def in_words(of: Sequence[Point], constants: Constants = CONSTANTS) -> str:
+def in_words(errors: Sequence[float]) -> str:
     """Number of points, median and worst error."""
-    size = [abs(error) for error in errors(of, constants)]
-    return f"{len(of)} points, median {statistics.median(size):.1%}, worst {max(size):.1%}"
+    size = [abs(error) for error in errors]
+    return f"{len(size)} points, median {statistics.median(size):.1%}, worst {max(size):.1%}"
 
 
 def main() -> int:
@@ -242,17 +250,21 @@ def main() -> int:
     if options.table:
         print(table_of_errors())
         return 0
-    console, constants = Console(width=150), CONSTANTS
-    for _ in range(options.fit or 0):
-        constants = step(constants)
-        console.print({name: round(value, 4) for name, value in constants.items()})
+    console = Console(width=150)
+    if options.fit:
+        of, constants = records(), CONSTANTS
+        for _ in range(options.fit):
+            constants = step(of, constants)
+            console.print({name: round(value, 4) for name, value in constants[PATH].items()})
+        console.print(in_words([point.error(constants) for point in of]))
+        return 0
     every = points()
     table = Table("kernel", "GPU", "pass", "d", "mask", "predicted / measured - 1, by length")
     for place, series in enumerate(published()):
-        of = [point for point in every if point.series == place]
+        of_series = [point for point in every if point.series == place]
         shown = (
-            f"{p.seq}: {error:+.0%}" + ("*" if p.fitted else "")
-            for p, error in zip(of, errors(of, constants), strict=True)
+            f"{point.seq}: {error:+.0%}"
+            for point, error in zip(of_series, errors(of_series), strict=True)
         )
         mask = "causal" if series["causal"] else "none"
         table.add_row(
@@ -260,15 +272,9 @@ def main() -> int:
             "  ".join(shown),
         )
     console.print(table)
-    all_counted = counted(every)
-    console.print("*: fitted to. Errors of the fitted and of the held-out points, and of all:")
-    for title, of in (
-        ("fitted", [point for point in all_counted if point.fitted]),
-        ("held out", [point for point in all_counted if not point.fitted]),
-        ("all", all_counted),
-        (f"below {LEAST:,}, not counted", [point for point in every if point.short]),
-    ):
-        console.print(f"{title}: {in_words(of, constants)}")
+    console.print(f"all: {in_words(errors(counted(every)))}")
+    short = [point for point in every if point.short]
+    console.print(f"below {LEAST:,}, not counted: {in_words(errors(short))}")
     return 0
 
 

@@ -6,7 +6,7 @@
     python benchmarks/report.py --status [--check]      which GPUs ran the kernels, for three pages
     python benchmarks/report.py --proven [--check]      the code paths that need no trial
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
-    python benchmarks/report.py --predictions sm_90     the plans' predictions, for NOTES.md
+    python benchmarks/report.py --predictions    predicted times beside those of the fastest peers
     python benchmarks/report.py --model-errors   predicted over measured times, for docs/planner.md
 
 With --check nothing is written, and the exit code is 1 where a page or, with --proven,
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--status", action="store_true")
     parser.add_argument("--proven", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--predictions", metavar="ARCH")
+    parser.add_argument("--predictions", action="store_true")
     parser.add_argument("--model-errors", action="store_true")
     options = parser.parse_args(arguments)
     if options.merge:
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(model_errors.table(options.results))
         return 0
     if options.predictions:
-        print(predictions.table(options.predictions))
+        print(predictions.table(options.results))
     elif not options.merge and options.figures is None:
         show(options.results)
     return 0

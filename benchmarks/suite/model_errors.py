@@ -1,29 +1,134 @@
-"""The time model against the records: predicted over measured times of flashgen's own kernels."""
+"""The time model against the records: predicted over measured times of flashgen's own kernels.
+
+The records name the tiles of each call, so that a call is predicted with the tiles that it had,
+whichever the planner chooses today. The kernels of the runs in `WHOLE_TILES` computed every tile
+for all rows of a block; since then, warpgroups of forward kernels skip the tiles that their own
+rows do not reach.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import flashgen as fg
 from benchmarks.suite.cases import Case
 from benchmarks.suite.contenders.ours import in_short, spec_of
-from benchmarks.suite.records import RESULTS, latest, read
-from flashgen.kernels.planner import Plan, plan_backward
+from benchmarks.suite.records import RESULTS, read
+from flashgen.calls.runtime.bind_arguments import heads_of_call
+from flashgen.kernels.codegen import walk_of_kernel
+from flashgen.kernels.planner import Plan, feasible, plan_backward
+from flashgen.kernels.planner.duration import duration_of
+from flashgen.kernels.planner.models.fitted_time import CONSTANTS, constants_of
+from flashgen.kernels.planner.quantities import Number, Quantities
+from flashgen.kernels.planner.traffic import StepKind, Steps, Walk
 from flashgen.shared.call import CheckedCall
+from flashgen.shared.launch_facts import STREAMING_KERNELS
+from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.intervals import row_interval
-from flashgen.tools.profile.visited_tiles import KnownCall
-from flashgen.tools.tune.rank import predicted
+from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
 """The architecture of a Hopper GPU by the contender, which names the code path."""
 
+DETERMINISTIC = " deterministic"
+"""The end of the names of contenders with seven products in the backward pass."""
+
+ONE_RANGE = "one range of keys for each row"
+"""The masks that decide most constants."""
+
+WHOLE_TILES = ("20261126T032114Z", "20261126T172208Z")
+
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
 
+Constants = Mapping[str, Mapping[str, Number]]
+"""Values of the time model's constants, by code path and name."""
+
 Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a measured call: its plan and its work."""
+
+    plan: Plan
+    walks: tuple[Walk, ...]
+    uneven: bool
+
+    def seconds(self, constants: Constants) -> float:
+        """The predicted duration with these constants of the time model."""
+        plan = self.plan
+        if not plan.streams:
+            own = constants_of(plan.kernel, plan.code_path, constants)
+            at = plan.model.costs(plan.quantities.copy() | own)
+            plan = replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
+        return duration_of(plan, self.walks, uneven=self.uneven).seconds
+
+
+@dataclass(frozen=True)
+class Point:
+    """A record of flashgen's own kernels.
+
+    Attributes:
+        case: the problem.
+        pass_: "forward" or "backward".
+        path: the code path.
+        deterministic: whether the sums of dQ had a fixed order.
+        gpu: the name of the GPU.
+        seconds: the measured duration, the median of the samples.
+        launches: the launches of the call.
+    """
+
+    case: Case
+    pass_: str
+    path: str
+    deterministic: bool
+    gpu: str
+    seconds: float
+    launches: tuple[Launch, ...]
+
+    def error(self, constants: Constants = CONSTANTS) -> float:
+        """Predicted over measured time, minus 1."""
+        return sum(launch.seconds(constants) for launch in self.launches) / self.seconds - 1
+
+    @property
+    def kind(self) -> str:
+        """What the mask of the case is to the model."""
+        if self.case.seq_q == 1:
+            return "one query"
+        spec = spec_of(self.case)
+        one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
+        return ONE_RANGE if one_range else "all others, block layouts"
+
+
+def points(results: Path = RESULTS) -> list[Point]:
+    """The records of all GPUs, but for those of captured tensors, whose values a record lacks."""
+    return [
+        point_of(row)
+        for row in read(results / "speed.csv")
+        if row["part"] == "suite"
+        and row["status"] == "ok"
+        and row["ms_p50"]
+        and row["contender"].removesuffix(DETERMINISTIC) in ARCHS
+        and row["pass"] != "both"
+        and not spec_of(case_of(row)).tensors
+    ]
+
+
+def point_of(row: Row) -> Point:
+    """The point of a record of one of `ARCHS`' contenders."""
+    name, case = row["contender"].removesuffix(DETERMINISTIC), case_of(row)
+    fixed = name != row["contender"]
+    whole = row["run"] in WHOLE_TILES
+    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], whole)
+    seconds = float(row["ms_p50"]) / 1e3
+    return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
 
 
 def case_of(row: Row) -> Case:
@@ -35,55 +140,85 @@ def case_of(row: Row) -> Case:
 
 
 @functools.cache
-def plans_of(spec: fg.AttentionSpec, arch: str, pass_: str) -> tuple[Plan, ...]:
-    """The plans of a pass, of which a record names each."""
-    return (fg.plan(spec, arch),) if pass_ == "forward" else plan_backward(spec, arch).kernels
+def launches_of(
+    case: Case,
+    arch: str,
+    pass_: str,
+    deterministic: bool = False,
+    plans: str = "",
+    whole: bool = False,
+) -> tuple[Launch, ...]:
+    """The launches of a pass.
 
-
-def error(row: Row, case: Case) -> float | None:
-    """Predicted over measured time, minus 1; None where the present plans are not those of the row.
-
-    Nor is there one for captured tensors, whose values a record lacks.
+    Args:
+        plans: the plans of the call's kernels in the words of the records; those of today without.
+        whole: whether every tile was computed for all rows of a block.
     """
-    spec, arch = spec_of(case), ARCHS[row["contender"]]
-    plans = plans_of(spec, arch, row["pass"])
-    if spec.tensors or any(in_short(plan) not in row["plan"] for plan in plans):
-        return None
+    spec = spec_of(case)
     sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
     dims = case.head_dim, case.head_dim
     call = CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
-    seconds = sum(each.seconds for each in predicted(KnownCall(spec, call), plans))
-    return 1e3 * seconds / float(row["ms_p50"]) - 1
+    found = []
+    for plan in plans_of(spec, arch, pass_, deterministic, plans):
+        if plan.kernel == "forward":
+            heads = heads_of_call(spec, plan, call, {}).heads
+            plan = replace(plan, heads_per_tile=heads)
+        mask = analyse(spec, walk_of_kernel(plan.kernel)).mask
+        walks = walks_of(KnownCall(spec, call), mask, plan)
+        if whole:
+            walks = [_whole_tiles(plan, walk) for walk in walks]
+        found.append(Launch(plan, tuple(walks), mask.growth != 0))
+    return tuple(found)
 
 
-def kind_of(case: Case) -> str:
-    """What the mask of a case is to the model, which counts no instructions of masks."""
-    spec = spec_of(case)
-    if case.seq_q == 1:
-        return "one query"
-    one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
-    return "one range of keys for each row" if one_range else "all others, block layouts"
+def plans_of(
+    spec: fg.AttentionSpec, arch: str, pass_: str, deterministic: bool, recorded: str
+) -> tuple[Plan, ...]:
+    """The plans of a pass with the tiles of a record; today's without one."""
+    texts = {text.split()[0]: text for text in recorded.split("; ") if text}
+    forward = pass_ == "forward"
+    if forward:
+        today: tuple[Plan, ...] = (fg.plan(spec, arch),)
+    else:
+        today = plan_backward(spec, arch, deterministic=deterministic).kernels
+    same = (in_short(plan) == texts.get(plan.kernel) for plan in today if not plan.streams)
+    if not recorded or all(same):
+        return today
+    tiles = {
+        name: next(p for p in feasible(spec, arch, kernel=name) if in_short(p) == text).tile
+        for name, text in texts.items()
+        if (name == "forward") == forward and name not in STREAMING_KERNELS
+    }
+    if forward:
+        return (fg.plan(spec, arch, tile=tiles["forward"]),)
+    return plan_backward(spec, arch, deterministic=deterministic, tiles=tiles).kernels
 
 
-def groups(results: Path = RESULTS) -> dict[tuple[str, str, str], list[float]]:
-    """The errors of the newest run on a GPU, by kind of mask, pass and code path."""
-    found: dict[tuple[str, str, str], list[float]] = {}
-    for row in latest(read(results / "speed.csv")):
-        timed = row["part"] == "suite" and row["status"] == "ok" and row["ms_p50"]
-        if not timed or row["contender"] not in ARCHS or row["pass"] == "both":
-            continue
-        case = case_of(row)
-        by = error(row, case)
-        if by is not None:
-            found.setdefault((kind_of(case), row["pass"], row["path"]), []).append(by)
-    return found
+def _whole_tiles(plan: Plan, walk: Walk) -> Walk:
+    """The walk of a kernel whose warpgroups skip no tiles."""
+    if walk.steps is None:
+        return walk
+    mask_ops = max((kind.mask_ops for steps in walk.steps for kind in steps), default=0.0)
+
+    def whole(steps: Steps) -> Steps:
+        found: Counter[StepKind] = Counter()
+        for kind, count in steps.items():
+            masked = kind.mask_ops > 0 or kind.rows < plan.block_q
+            found[StepKind(plan.block_q, mask_ops if masked else 0)] += count
+        return found
+
+    return walk._replace(steps=[whole(steps) for steps in walk.steps])
 
 
 def table(results: Path = RESULTS) -> str:
-    """The errors as a table of docs/planner.md."""
+    """The errors by kind of mask, pass and code path as a table of docs/planner.md."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for point in points(results):
+        pass_ = point.pass_ + ", fixed order of sums" * point.deterministic
+        groups.setdefault((point.kind, pass_, point.path), []).append(point.error())
     head = "| mask | pass | path | launches | median | from | to |"
     lines = [head, f"|{' --- |' * 7}"]
-    for key, found in sorted(groups(results).items(), reverse=True):
+    for key, found in sorted(groups.items(), reverse=True):
         shown = (f"{100 * f(found):+.0f} %" for f in (statistics.median, min, max))
         lines.append(f"| {' | '.join((*key, str(len(found)), *shown))} |")
     return "\n".join(lines)

@@ -1,60 +1,61 @@
-"""The predictions of the plan's model for the main shapes: nothing here was measured.
+"""What the time model predicts for each case of the records, beside its fastest peer's time.
 
-The model counts clocks of one SM per score element (`Plan.cost`); over the SMs and the clock of
-the product that the architecture's facts name, that is a rate. It includes neither the start and
-the end of work tiles nor masked tiles.
+Nothing here was measured but the peers' times and flashgen's own ones of earlier kernels. The
+predictions are those of the present plans; the records decide the model's constants
+(`model_errors`), whose error on the case's own record stands beside them.
 """
 
 from __future__ import annotations
 
-import flashgen as fg
-from benchmarks.suite.cases import Case, flops, grid, llama, make
-from benchmarks.suite.contenders.ours import in_short, spec_of
-from flashgen.kernels.planner import Plan, plan_backward
-from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
+from pathlib import Path
+
+from benchmarks.suite.cases import flops
+from benchmarks.suite.contenders.ours import spec_of
+from benchmarks.suite.model_errors import ARCHS, case_of, launches_of, point_of
+from benchmarks.suite.records import RESULTS, read
+from flashgen.kernels.planner.models.fitted_time import CONSTANTS, STATED_ERROR
 from flashgen.shared.arch import facts
 
-
-def cases() -> list[Case]:
-    return [
-        llama("causal", 8192),
-        grid("causal", 8192, 64),
-        grid("full", 8192, 64),
-        grid("causal", 8192, 128),
-        grid("full", 8192, 128),
-        grid("full", 8192, 256),
-        make("variant", "softcap", 2, 16, 16, 8192, 8192, 128),
-        make("variant", "alibi", 2, 16, 16, 8192, 8192, 128),
-    ]
+CONTENDER = "flashgen sm_90a"
 
 
-def table(arch: str) -> str:
-    """One row per case and pass, with empty columns for the outcome."""
-    product = facts(arch)
-    lines = [
-        f"Predicted for {arch} with the rates of one {product.product}; {STATED_ERROR}:",
-        "",
-        "| problem | pass | plan | predicted TFLOP/s | measured | why they differ |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in cases():
-        spec = spec_of(case)
-        forward = fg.plan(spec, arch)
-        backward = plan_backward(spec, arch).kernels
-        for pass_, plans in (("forward", (forward,)), ("backward", backward)):
-            rate = predicted(case, pass_, plans, arch)
-            name = f"{case.spec}, {case.seq_q}, {case.heads_q}/{case.heads_kv}, d {case.head_dim}"
-            plan = "; ".join(map(in_short, plans))
-            lines.append(f"| {name} | {pass_} | {plan} | {rate:.0f} | | |")
-    return "\n".join(lines)
-
-
-def predicted(case: Case, pass_: str, plans: tuple[Plan, ...], arch: str) -> float:
-    """TFLOP/s, as if every tile that is computed were full; masked tiles are not in the model."""
-    product = facts(arch)
-    clocks = sum(
-        # Kernels that stream count per row, and a row has seq_k score elements.
-        plan.cost / (case.seq_k if plan.streams else 1)
-        for plan in plans
+def table(results: Path = RESULTS) -> str:
+    """One row per case, pass and GPU, the slowest one beside its peer first."""
+    arch = ARCHS[CONTENDER]
+    found = []
+    for row in read(results / "speed.csv"):
+        timed = row["part"] == "suite" and row["status"] == "ok" and row["ratio"]
+        if not timed or row["contender"] != CONTENDER or row["pass"] == "both":
+            continue
+        case = case_of(row)
+        if spec_of(case).tensors:
+            continue
+        milliseconds = 1e3 * sum(
+            launch.seconds(CONSTANTS) for launch in launches_of(case, arch, row["pass"])
+        )
+        measured, ratio = float(row["ms_p50"]), float(row["ratio"])
+        speed = flops(row["pass"], case.batch * case.heads_q, case.head_dim)
+        speed *= case.seq_q * case.seq_k * float(row["live"]) / milliseconds / 1e9
+        shape = f"{case.batch} x {case.heads_q}/{case.heads_kv} x {case.seq_q}"
+        shape += "" if case.seq_q == case.seq_k else f" to {case.seq_k}"
+        found.append(
+            (
+                ratio * measured / milliseconds,
+                f"| {case.spec}, {shape}, d {case.head_dim} | {row['pass']} | "
+                f"{row['gpu'].removeprefix('NVIDIA ').split()[0]} | {milliseconds:.3f} | "
+                f"{speed:.0f} | {row['peer']} {ratio * measured:.3f} | "
+                f"{ratio * measured / milliseconds:.2f} | {ratio:.2f} | "
+                f"{100 * point_of(row).error():+.0f} % |",
+            )
+        )
+    return "\n".join(
+        [
+            f"Predicted with the rates of one {facts(arch).product}; {STATED_ERROR}.",
+            "Ratios are the peer's time over flashgen's.",
+            "",
+            "| case | pass | GPU of the peer | predicted ms | TFLOP/s | fastest peer, ms | "
+            "predicted ratio | ratio of the record | error on the record |",
+            f"|{' --- |' * 9}",
+            *(line for _, line in sorted(found)),
+        ]
     )
-    return flops(pass_, 1, case.head_dim) / clocks * product.sms * product.clock_hz / 1e12

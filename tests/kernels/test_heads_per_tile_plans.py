@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 
 import flashgen as fg
 from flashgen.kernels.planner import Plan, choose_heads, feasible, forward_traffic
+from flashgen.kernels.planner.duration import clocks_of_step
+from flashgen.kernels.planner.models.spec_terms import mask_instructions
+from flashgen.kernels.planner.traffic import StepKind
 from flashgen.shared.errors import PlanError
 from flashgen.shared.launch_facts import head_places
 from flashgen.spec.language.signature import split
@@ -266,7 +269,11 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     assert f"plan block_q {shared.block_q} heads_per_tile 4 block_k" in text
     assert "tiles 4 for 4 blocks" in text
     steps = 2 * 2 * -(-3 // shared.block_k)  # tiles of the keys up to the queries
-    assert re.search(rf"begun\*work_tiles\) = [\d.]+\*132/\({steps} \+ [\d.]+\*4\)", text)
+    masked = clocks_of_step(shared, StepKind(shared.block_q, mask_instructions(causal, "forward")))
+    slots = 132 * shared.blocks_per_sm
+    found = re.search(rf"begun\*work_tiles\) = [\d.]+\*{slots}/\(([\d.]+) \+ [\d.]+\*4\)", text)
+    assert found
+    assert float(found[1]) == pytest.approx(steps * masked, rel=1e-3)
     text = said("plan", "specs/causal.py", *shape)
     assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
     assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,1000")

@@ -10,15 +10,15 @@ import flashgen as fg
 from flashgen.kernels.planner import Plan, plan, plan_backward, plan_merge
 from flashgen.kernels.planner.duration import Duration, HeadSteps, duration_of, makespan
 from flashgen.kernels.planner.formulas import evaluate
-from flashgen.kernels.planner.models.fitted_time import STATED_ERROR, STATED_TIME_ERROR
-from flashgen.kernels.planner.traffic import LaunchSizes, Visited
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
+from flashgen.kernels.planner.traffic import LaunchSizes, Visited, Walk
 from flashgen.shared.arch import facts
 
 SPEC = fg.AttentionSpec(head_dim=64)
 
 
 def duration(plan: Plan, *sizes: int, visited: Visited | None = None) -> Duration:
-    return duration_of(plan, [(LaunchSizes(*sizes), visited)])
+    return duration_of(plan, [Walk(LaunchSizes(*sizes), visited)])
 
 
 def test_every_line_is_its_own_arithmetic() -> None:
@@ -114,7 +114,7 @@ def test_the_last_round_is_not_shorter_than_a_work_tile() -> None:
 
 def test_every_prediction_states_the_error_of_the_model() -> None:
     chosen = plan(SPEC)
-    assert STATED_TIME_ERROR in str(duration(chosen, 1, 1, 1, 512, 512))
+    assert STATED_ERROR in str(duration(chosen, 1, 1, 1, 512, 512))
     assert STATED_ERROR in " ".join(str(chosen).split())
 
 
@@ -148,7 +148,7 @@ def test_a_block_with_few_companions_is_bound_by_its_loads_in_flight_or_by_l2(ar
 
     def at(rows: int, splits: int) -> Duration:
         sizes = LaunchSizes(1, rows, rows, 1, 0)
-        return duration_of(merge, [(sizes, None)], splits=splits)
+        return duration_of(merge, [Walk(sizes)], splits=splits)
 
     assert at(1, 500).seconds == pytest.approx(at(gpu.sms // 4, 500).seconds)
     assert value(at(1, 500), "block_rate") == gpu.l2_bytes_per_clock

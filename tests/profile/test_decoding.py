@@ -13,7 +13,7 @@ from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.formulas import evaluate
 from flashgen.kernels.planner.split_keys import plan_splits
 from flashgen.kernels.planner.split_traffic import OF_FORWARD, OF_MERGE
-from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import FlashgenError
 from flashgen.shared.paths import PATHS
@@ -153,7 +153,7 @@ def test_every_line_of_a_decoding_plan_is_its_own_arithmetic() -> None:
 def test_the_time_of_a_merge_grows_with_its_parts() -> None:
     merge = large(1, 40_000, 0).predicted.merge.plan  # type: ignore[union-attr]
     sizes = LaunchSizes(1, 32, 32, 1, 0)
-    few, many = (duration_of(merge, [(sizes, None)], splits=n).seconds for n in (2, 202))
+    few, many = (duration_of(merge, [Walk(sizes)], splits=n).seconds for n in (2, 202))
     gpu = facts("sm_90a")
     assert many - few == pytest.approx(200 * 4 * 129 / gpu.l2_bytes_per_clock / gpu.clock_hz)
 

@@ -139,7 +139,7 @@ def test_the_bound_is_the_resource_that_is_busy_longest():
     assert seconds["instruction issue"] == pytest.approx(1000 / 4 / chip)
     assert seconds["L2"] == pytest.approx(24000 / arch.l2_bytes_per_clock / chip)
     assert seconds["atomic additions in L2"] == pytest.approx(
-        8000 / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock) / chip
+        8000 / (CONSTANTS["sm_80"]["atomic_share"] * arch.l2_bytes_per_clock) / chip
     )
     assert seconds["HBM"] == pytest.approx(1600 / arch.hbm_bytes_per_s)
     assert line.bound.name == "tensor cores"

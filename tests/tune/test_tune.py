@@ -20,7 +20,7 @@ from flashgen.kernels.compile import cache
 from flashgen.kernels.compile.cache import CacheWarning
 from flashgen.kernels.planner import Tile, plan, plan_backward
 from flashgen.kernels.planner.duration import duration_of
-from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.call import CheckedCall, Inputs, LaunchOptions, Operands
 from flashgen.tools.cli import app
 from flashgen.tools.profile.visited_tiles import KnownCall
@@ -68,7 +68,7 @@ def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
     assert 1.7 < full[0].seconds / causal[0].seconds < 2.1
     best = full[0].plans[0]
     sizes = LaunchSizes(4, 16, 16, 4096, 4096)
-    assert full[0].seconds == duration_of(best, [(sizes, None)]).seconds
+    assert full[0].seconds == duration_of(best, [Walk(sizes)]).seconds
 
 
 def test_few_rows_have_smaller_tiles_than_the_planner_chooses_for_all_shapes():

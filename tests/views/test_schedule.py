@@ -9,7 +9,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.kernels.planner.duration import HeadSteps, duration_of, makespan, placed
-from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.tools.views import plots
 from tests.support.profiles import loaded
 
@@ -39,7 +39,7 @@ def test_every_work_tile_runs_once_and_the_last_end_is_the_makespan(slots: int) 
 def test_the_schedule_of_a_launch_ends_with_its_makespan_and_is_cut_by_sms(heads, monkeypatch):
     monkeypatch.setattr(plots, "MOST_TILES", 100)
     plan = fg.plan(loaded("full"))
-    duration = duration_of(plan, [(LaunchSizes(1, heads, heads, 2048, 2048), None)])
+    duration = duration_of(plan, [Walk(LaunchSizes(1, heads, heads, 2048, 2048))])
     plot = plots.schedule_plot(duration)
     values = {line.name: line.substituted for line in duration.lines}
     assert f"{plot.makespan:.4g}" in values["quantisation"]

@@ -1,6 +1,9 @@
 """The predicted duration of a launch for given sizes.
 
-The plan's cost is in clocks of one busy SM per score element. A work tile takes longer than its
+The plan's cost is in clocks of one busy SM per score element of a tile without a mask. A step that
+evaluates the mask has more instructions, and one in which some warpgroups of a block compute and
+the others only hand on has fewer scores, for which the warpgroups overlap less: both are counted in
+steps of the first kind, by the same formulas. A work tile takes longer than its
 steps: nothing overlaps the loads of the rows that its block owns, the products and the softmax of
 its first step, and the stores of its results. A launch has a number of thread blocks, which the SMs
 run in rounds: the last round may leave some SMs idle, and where a mask gives blocks different
@@ -29,7 +32,7 @@ from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
-from flashgen.kernels.planner.models.fitted_time import STATED_TIME_ERROR
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.schedule import ROUNDS, SLOTS
@@ -37,7 +40,8 @@ from flashgen.kernels.planner.traffic import (
     LSE_BYTES,
     SUM_BYTES,
     LaunchSizes,
-    Visited,
+    StepKind,
+    Walk,
     walks_of_head,
 )
 from flashgen.shared.arch import WARP, facts
@@ -112,7 +116,7 @@ class Duration:
     def __str__(self) -> str:
         product = facts(self.plan.arch).product
         head = f"{self.plan.kernel}: {self.seconds * 1e6:,.1f} us for one {product}"
-        lines = [f"predicted {head}, bound by {self.bound}; {STATED_TIME_ERROR}"]
+        lines = [f"predicted {head}, bound by {self.bound}; {STATED_ERROR}"]
         for line in self.lines:
             lines += printed_line(line)
         return "\n".join(lines)
@@ -120,7 +124,7 @@ class Duration:
 
 def duration_of(
     plan: Plan,
-    walks: Sequence[tuple[LaunchSizes, Visited | None]],
+    walks: Sequence[Walk],
     *,
     uneven: bool = False,
     splits: int = 1,
@@ -128,8 +132,7 @@ def duration_of(
     """The predicted duration of one launch of a kernel.
 
     Args:
-        walks: the parts of the launch, each with its own sizes and visited tiles, which are as in
-            `forward_traffic` and `backward_traffic`. Interleaved heads are heads of one part.
+        walks: the parts of the launch. Interleaved heads are heads of one part.
         uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
             are interleaved.
         splits: the parts of a row that a merge reads.
@@ -153,7 +156,7 @@ def duration_of(
         "l2_rate": arch.l2_bytes_per_clock,
         "cost": plan.cost,
         "scores": scores,
-        "bytes": sum(_bytes(plan, sizes, splits) for sizes, _ in walks),
+        "bytes": sum(_bytes(plan, walk.sizes, splits) for walk in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     formulas: tuple[Formula, ...] = STREAMING_FORMULAS if streams else FORMULAS
@@ -174,17 +177,27 @@ def duration_of(
     return Duration(plan, lines, seconds, bound, quantisation, launched)
 
 
-def parts_of(
-    plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]], *, uneven: bool
-) -> tuple[HeadSteps, ...]:
+def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSteps, ...]:
     """The parts of a launch, with the steps of the main loops of their blocks."""
     found = []
-    for sizes, visited in walks:
-        tiles, heads, entries = plan.grid(*sizes)
-        lengths = _lengths(plan, tiles, sizes, visited)
-        bits = plan.head_bits(*sizes[1:]) if uneven else 0
+    for walk in walks:
+        tiles, heads, entries = plan.grid(*walk.sizes)
+        lengths = _lengths(plan, tiles, walk)
+        bits = plan.head_bits(*walk.sizes[1:]) if uneven else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))
     return tuple(found)
+
+
+def clocks_of_step(plan: Plan, kind: StepKind) -> float:
+    """The clocks of a step over those of one that computes all rows of a tile without a mask."""
+    if kind in ((0, 0), (plan.block_q, 0)):
+        return float(kind.rows > 0)
+    at = plan.quantities.copy()
+    at["score_ops"] += at["mask_stall"] * kind.mask_ops
+    if kind.rows < plan.block_q:
+        at["block_q"], at["warps"] = kind.rows, plan.warps * kind.rows // plan.block_q
+    cost = plan.model.costs(at)["cost"]
+    return float(cost * kind.rows / (plan.cost * plan.block_q))
 
 
 def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
@@ -232,28 +245,32 @@ def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float,
         before += times
 
 
-def _lengths(plan: Plan, tiles: int, sizes: LaunchSizes, visited: Visited | None) -> list[int]:
+def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
     """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
+    sizes = walk.sizes
     if plan.streams:
         return [1] * tiles
     if not sizes.batch * sizes.heads_q * tiles:
         return [0] * tiles
     group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
-    walks = walks_of_head(plan, sizes, visited)
-    times = group * tiles // len(walks)  # more than 1 where the heads of a group walk alike
-    return [times * sum(map(len, walks[tile::tiles])) for tile in range(tiles)]
+    lengths: list[float] = [*map(len, walks_of_head(plan, sizes, walk.visited))]
+    if walk.steps is not None:
+        clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
+        lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]
+    times = group * tiles // len(lengths)  # more than 1 where the heads of a group walk alike
+    return [times * sum(lengths[tile::tiles]) for tile in range(tiles)]
 
 
-def _edges(plan: Plan, walks: Sequence[tuple[LaunchSizes, Visited | None]]) -> int:
+def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
     """Bytes of the rows that blocks own: operands before their steps, results after them.
 
     Rows past the end are neither read nor written: decoding has few rows in a tile.
     """
     d_qk, d_v = plan.head_dim, plan.head_dim_v
     if plan.owns_keys:
-        keys = sum(sizes.batch * sizes.heads_kv * sizes.seq_k for sizes, _ in walks)
+        keys = sum(sizes.batch * sizes.heads_kv * sizes.seq_k for sizes, *_ in walks)
         return plan.itemsize * keys * 2 * (d_qk + d_v)
-    queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, _ in walks)
+    queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, *_ in walks)
     if plan.kernel == "forward":
         return queries * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
     gradient = d_qk if plan.kernel == "dq" else 0

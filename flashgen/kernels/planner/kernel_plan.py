@@ -162,6 +162,18 @@ class Plan(LaunchRules):
         """Whether consumer warpgroups of the forward kernel of path "sm_90a" run in ping-pong."""
         return max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
 
+    def skipping_rows(self, *, bounded: bool) -> int:
+        """The rows of a warpgroup where each one computes only the tiles that its own rows reach.
+
+        So do the warpgroups of a forward tile of one head; 0 for all others, and for one warpgroup.
+
+        Args:
+            bounded: whether bounds alone, and no search, decide which tiles are visited.
+        """
+        own = self.kernel == "forward" and self.code_path.copies_by_tma and bounded
+        rows = self.code_path.group_rows
+        return rows if own and self.heads_per_tile == 1 and self.block_q > rows else 0
+
     def ranges_as_bits(self, ends: int) -> bool:
         """Whether the columns outside a row's own range are a bit mask instead of comparisons.
 

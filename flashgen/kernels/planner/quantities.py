@@ -54,7 +54,7 @@ QUANTITIES = {
     "atomic_share": "rate of atomic additions to L2, as a share of the rate of reads from it",
     "barrier": "clocks for which a block stands still at a barrier",
     "exposed": "share of what a warp does besides the busiest resource's work that nothing hides",
-    "queued": "share of the clocks of L2 for which products wait, although copies run ahead",
+    "mask_stall": "instructions that take as long as one of a mask, which waits for the one before",
     "hbm_rate": "bytes per clock of global memory, per SM",
     "score_ops": "instructions of score_mod per element, its derivative's included in backward",
     "dropout_ops": "instructions per score element for dropout's random bits and selection",

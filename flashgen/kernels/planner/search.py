@@ -49,9 +49,9 @@ class Evaluated:
     excesses: tuple[Excess, ...]
 
     @property
-    def rank(self) -> tuple[float, Tile]:
-        """The order of the search: by cost, and by size among equals."""
-        return self.cost, self.tile
+    def rank(self) -> tuple[float, float, Tile]:
+        """The order of the search: by cost, among equals by instructions, and then by size."""
+        return self.cost, float(self.quantities["issue"]), self.tile
 
 
 def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:

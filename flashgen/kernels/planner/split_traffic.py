@@ -17,8 +17,7 @@ from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.traffic import (
-    LaunchSizes,
-    Visited,
+    Walk,
     neighbours_of_heads,
     rows_in,
     walks_of_head,
@@ -55,13 +54,11 @@ class SplitWalk(NamedTuple):
     """The work of one split, or of all keys where they are not split.
 
     Attributes:
-        sizes: those of the split: seq_k is the number of its keys.
-        visited: the key tiles that each query tile visits; None for all of them.
+        of_split: its sizes, of which seq_k is the number of its keys, and the tiles that it visits.
         keys_behind: keys of the tensor behind the split.
     """
 
-    sizes: LaunchSizes
-    visited: Visited | None = None
+    of_split: Walk
     keys_behind: int = 0
 
 
@@ -168,19 +165,19 @@ def _count(
     counts: Counter[str], plan: Plan, walk: SplitWalk, box_rows: int, *, paged: bool, split: bool
 ) -> None:
     """Adds the rows of one split to those of the launch, by the names of the quantities."""
-    sizes = walk.sizes
-    walks = walks_of_head(plan, sizes, walk.visited)
+    sizes, visited, _ = walk.of_split
+    walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
-    visited = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
+    touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
     counts["query_rows"] += queries * (
         pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
     )
     counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
     counts["lse_rows"] += pairs * sizes.seq_q
-    counts["keys"] += sizes.batch * sizes.heads_kv * visited
+    counts["keys"] += sizes.batch * sizes.heads_kv * touched
     if paged:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass, field, replace
 
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
-from flashgen.kernels.planner.models.fitted_time import CONSTANTS
+from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.kernels.planner.quantities import Number, Quantities
@@ -147,7 +147,7 @@ def problem_of(
         "l2_rate": arch.l2_bytes_per_clock,
         "score_ops": spec_terms.score_instructions(spec, kernel),
         "dropout_ops": dropout_ops,
-        **CONSTANTS,
+        **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
     return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -28,6 +29,50 @@ class LaunchSizes(NamedTuple):
     heads_kv: int
     seq_q: int
     seq_k: int
+
+
+class StepKind(NamedTuple):
+    """Steps of a main loop that take equally long.
+
+    Attributes:
+        rows: rows of the block's tile whose scores the step computes: all of them, or those of the
+            warpgroups whose own rows reach the tile; 0 where none does.
+        mask_ops: instructions of the mask for each of these scores; 0 where it is not evaluated.
+    """
+
+    rows: int
+    mask_ops: float
+
+
+Steps = Mapping[StepKind, int]
+"""The number of steps of each kind."""
+
+
+class Walk(NamedTuple):
+    """The work of some heads of a launch.
+
+    Attributes:
+        sizes: their operands' sizes.
+        visited: the tiles that each block visits; None for all tiles.
+        steps: for each of these blocks, the kinds of its steps; None where every step computes the
+            scores of all rows without a mask.
+    """
+
+    sizes: LaunchSizes
+    visited: Visited | None = None
+    steps: Sequence[Steps] | None = None
+
+
+def computed_scores(plan: Plan, walk: Walk) -> int:
+    """The score elements that are computed for some heads: those of `Traffic.scores` but for the
+    rows of warpgroups that skip tiles."""
+    traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
+    visited = traffic(plan, *walk.sizes, walk.visited).scores
+    if walk.steps is None or not visited:
+        return visited
+    steps = sum(map(Counter, walk.steps), Counter())
+    rows = sum(kind.rows * count for kind, count in steps.items())
+    return visited * rows // (plan.block_q * steps.total())
 
 
 def walks_of_head(
@@ -85,7 +130,8 @@ class Traffic:
         sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros and "convert_dq" reads.
         added: added to dQ's sums, atomically, by "fused".
         compulsory: each byte that the forward kernel accesses at all, once.
-        scores: elements of S that are computed, whole partial tiles included.
+        scores: elements of S in the visited tiles, whole partial tiles included; `computed_scores`
+            are fewer where warpgroups skip tiles.
     """
 
     q: int = 0

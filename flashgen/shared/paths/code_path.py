@@ -20,6 +20,8 @@ class CodePath:
         templates: the folder of its templates in ``templates/``.
         instructions: what its kernels are made of, in words.
         models: the modules of `kernels.planner.models` with the cost models of its kernels.
+        constants: the key of the fitted constants of their times in
+            `kernels.planner.models.fitted_time.CONSTANTS`.
         template_fields: the module of `kernels.codegen` with the fields that only its templates
             have; "" where there are none.
         itemsizes: bytes per element of the operands that its kernels take.
@@ -42,6 +44,7 @@ class CodePath:
     templates: str
     instructions: str
     models: tuple[str, ...]
+    constants: str
     template_fields: str
     itemsizes: tuple[int, ...]
     copies_by_tma: bool

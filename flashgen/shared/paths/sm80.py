@@ -11,6 +11,7 @@ PATH = CodePath(
     templates="sm80",
     instructions="mma.sync, ldmatrix, cp.async",
     models=("forward_sm80", "backward_sm80"),
+    constants="sm_80",
     template_fields="",
     itemsizes=(2, 4),
     copies_by_tma=False,

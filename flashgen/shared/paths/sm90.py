@@ -11,6 +11,7 @@ PATH = CodePath(
     templates="sm90",
     instructions="wgmma, TMA, mbarriers",
     models=("forward_sm90", "backward_sm90"),
+    constants="sm_90a",
     template_fields="wgmma",
     itemsizes=(2,),
     copies_by_tma=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashgen.kernels.planner.models.fitted_time import STATED_TIME_ERROR
+from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.tools.cli.arguments import ProfileArguments
 from flashgen.tools.cli.console import busy, facts, listing, say, seconds
 from flashgen.tools.cli.decoding import decoding_plan, sizes_of
@@ -130,7 +130,7 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
             (
                 "time",
                 f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}; "
-                f"{STATED_TIME_ERROR}",
+                f"{STATED_ERROR}",
             )
         )
     return rows

@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flashgen.calls.runtime.bind_arguments import blocks_of_call
 from flashgen.kernels.codegen import walk_of_kernel
@@ -15,7 +14,7 @@ from flashgen.kernels.pipeline import Build, analysed
 from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
-from flashgen.kernels.planner.traffic import Traffic
+from flashgen.kernels.planner.traffic import Traffic, Walk, computed_scores
 from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
@@ -24,7 +23,7 @@ from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
 from flashgen.tools.profile.split_calls import SplitPrediction
-from flashgen.tools.profile.visited_tiles import HeadWalk, KnownCall, heads_of, joined, walks_of
+from flashgen.tools.profile.visited_tiles import KnownCall, heads_of, joined, walks_of
 
 COUNTER_BYTES = 4
 RNG_BYTES = 16
@@ -82,12 +81,12 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
     shared = spec.sink is not None or problem.heads_q != problem.heads_kv
     if spec.block_sparse is not None or (len(walks) > 1 and shared):
         distinct = None
-    at = plan.quantities
+    scores = sum(computed_scores(plan, walk) for walk in walks)
     return LaunchPrediction(
         bytes=bytes_,
         distinct=distinct,
-        multiply_adds=multiply_adds_of(plan, moved.scores),
-        clocks={term: float(at[term]) * moved.scores for term in TERMS if term in at},
+        multiply_adds=multiply_adds_of(plan, scores),
+        clocks=_clocks(plan, moved.scores, scores),
         duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
     )
 
@@ -106,11 +105,10 @@ def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> Lau
     bytes_ = found.traffic.of_forward()
     if found.blocks is not None and found.blocks.persistent:
         bytes_["tile_counter"] = COUNTER_BYTES * found.blocks.work_tiles
-    at = plan.quantities
     return LaunchPrediction(
         bytes=bytes_,
         multiply_adds=multiply_adds_of(plan, found.scores),
-        clocks={term: float(at[term]) * found.scores for term in TERMS if term in at},
+        clocks=_clocks(plan, found.visited, found.scores),
         duration=found.forward,
     )
 
@@ -120,9 +118,7 @@ def expected_multiply_adds(call: KnownCall, plans: Sequence[Plan]) -> Number:
     total: Number = 0
     for plan in () if call.spec.packed else plans:
         mask = analysed(call.spec, walk_of_kernel(plan.kernel)).mask
-        traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
-        walks = walks_of(call, mask, plan)
-        scores = sum(traffic(plan, *sizes, visited).scores for sizes, visited in walks)
+        scores = sum(computed_scores(plan, walk) for walk in walks_of(call, mask, plan))
         total += multiply_adds_of(plan, scores) or 0
     return total
 
@@ -132,6 +128,13 @@ def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
     dims = plan.head_dim + plan.head_dim_v
     macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
     return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
+
+
+def _clocks(plan: Plan, visited: int, computed: int) -> dict[str, float]:
+    """Clocks of one SM by `TERMS`. K and V of a tile are copied for all rows, whoever computes."""
+    at = plan.quantities
+    scores = dict.fromkeys(TERMS, computed) | {"l2": visited}
+    return {term: float(at[term]) * scores[term] for term in TERMS if term in at}
 
 
 def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[str, int]:
@@ -164,8 +167,8 @@ def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
     return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
 
 
-def _sum(traffic: Callable[..., Any], walks: list[HeadWalk]) -> Any:
-    return functools.reduce(operator.add, (traffic(*sizes, visited) for sizes, visited in walks))
+def _sum(traffic: Callable[..., Traffic], walks: list[Walk]) -> Traffic:
+    return functools.reduce(operator.add, (traffic(*walk.sizes, walk.visited) for walk in walks))
 
 
 def _backward_bytes(moved: Traffic, dlse: bool) -> dict[str, int]:

@@ -14,6 +14,7 @@ from flashgen.kernels.planner.models.fitted_time import CONSTANTS
 from flashgen.kernels.planner.quantities import Number
 from flashgen.shared.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
 from flashgen.shared.errors import InputError
+from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.kernel_profile import Profile, Roofline, RooflineBound
 from ptx_emulator import Totals
 from ptx_emulator.counters.l2 import L2Traffic
@@ -44,7 +45,8 @@ def clocks(arch: Arch, totals: Totals, added_bytes: int, path: str) -> dict[str,
         "tensor": totals.tensor_multiply_adds / arch.tensor_rate(path),
         "shared": float(totals.wavefronts),
         "l2": plain / arch.l2_bytes_per_clock,
-        "atomics": added_bytes / (CONSTANTS["atomic_share"] * arch.l2_bytes_per_clock),
+        "atomics": added_bytes
+        / (CONSTANTS[PATHS[path].constants]["atomic_share"] * arch.l2_bytes_per_clock),
         "special": totals.lanes.get("special", 0) / SPECIAL_PER_CLOCK,
         "issue": totals.warp_instructions / SCHEDULERS,
     }

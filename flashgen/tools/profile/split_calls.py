@@ -11,7 +11,12 @@ from flashgen.calls.runtime.bind_arguments import blocks_of_call, box_rows_of
 from flashgen.kernels.planner import Plan, plan_merge
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.split_traffic import SplitTraffic, SplitWalk, split_traffic
-from flashgen.kernels.planner.traffic import LaunchSizes, walks_of_head
+from flashgen.kernels.planner.traffic import (
+    LaunchSizes,
+    Walk,
+    computed_scores,
+    forward_traffic,
+)
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchBlocks
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
@@ -30,6 +35,7 @@ class SplitPrediction:
         forward: the duration of the forward kernel.
         merge: the duration of the merge; None where the keys are not split.
         scores: elements of S that are computed, whole partial tiles included.
+        visited: elements of S in the tiles that are visited.
         work_tiles: those of the forward kernel.
         blocks: the blocks of a persistent forward kernel; else None.
     """
@@ -38,6 +44,7 @@ class SplitPrediction:
     forward: Duration
     merge: Duration | None
     scores: int
+    visited: int
     work_tiles: int
     blocks: LaunchBlocks | None
 
@@ -78,10 +85,10 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         walks = []
         for part, behind in _splits(spec, replace(call, batch=batch), length):
             if part.seq_k == 0:
-                walks.append(SplitWalk(LaunchSizes(*part.sizes)))
+                walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes))))
                 continue
             heads = walks_of(known._replace(problem=part), mask, plan)
-            walks += [SplitWalk(*walk, behind) for walk in heads]
+            walks += [SplitWalk(walk, behind) for walk in heads]
         entries.append((batch, walks))
     by_tma = plan.code_path.copies_by_tma
     merge = plan_merge(spec, plan.arch, splits=True) if spec.split else None
@@ -97,7 +104,7 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     )
     # The splits of a batch entry follow each other, as its work tiles do.
     in_order = [
-        (walk.sizes._replace(batch=1), walk.visited)
+        walk.of_split._replace(sizes=walk.of_split.sizes._replace(batch=1))
         for batch, walks in entries
         for _ in range(batch)
         for walk in walks
@@ -106,20 +113,15 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     merging = None
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
-        merging = duration_of(merge, [(sizes, None)], splits=call.splits)
-    scores = sum(
-        walk.sizes.batch
-        * (walk.sizes.heads_q // plan.heads_per_tile)
-        * sum(map(len, walks_of_head(plan, walk.sizes, walk.visited)))
-        for _, walks in entries
-        for walk in walks
-    )
+        merging = duration_of(merge, [Walk(sizes)], splits=call.splits)
+    of_splits = [walk for _, walks in entries for walk, _ in walks]
     grid = plan.grid(*call.sizes, splits=call.splits)
     return SplitPrediction(
         traffic,
         forward,
         merging,
-        scores * plan.block_q * plan.block_k,
+        sum(computed_scores(plan, walk) for walk in of_splits),
+        sum(forward_traffic(plan, *walk.sizes, walk.visited).scores for walk in of_splits),
         math.prod(grid),
         blocks_of_call(plan, call) if plan.is_persistent else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,17 +11,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.kernels.planner import Plan
-from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.planner.models.spec_terms import mask_instructions
+from flashgen.kernels.planner.traffic import LaunchSizes, StepKind, Steps, Walk
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.mask import MaskAnalysis
-from flashgen.spec.analysis.tile_walk import EMPTY, FULL, Array, TileAxis, TileWalk, numbers_of
+from flashgen.spec.analysis.tile_walk import (
+    EMPTY,
+    FULL,
+    Array,
+    BlockLayoutTiles,
+    TileAxis,
+    TileWalk,
+    numbers_of,
+)
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
 from flashgen.tools.profile.listed_blocks import ListedBlocks
-
-HeadWalk = tuple[LaunchSizes, list[list[int]] | None]
-"""Sizes of some heads, and for each tile that a block owns the tiles that it visits; None: all."""
 
 
 class KnownCall(NamedTuple):
@@ -62,6 +69,7 @@ class AlikeHeads:
         walk: the classes of their tiles by the mask; None where every tile is visited.
         listed: the live blocks of their block-sparse layout; None without one.
         visits: the tiles of each thread block of one of the heads; None for all tiles.
+        steps: the kinds of the steps of each of these blocks.
     """
 
     batch: int
@@ -70,27 +78,29 @@ class AlikeHeads:
     walk: TileWalk | None = None
     listed: ListedBlocks | None = None
     visits: list[Visit] | None = None
+    steps: list[Steps] | None = None
 
 
-def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[HeadWalk]:
+def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
     """Sizes and visited tiles of a launch: of all heads together, or head by head."""
     return joined(heads_of(call, mask, plan), plan, call.problem)
 
 
-def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[HeadWalk]:
+def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
     """The walks of these heads; the heads of a group that one block serves are joined."""
     lengths = problem.seq_q, problem.seq_k
     group = problem.heads_q // max(problem.heads_kv, 1)
-    found: list[HeadWalk] = []
+    found: list[Walk] = []
     together = group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
     for place in range(0, len(heads), together):
         each = heads[place]
-        visited = None
+        visited = steps = None
         if each.visits is not None:
             some = heads[place : place + together]
             visited = [visit.tiles for head in some for visit in head.visits or ()]
+            steps = [of_block for head in some for of_block in head.steps or ()]
         sizes = LaunchSizes(each.batch, each.heads_q * together, each.heads_kv, *lengths)
-        found.append((sizes, visited))
+        found.append(Walk(sizes, visited, steps))
     return found
 
 
@@ -111,13 +121,17 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     if live is not None:
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
+    ops = mask_instructions(spec, plan.kernel)
+
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         queries, keys = plan.queries_per_tile, plan.block_k
         axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
         walk = TileWalk(mask, (known | places).items(), *axes, plan.owns_keys)
-        return AlikeHeads(batch, heads_q, heads_kv, walk, listed, visits_of(walk, listed))
+        visits = visits_of(walk, listed)
+        steps = [steps_of(plan, walk, listed, visit, ops) for visit in visits]
+        return AlikeHeads(batch, heads_q, heads_kv, walk, listed, visits, steps)
 
     if not {B, H} & used:
         return [alike(p.batch, p.heads_q, p.heads_kv, 0, 0)]
@@ -160,32 +174,76 @@ def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
     mask, walked = walk.mask, walk.walked
     found = []
     for start, stop in walk.owned.tiles():
-        lo, hi = walk.ends(mask.reach, start, stop)
-        first = max(lo or 0, 0)
-        last = walked.length if hi is None else min(hi, walked.length)
-        end = -(-last // walked.block) if first < last else 0
-        tiles = list(range(first // walked.block, end))
+        first, end = reached_tiles(walk, start, stop)
+        tiles = list(range(first, end))
         if not mask.reach_exact:
             may = walk.classes(start, stop) != EMPTY
             tiles = [tile for tile in tiles if may[tile]]
         if listed is not None:
             live = listed.tiles(walk.owned, start, stop, walked)
             tiles = [tile for tile in tiles if live[tile]]
-        found.append(Visit(start, stop, first // walked.block, end, tiles))
+        found.append(Visit(start, stop, first, end, tiles))
     return found
 
 
-def unmasked_tiles(walk: TileWalk, start: int, stop: int) -> Array:
+def reached_tiles(walk: TileWalk, start: int, stop: int) -> tuple[int, int]:
+    """The first tile within the reach of the owned positions, and the end of these tiles."""
+    lo, hi = walk.ends(walk.mask.reach, start, stop)
+    walked = walk.walked
+    first = max(lo or 0, 0)
+    last = walked.length if hi is None else min(hi, walked.length)
+    return first // walked.block, -(-last // walked.block) if first < last else 0
+
+
+def steps_of(
+    plan: Plan, walk: TileWalk, listed: ListedBlocks | None, visit: Visit, mask_ops: float
+) -> Steps:
+    """The kinds of the steps of one block: which rows compute, and where the mask is evaluated.
+
+    Args:
+        mask_ops: instructions of the mask for each score at which it is evaluated.
+    """
+    mask = walk.mask
+    bounded = (mask.reach.lo is not None or mask.reach.hi is not None) and mask.reach_exact
+    rows = plan.skipping_rows(bounded=bounded and listed is None)
+    together = rows or plan.block_q
+    tiles = np.array(visit.tiles, dtype=np.int64)
+    computed = np.zeros_like(tiles)
+    masked = np.zeros_like(tiles)
+    for start in range(visit.start, visit.stop, rows or walk.owned.block):
+        stop = min(start + rows, visit.stop) if rows else visit.stop
+        reached = np.ones(len(tiles), dtype=bool)
+        if rows:
+            first, end = reached_tiles(walk, start, stop)
+            reached = (first <= tiles) & (tiles < end)
+        computed += together * reached
+        masked += together * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
+    found: Counter[StepKind] = Counter()
+    for some, by_mask in zip(computed.tolist(), masked.tolist(), strict=True):
+        found[StepKind(some, mask_ops * by_mask / some if some else 0)] += 1
+    return found
+
+
+def unmasked_tiles(
+    walk: TileWalk, start: int, stop: int, listed: ListedBlocks | None = None
+) -> Array:
     """Where the kernel does not evaluate the mask, for the walked tiles of one owned tile.
 
     These are the whole tiles in the full range where that is exact, and else those that the mask
     fills. A tile that the sequence cuts off has its mask evaluated.
+
+    Args:
+        listed: a block-sparse layout, of which all blocks of such a tile are live.
     """
     mask, owned, walked = walk.mask, walk.owned, walk.walked
     starts = np.arange(0, walked.length, walked.block)
     found: Array = starts + walked.block <= walked.length
     if walk.owns_keys:
         found &= start + owned.block <= owned.length
+    if listed is not None:
+        layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
+        corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
+        found &= layout.of_tiles(corners, walked.corners())[1][0]
     if mask.full is None or not mask.full_exact:
         return found if mask.always else found & (walk.classes(start, stop) == FULL)
     lo, hi = walk.ends(mask.full, start, stop)

@@ -9,7 +9,7 @@ import numpy as np
 import sympy
 
 from flashgen.spec.analysis.evaluate import evaluate
-from flashgen.spec.analysis.tile_walk import Array, BlockLayoutTiles, TileAxis, TileWalk
+from flashgen.spec.analysis.tile_walk import Array, TileAxis, TileWalk
 from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.tools.profile.visited_tiles import listed_blocks, unmasked_tiles, visits_of
 from flashgen.tools.views.mask_call import MaskCall, Place
@@ -119,26 +119,14 @@ def _by_kernel(call: MaskCall, place: Place) -> tuple[Array, Array]:
     walk = TileWalk(call.mask, env.items(), place.queries, place.keys, owns_keys)
     in_whole = h + call.problem.first_head
     listed = listed_blocks(call.spec, live, b, in_whole, by_column=owns_keys)
-    layout = None
-    if listed is not None:
-        layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
     visited, full = [], []
     for visit in visits_of(walk, listed):
         tiles = np.zeros(len(walk.walked.corners()[0]), dtype=bool)
         tiles[visit.tiles] = True
         visited.append(tiles)
-        full.append(tiles & _unmasked(walk, layout, visit.start, visit.stop))
+        full.append(tiles & unmasked_tiles(walk, visit.start, visit.stop, listed))
     found = np.array(visited), np.array(full)
     return (found[0].T, found[1].T) if owns_keys else found
-
-
-def _unmasked(walk: TileWalk, layout: BlockLayoutTiles | None, start: int, stop: int) -> Array:
-    """Where the kernel does not evaluate the mask, nor the layout block by block."""
-    found = unmasked_tiles(walk, start, stop)
-    if layout is not None:
-        corners = np.int64(start + walk.owned.offset), np.int64(stop - 1 + walk.owned.offset)
-        found = found & layout.of_tiles(corners, walk.walked.corners())[1][0]
-    return found
 
 
 def _evaluated(

@@ -141,11 +141,9 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         Formula("rest", rest),
         TENSOR,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
-        *rates(kernel, added=f"{fitted.LANES_ADD}*4*d_qk/block_k"),
+        *rates(kernel),
         ALONE,
         PACE,
-        # Four hand-overs: P and dS of the step before have been read; the buffers of the step.
-        Formula("barriers", f"4*{fitted.HANDOVER_CLOCKS}/(block_q*block_k*blocks)", "clk"),
         COST,
         BUSY,
     )

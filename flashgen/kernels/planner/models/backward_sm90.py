@@ -162,9 +162,6 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         shared += " + e + 8*dq_columns/block_k"
     per_step = fitted.BACKWARD_STEP_INSTRUCTIONS
     per_wgmma = fitted.BACKWARD_WGMMA_INSTRUCTIONS
-    # The buffers that are handed over in a step. With one buffer, a step waits for its Q (where a
-    # block owns queries: for its K) to arrive.
-    clocks = f"{2 if kernel in LEARNED_KERNELS else 3}*{fitted.HANDOVER_CLOCKS}"
     return (
         Formula("macs", macs),
         Formula("reads", reads, "B"),
@@ -176,7 +173,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         *rates(kernel),
         ALONE,
         PACE,
-        Formula("barriers", f"{clocks}/(block_q*block_k*blocks)", "clk"),
+        # With one buffer, a step waits for its Q (where a block owns queries: for its K) to arrive.
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
         COST,
         BUSY,

@@ -16,6 +16,12 @@ READ_INSTRUCTIONS = 5
 DIVISION_INSTRUCTIONS = 8
 POWER_INSTRUCTIONS = 65
 
+# Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
+# expression: comparisons with the ends of a row's range, and the replacement of the score.
+MASKING_INSTRUCTIONS = 2
+# Counted. The same for the blocks of a layout: reads, shifts and tests of its bits.
+LAYOUT_INSTRUCTIONS = 8
+
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
 # (two rows).
 SCORES_OF_ROW = 16

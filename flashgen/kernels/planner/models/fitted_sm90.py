@@ -72,11 +72,6 @@ INDEX_REGISTERS = 8
 
 # ---- backward: instructions, counted -------------------------------------------------------------
 
-# Measured on an H200 at head dim 256, 8,192 positions: additions to dQ by the lanes' instructions
-# (red.global.add.v4.f32) take 1.25 times as long as those of bulk copies, with which the five
-# products take 1.16 times the time of seven (benchmarks/results).
-LANES_ADD = 1.25
-
 # Per thread and step around the products, and for each multiple of 16 of their depth.
 BACKWARD_STEP_INSTRUCTIONS = 60
 BACKWARD_WGMMA_INSTRUCTIONS = 3
@@ -92,9 +87,6 @@ BY_QUERIES_INSTRUCTIONS = 4.8
 
 # ---- time, assumed -------------------------------------------------------------------------------
 
-# At each hand-over of a buffer within a step, the products stand still for this number of clocks.
-# Without it the median error of the published timings is 4.7 % instead of 3.7 %.
-HANDOVER_CLOCKS = 100
 # A block's start: its launch, its barriers, and its first keys, which nothing overlaps.
 BLOCK_START_CLOCKS = 600
 # Microseconds to clear the work-tile counter: a small kernel between two others.

@@ -1,38 +1,50 @@
-"""Constants of the time model, fitted to published measurements of other libraries' kernels.
+"""Constants of the time model, by code path, and its error on measured durations.
 
-``python benchmarks/fit_duration.py --fit`` fits them: it predicts the durations of kernels whose
-tiles are known, and minimises the squared logarithms of predicted over measured durations. The
-measurements and their sources are in benchmarks/published.json. Measured times of flashgen's own
-kernels (benchmarks/results) are not among them; ``python benchmarks/report.py --model-errors``
-compares the predictions with these too.
+Those of sm_90a are fitted to the times of flashgen's own kernels on two GPUs (benchmarks/results):
+``python benchmarks/fit_duration.py --fit`` minimises the squared logarithms of predicted over
+measured durations. Those of sm_80, of whose GPUs there is no record, are fitted to published times
+of FlashAttention-2 on an A100 (benchmarks/published.json); `mask_stall` alone is that of sm_90a.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashgen.kernels.planner.quantities import Number
+from flashgen.shared.paths import CodePath
 
-CONSTANTS: dict[str, Number] = {
-    # Path sm_80. Anything from 150 to 250 fits nearly as well; from 210 on, the tile chosen on
-    # A100 at head dim 64 is close to those that FlashAttention-2 and -3 were tuned to there.
-    "barrier": 220,
-    # Path sm_90a.
-    "exposed": 0.37,
-    "queued": 0.12,
-    # Both.
-    "atomic_share": 0.25,
+MASK_STALL = 3.6
+
+CONSTANTS: dict[str, dict[str, Number]] = {
+    "sm_90a": {
+        "exposed_forward": 0.354,
+        "exposed_backward": 0.62,
+        "atomic_share": 0.22,
+        "mask_stall": MASK_STALL,
+    },
+    # Anything from 150 to 250 clocks of a barrier fits nearly as well; from 210 on, the tile chosen
+    # on A100 at head dim 64 is close to those that FlashAttention-2 and -3 were tuned to there.
+    "sm_80": {"barrier": 220, "atomic_share": 0.25, "mask_stall": MASK_STALL},
 }
-"""By name; `flashgen.kernels.planner.quantities.QUANTITIES` has the meanings."""
+"""By `CodePath.constants` and name, whose meanings are in `kernels.planner.quantities`."""
 
-POINTS = 149
-MEDIAN_ERROR = 0.037
-WORST_ERROR = 0.176
-"""The errors of predicted durations on the published measurements, those included that no constant
-was fitted to: |predicted / measured - 1|."""
+
+def constants_of(
+    kernel: str, path: CodePath, constants: Mapping[str, Mapping[str, Number]] = CONSTANTS
+) -> dict[str, Number]:
+    """The constants of a kernel by the names of quantities: a pass has its own share `exposed`."""
+    pass_ = "forward" if kernel == "forward" else "backward"
+    of_path = constants[path.constants].items()
+    own = {name.removesuffix(f"_{pass_}"): value for name, value in of_path}
+    return {name: value for name, value in own.items() if not name.startswith("exposed_")}
+
+
+POINTS = 338
+MEDIAN_ERROR = 0.080
+WORST_ERROR = 0.568
+"""The errors of predicted durations on the records, |predicted / measured - 1|."""
 
 STATED_ERROR = (
-    f"model error on {POINTS} published timings: median {MEDIAN_ERROR:.0%}, worst {WORST_ERROR:.0%}"
+    f"model error on {POINTS} measured calls: median {MEDIAN_ERROR:.0%}, worst {WORST_ERROR:.0%}"
 )
 """The clause that every printed prediction carries."""
-
-STATED_TIME_ERROR = f"{STATED_ERROR}; a mask's instructions are not counted"
-"""The same of a predicted duration. Kernels of which most tiles evaluate a mask take longer."""

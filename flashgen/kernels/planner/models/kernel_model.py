@@ -71,19 +71,16 @@ def time_alone(tensor: str = "tensor") -> Formula:
     return Formula("alone", f"max(busiest, max({tensor}, shared) + special + issue)", "clk")
 
 
-def rates(
-    kernel: str, computed: str = "1", tensor: str = "tensor", added: str = "4*d_qk/block_k"
-) -> tuple[Formula, ...]:
+def rates(kernel: str, computed: str = "1", tensor: str = "tensor") -> tuple[Formula, ...]:
     """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
 
     Args:
         computed: the number of times that each score is computed.
         tensor: the clocks of the products at the rate that kernels reach.
-        added: bytes per score that "fused" adds to dQ in global memory, as those of a bulk copy.
     """
     formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
-        formulas.append(Formula("atomics", f"{added}/(atomic_share*l2_rate)", "clk"))
+        formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
     formulas.append(Formula("special", f"{computed}/{SPECIAL_PER_CLOCK}", "clk"))
     formulas.append(Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk"))
     # Every resource must do its work: the busiest one sets the pace.

@@ -16,7 +16,7 @@ from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
 from flashgen.spec.analysis.intervals import row_interval
-from flashgen.spec.analysis.invariants import Level
+from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.float_functions import FloatFunction
@@ -40,6 +40,25 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
         return 0
     found = analyse_score(spec.score)
     code = found.value if kernel == "forward" else found.value_and_derivative
+    return math.ceil(_per_score(code, spec, kernel) + len(code.block.results))
+
+
+def mask_instructions(spec: AttentionSpec, kernel: str) -> float:
+    """Instructions per score of a tile whose mask or block layout is evaluated.
+
+    Each score is compared with the range of its row, or with what the mask's expression results in,
+    and replaced where it is outside.
+    """
+    choice = fitted_common.MASKING_INSTRUCTIONS
+    if spec.block_sparse is not None:
+        choice += fitted_common.LAYOUT_INSTRUCTIONS
+    if row_interval(spec.mask) is not None:
+        return choice
+    return choice + _per_score(leveled(spec.mask, name_costly=True), spec, kernel)
+
+
+def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
+    """Instructions per score of code, with its share of what a row or a column of scores shares."""
     values = dict(code.block.lets)
     parts = {level: [values[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
@@ -48,11 +67,11 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     def count(level: Level) -> int:
         return sum(_operations(expr, fast) for expr in parts[level])
 
-    results = sum(_operations(expr, fast) + 1 for expr in code.block.results)
+    results = sum(_operations(expr, fast) for expr in code.block.results)
     shared = (
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
-    return math.ceil(count(Level.SCORE) + results + shared)
+    return count(Level.SCORE) + results + shared
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
