@@ -2,8 +2,10 @@
 
 Fits those of `flashgen.kernels.planner.models.fitted_time` for the code path sm_90a to the records
 of flashgen's own kernels (`benchmarks/suite/model_errors.py`) and prints them. Calls whose masks
-are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Calls with
-one query are bound by global memory and decide nothing.
+are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Each record
+has one tile, so that the times of other tiles of the same call (`COMPARED`) count as several
+records: they alone decide `queued`. Calls with one query are bound by global memory and decide
+nothing.
 
 Without `--fit` it predicts the durations of other libraries' kernels, whose tiles and speeds are
 published (benchmarks/published.json), by the planner's formulas, and prints the errors: how far
@@ -37,6 +39,7 @@ from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
 from benchmarks.suite import model_errors  # noqa: E402
+from benchmarks.suite.cases import grid  # noqa: E402
 from benchmarks.suite.model_errors import Constants  # noqa: E402
 from flashgen.kernels.planner import Plan, Tile  # noqa: E402
 from flashgen.kernels.planner.duration import duration_of  # noqa: E402
@@ -55,6 +58,18 @@ from flashgen.shared.launch_facts import KEY_KERNELS  # noqa: E402
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 LEAST = 1024
 PATH = "sm_90a"  # the code path whose constants are fitted
+
+# Forward kernels of the same call with two tiles, and the time of the first over that of the second
+# on an H200: single calls between other kernels, at 8,192 positions (NOTES.md), of kernels whose
+# warpgroups skip no tiles.
+COMPARED = (
+    ("causal", 128, "192x80 12 warps", "128x176 8 warps", 0.963),
+    ("full", 128, "192x80 12 warps", "128x176 8 warps", 1.013),
+    ("causal", 128, "128x160 8 warps", "128x176 8 warps", 0.98),
+    ("causal", 128, "128x128 8 warps", "128x176 8 warps", 0.98),
+    ("causal", 64, "192x96 12 warps", "192x112 12 warps", 0.975),
+)
+COMPARED_WEIGHT = 5
 
 DELTA = 0.01  # relative change of a constant for a difference quotient
 
@@ -196,17 +211,36 @@ def counted(of: Sequence[Point]) -> list[Point]:
     return [point for point in of if not point.short]
 
 
+def tile_errors(constants: Constants = CONSTANTS) -> list[float]:
+    """Predicted over measured relative times of compared tiles, minus 1."""
+    found = []
+    for spec, head_dim, *tiles, measured in COMPARED:
+        case = grid(spec, 8192, head_dim)
+        names = (f"forward {tile} 2 stages 1 blocks/SM" for tile in tiles)
+        launches = (model_errors.launches_of(case, PATH, "forward", False, n, True) for n in names)
+        one, other = (sum(each.seconds(constants) for each in of) for of in launches)
+        found.append(one / other / measured - 1)
+    return found
+
+
 def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
     """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
     for by_range in (True, False):
         some = [point for point in of if (point.kind == model_errors.ONE_RANGE) == by_range]
         own = constants[PATH]
         names = [name for name in own if (name != "mask_stall") == by_range]
-        base = np.log1p([point.error(constants) for point in some])
+
+        def residuals(
+            at: Constants, some: list[model_errors.Point] = some, by_range: bool = by_range
+        ) -> np.ndarray[Any, np.dtype[np.float64]]:
+            tiles = np.log1p(tile_errors(at)) if by_range else np.zeros(0)
+            return np.append(np.log1p([each.error(at) for each in some]), COMPARED_WEIGHT * tiles)
+
+        base = residuals(constants)
         columns = []
         for name in names:
             changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
-            columns.append((np.log1p([each.error(changed) for each in some]) - base) / DELTA)
+            columns.append((residuals(changed) - base) / DELTA)
         change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
         factors = 1 + np.clip(change, -0.5, 0.5)
         better = {name: own[name] * float(by) for name, by in zip(names, factors, strict=True)}

@@ -32,7 +32,7 @@ from tests.support.tiers import case_id, every_share, slow, take_turns
 ARCH = "sm_90a"
 ARCHS = ("sm_80", ARCH)
 CAUSAL = fg.load(spec_path("causal"))
-WIDE = CAUSAL.replace(head_dim=128)  # its tile has 128 rows, which heads can share
+WIDE = CAUSAL.replace(head_dim=192)  # its tile has 128 rows, which heads can share
 HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH}
 
 # Of these specs the keys that a query keeps depend on its head.

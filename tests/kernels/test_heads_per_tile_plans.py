@@ -70,7 +70,7 @@ def test_a_group_of_more_heads_than_a_tile_has_rows_has_the_largest_part_that_ca
 
 
 def test_with_dropout_each_head_of_a_tile_has_16_rows() -> None:
-    spec = WIDE.replace(dropout=True)
+    spec = CAUSAL.replace(head_dim=128, dropout=True)
     plan = fg.plan(spec, "sm_80")
     got = {group: choose_heads(spec, plan, 1, group, 1, 1).heads for group in (7, 12, 16, 71)}
     most = plan.block_q // 16

@@ -61,7 +61,7 @@ ALONE = time_alone()
 # Warpgroups take turns with the tensor cores. Where the softmax takes longer than the products, two
 # of them cannot keep the tensor cores busy.
 PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
-COST = Formula("cost", "pace + exposed*(alone - pace)", "clk")
+COST = Formula("cost", "pace + exposed*(alone - pace) + queued*l2", "clk")
 # The predicted share of the time in which the tensor cores multiply.
 BUSY = Formula("busy", "tensor/cost")
 
