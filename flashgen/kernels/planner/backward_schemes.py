@@ -90,7 +90,7 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     if sums_tile is not None:
         parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
     kernels = (
-        plan_delta(spec, request.arch, sums_tile),
+        plan_delta(spec, request.arch, parts[0].path, sums_tile),
         *parts,
         *(found[name] for name in of_learned),
     )
