@@ -170,7 +170,8 @@ def predicted(point: Point, constants: Constants = CONSTANTS) -> float:
         seconds += duration_of(plan, [(sizes, visited)], uneven=causal).seconds
         if plan.owns_keys:
             spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
-            seconds += duration_of(plan_delta(spec, series["arch"], "sm_80"), [(sizes, None)]).seconds
+            delta = plan_delta(spec, series["arch"], plan.path)
+            seconds += duration_of(delta, [(sizes, None)]).seconds
             elements = batch * heads * seq * head_dim
             seconds += CONVERSION_BYTES * elements / arch.hbm_bytes_per_s
     flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)

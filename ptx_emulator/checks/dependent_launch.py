@@ -161,7 +161,7 @@ class DependentLaunch:
         Raises:
             RaceError: a former launch may still write there, or read what is written.
         """
-        m, (first, end, at) = self.machine, self._buffers
+        m, (first, _, at) = self.machine, self._buffers
         by_nc = not write and here.pc in m.program.accesses.read_only
         early = ~self._follows_wait(rows)
         if self.former is None or not (by_nc or early.any()):
@@ -181,7 +181,10 @@ class DependentLaunch:
             members = np.arange(m.cluster_warps) + m.row_cluster[row] * m.cluster_warps
             waits = self._since[members]
             waits = waits[waits > 0]
-            where = (np.full(len(waits), m.row_cluster[row]), np.full(len(waits), m.row_member[row]))
+            where = (
+                np.full(len(waits), m.row_cluster[row]),
+                np.full(len(waits), m.row_member[row]),
+            )
             ordered = waits[m.clocks.ordered(*where, waits)]
             if len(ordered):
                 self._since[row] = ordered[0]

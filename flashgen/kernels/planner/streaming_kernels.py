@@ -62,7 +62,7 @@ def plan_delta(
     """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
 
     Args:
-        path: the code path of the kernel that follows, which decides whether their launches overlap.
+        path: that of the kernel that follows, by which their launches overlap or do not.
         sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
             None where there are no sums. The kernel's text does not depend on it.
     """
