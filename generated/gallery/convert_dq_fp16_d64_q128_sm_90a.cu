@@ -95,7 +95,7 @@ DEVICE unsigned transposed(unsigned pair) {
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  // The main kernel may still add to the sums, which __ldg must not read therefore.
+  // The main kernel may still add to the sums: __ldg must not read them.
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // 1. The rows of this block: grid (row tiles, heads, batch). The heads with which the main kernel
