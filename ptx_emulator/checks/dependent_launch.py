@@ -162,9 +162,11 @@ class DependentLaunch:
             RaceError: a former launch may still write there, or read what is written.
         """
         m, (first, _, at) = self.machine, self._buffers
+        if self.former is None:
+            return
         by_nc = not write and here.pc in m.program.accesses.read_only
         early = ~self._follows_wait(rows)
-        if self.former is None or not (by_nc or early.any()):
+        if not (by_nc or early.any()):
             return
         order = np.argsort(at)
         place = order[np.maximum(np.searchsorted(at[order], offset, "right") - 1, 0)]
