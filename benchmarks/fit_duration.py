@@ -185,7 +185,8 @@ def predicted(point: Point) -> float:
         seconds += duration_of(plan, [Walk(sizes, visited)], uneven=causal).seconds
         if plan.owns_keys:
             spec = fg.AttentionSpec(head_dim=head_dim, dtype=series["dtype"])
-            seconds += duration_of(plan_delta(spec, series["arch"]), [Walk(sizes)]).seconds
+            delta = plan_delta(spec, series["arch"], plan.path)
+            seconds += duration_of(delta, [Walk(sizes)]).seconds
             elements = batch * heads * seq * head_dim
             seconds += CONVERSION_BYTES * elements / arch.hbm_bytes_per_s
     flops = FLOPS[series["pass"]] * batch * heads * seq**2 * head_dim / (2 if causal else 1)

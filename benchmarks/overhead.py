@@ -60,6 +60,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 import torch  # noqa: E402
+from cuda.bindings import driver as bindings  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -106,9 +107,13 @@ def idle_driver() -> Any:
     """Answers every call that a launch makes, at once and with success."""
     done = (0,)
     context = 1
+    kept = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     return SimpleNamespace(
+        **{name: getattr(bindings, name) for name in kept},
+        cuDriverGetVersion=lambda: (0, 13000),
         cuCtxGetCurrent=lambda: (0, context),
         cuLaunchKernel=lambda *arguments: done,
+        cuLaunchKernelEx=lambda *arguments: done,
         cuFuncSetAttribute=lambda *arguments: done,
         CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
     )

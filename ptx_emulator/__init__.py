@@ -15,7 +15,7 @@ above it in this list, never those below:
 ``checks``    Bounds, races in shared and global memory (vector clocks) between warps and between
               the lanes of a warp, the lanes that take part in warp-wide instructions, the
               asynchronous proxy and the sources of copies, waits for mbarriers that come too late,
-              registers of wgmma in flight, and the deadlock report.
+              launches that overlap, registers of wgmma in flight, and the deadlock report.
 ``isa``       The instructions, one module per family. `instruction` registers an opcode, once: its
               facts (`Opcode`: unit, result, width, accesses) and the emitter that writes its code.
               Emitters write one Python function per segment of PTX; it calls the functions over

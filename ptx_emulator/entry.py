@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.shared.errors import called_by_users
+from ptx_emulator.checks.dependent_launch import Footprint
 from ptx_emulator.counters.totals import Counters
 from ptx_emulator.errors import FORGIVEN, LaunchArguments
 from ptx_emulator.isa.segments import Segments
@@ -29,6 +30,7 @@ SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
+_FORMER: ContextVar[Footprint | None] = ContextVar("former", default=None)
 _WATCHER: ContextVar[Callable[[Counters], None] | None] = ContextVar("watcher", default=None)
 
 
@@ -49,6 +51,7 @@ def launch(
     strict: bool = True,
     allow: Sequence[str] = (),
     cluster: int | Sequence[int] | None = None,
+    overlaps: bool = False,
 ) -> Counters:
     """Executes a kernel of a PTX text.
 
@@ -79,6 +82,10 @@ def launch(
         allow: names of findings by the letter that are not reported, such as "cp_async_proxy".
         cluster: blocks per cluster in x, y, z, as the launch attribute; what the kernel requires
             (.reqnctapercluster), or 1, by default.
+        overlaps: with the launch attribute of programmatic stream serialization: this launch may
+            start before the last one of this thread has ended, if that has executed
+            griddepcontrol.launch_dependents. It starts as early as it may: it sees nothing of what
+            that launch writes, until all of its warps that can run wait (griddepcontrol.wait).
 
     Returns:
         Counters of instructions and memory traffic.
@@ -102,7 +109,10 @@ def launch(
         _allowed(allow) if strict else frozenset(FORGIVEN),
         _cluster_of(program, cluster),
         _WATCHER.get(),
+        overlaps,
+        _FORMER.get(),
     )
+    _FORMER.set(None)
     for what, numbers, way_out in _misfits(program, config):
         where = f"kernel {program.name}"
         raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
@@ -110,6 +120,7 @@ def launch(
     begin = time.perf_counter()
     try:
         counters = machine.run()
+        _FORMER.set(machine.footprint())
     finally:
         machine.memory.copy_back()
         # The machine and its parts refer to each other: without this, their memory would stay

@@ -49,6 +49,8 @@ __all__ = [
 MOST_SPARE_REGISTERS = 128
 """A kernel that spills although its plan leaves this many registers free keeps its spills."""
 
+_WAIT = "griddepcontrol.wait"
+
 _CHANGED_WGMMA = "(C75"
 """The codes of ptxas for wgmma instructions that it serialises, or orders by fences and waits that
 the kernel lacks: C7510 to C7519."""
@@ -370,6 +372,9 @@ def compiled(
 
     Args:
         names: the names of all files of its spec; None for a kernel that specs share.
+
+    Raises:
+        CompileError: as `compile`; or an edited kernel does not wait for the launch before it.
     """
     binary = compile(
         source.text,
@@ -379,6 +384,13 @@ def compiled(
         options=source.options,
         others=names,
     )
+    if source.plan.overlaps and _WAIT not in binary.ptx:
+        raise CompileError(
+            f"the edited kernel {source.name} does not wait for the kernel before it",
+            where=f"environment, FLASHGEN_OVERRIDE: {source.filename}",
+            numbers=f"no {_WAIT} in its PTX; it is launched before that kernel ends",
+            way_out=f'asm volatile("{_WAIT};" ::: "memory"); as its first statement',
+        )
     return Build(analysis, source, binary)
 
 

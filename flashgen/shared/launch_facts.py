@@ -145,6 +145,12 @@ class LaunchRules(ABC):
         return self.kernel in STREAMING_KERNELS
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the kernel is launched while the one before it in its call still runs, and waits
+        for it itself: see `CodePath.dependents`."""
+        return any(second == self.kernel for _, second in self.code_path.dependents)
+
+    @property
     def launches(self) -> int:
         """Launches per backward pass: exact sums first need the greatest contribution."""
         return 2 if self.kernel == "captured_exact" else 1

@@ -502,7 +502,11 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     }
 
     // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
-    //     queries per thread, and publish the tile, so that the consumers need not walk.
+    //     queries per thread, and publish the tile, so that the consumers need not walk. They wait
+    //     for the kernel before, which writes base and delta, and the zeros to which the consumers
+    //     add: these follow the first tile. Then the next kernel may start where SMs have room.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
     const int thread = threadIdx.x - 32;
     ROLLED while (true) {
       const bool end = next_h >= h_end;

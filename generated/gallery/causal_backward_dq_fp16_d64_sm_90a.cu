@@ -463,6 +463,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   const Operand<2 * PANEL, BLOCK_K> k_operand(smem_base + SMEM_K);
   const Operand<2 * PANEL_V, BLOCK_K> v_operand(smem_base + SMEM_V);
   const float2* rows = (const float2*)p.rows + (long long)(b * p.heads_q + h) * p.seq_q;
+  // The kernel that writes the rows may still run.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   float base[2], delta[2];
   bool far = false;  // whether a row of the warp is far
   UNROLL for (int r = 0; r < 2; ++r) {

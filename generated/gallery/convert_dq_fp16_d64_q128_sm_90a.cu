@@ -95,10 +95,13 @@ DEVICE unsigned transposed(unsigned pair) {
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
+  // The main kernel may still add to the sums: __ldg must not read them.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  // 1. The rows of this block: grid (row tiles, heads, batch).
-  const int h = p.first_head_group + blockIdx.y;
-  const int b = p.first_batch + blockIdx.z;
+  // 1. The rows of this block: grid (row tiles, heads, batch). The heads with which the main kernel
+  //    ends are the first ones, so that L2 still has their sums.
+  const int h = p.first_head_group + (gridDim.y - 1 - blockIdx.y);
+  const int b = p.first_batch + (gridDim.z - 1 - blockIdx.z);
   const int q_start = blockIdx.x * BLOCK_Q;
   const long long tile = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
   const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
@@ -108,7 +111,7 @@ convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 4
   for (int i = threadIdx.x / 32; i < BLOCK_Q / 8 * DQ_STRIPS; i += WARPS) {
-    const float4 x = __ldg(sums + 32 * i + lane);
+    const float4 x = sums[32 * i + lane];
     const int group = i % (DQ_QUERIES / 8) + i / (DQ_QUERIES / 8 * DQ_STRIPS) * (DQ_QUERIES / 8);
     const int row = 8 * group + lane / 4;
     const int column = 2 * (i / (DQ_QUERIES / 8) % DQ_STRIPS);  // in vectors

@@ -82,9 +82,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
 
-  // 1. The rows of this block: grid (row tiles, heads, batch).
-  const int h = p.first_head_group + blockIdx.y;
-  const int b = p.first_batch + blockIdx.z;
+  // 1. The rows of this block: grid (row tiles, heads, batch). The heads with which the main kernel
+  //    ends are the first ones, so that L2 still has their sums.
+  const int h = p.first_head_group + (gridDim.y - 1 - blockIdx.y);
+  const int b = p.first_batch + (gridDim.z - 1 - blockIdx.z);
   const int q_start = blockIdx.x * BLOCK_Q;
   const long long tile = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
   const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
@@ -98,8 +99,8 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
     const int row = 8 * rows + i % 8;
     const float4* from =
         sums + 32 * (rows / 2 * (HEAD_DIM / 8) + column) + 16 * (rows % 2) + i % 8;
-    const float4 even = __ldg(from);
-    const float4 odd = __ldg(from + 8);
+    const float4 even = from[0];
+    const float4 odd = from[8];
     *(uint4*)(smem + vector_offset<VECTORS>(row, column)) = {
         pack(even.x * p.scale, odd.x * p.scale), pack(even.y * p.scale, odd.y * p.scale),
         pack(even.z * p.scale, odd.z * p.scale), pack(even.w * p.scale, odd.w * p.scale)};

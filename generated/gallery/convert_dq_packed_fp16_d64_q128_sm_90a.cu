@@ -166,11 +166,14 @@ DEVICE unsigned transposed(unsigned pair) {
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
   extern __shared__ __align__(128) unsigned char smem[];
+  // The main kernel may still add to the sums: __ldg must not read them.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  // 1. The rows of this block: grid (tiles of all sequences, heads).
+  // 1. The rows of this block: grid (tiles of all sequences, heads). The heads with which the main
+  //    kernel ends are the first ones, so that L2 still has their sums.
   const Place place = place_of(packed, blockIdx.x);
   const int b = place.b;
-  const int h = packed.first_head_group + blockIdx.y;
+  const int h = packed.first_head_group + (gridDim.y - 1 - blockIdx.y);
   const int q_start = place.tile * BLOCK_Q;
   const Params p = sequence_of(packed, b);
   if (q_start >= p.seq_q) return;
@@ -182,7 +185,7 @@ convert_dq_packed_fp16_d64_q128(const __grid_constant__ Params packed) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 4
   for (int i = threadIdx.x / 32; i < BLOCK_Q / 8 * DQ_STRIPS; i += WARPS) {
-    const float4 x = __ldg(sums + 32 * i + lane);
+    const float4 x = sums[32 * i + lane];
     const int group = i % (DQ_QUERIES / 8) + i / (DQ_QUERIES / 8 * DQ_STRIPS) * (DQ_QUERIES / 8);
     const int row = 8 * group + lane / 4;
     const int column = 2 * (i / (DQ_QUERIES / 8) % DQ_STRIPS);  // in vectors

@@ -98,9 +98,13 @@ DEVICE void add_product(Sum& sum, Vector a, Vector b) {
 // ---- kernel ------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(THREADS, 8)
 delta_fp16_d64(const __grid_constant__ Params p) {
-  // 1. The rows of this block: grid (row tiles, heads, batch).
-  const int h = p.first_head_group + blockIdx.y;
-  const int b = p.first_batch + blockIdx.z;
+  // The next kernel may start where SMs have room. It waits for this one.
+  asm volatile("griddepcontrol.launch_dependents;");
+
+  // 1. The rows of this block: grid (row tiles, heads, batch). The heads with which the next kernel
+  //    begins are the last ones, so that L2 still has their dO and zeros.
+  const int h = p.first_head_group + (gridDim.y - 1 - blockIdx.y);
+  const int b = p.first_batch + (gridDim.z - 1 - blockIdx.z);
   const char* o_rows = (const char*)(p.o + b * p.o_stride_b + h * p.o_stride_h);
   const char* do_rows = (const char*)(p.dout + b * p.dout_stride_b + h * p.dout_stride_h);
   const long long o_step = p.o_stride_n * ELEMENT_BYTES;  // bytes from one row to the next

@@ -575,6 +575,7 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int h_kv = (packed.first_head_group + blockIdx.y) << packed.head_bits
       | (blockIdx.x & ((1 << packed.head_bits) - 1));
   const Params p = sequence_of(packed, b);
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // for all
   if (k_start >= p.seq_k) return;
   // The sequence's queries and keys in the tensor maps.
   const RaggedRows qs = ragged_q(packed, b, p.seq_q);
@@ -662,7 +663,10 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     }
 
     // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
-    //     queries per thread, and publish the tile, so that the consumers need not walk.
+    //     queries per thread, and publish the tile, so that the consumers need not walk. They wait
+    //     for the kernel before, which writes base and delta, and the zeros to which the consumers
+    //     add: these follow the first tile. Then the next kernel may start where SMs have room.
+    asm volatile("griddepcontrol.launch_dependents;");
     const int thread = threadIdx.x - 32;
     ROLLED while (true) {
       const bool end = next_h >= h_end;

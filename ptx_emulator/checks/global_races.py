@@ -146,6 +146,8 @@ class GlobalRaces:
     def read(self, here: Execution, offset: Any, size: int, noted: bool = True) -> None:
         """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
         touched, pc = self.machine.memory.touched, here.pc
+        if self.machine.dependent is not None:
+            self.machine.dependent.check(here, *self._flatten(here, offset), size, False)
         unwritten = not self.written.intersection(touched)
         if unwritten and not noted:
             return
@@ -197,6 +199,8 @@ class GlobalRaces:
         rows, flat = self._flatten(here, offset)
         if not len(flat):
             return
+        if self.machine.dependent is not None:
+            self.machine.dependent.check(here, rows, flat, size, True)
         for place in self.machine.memory.touched:
             if place not in self.written:
                 self.written.add(place)

@@ -85,7 +85,15 @@ def emit_sleep(g: Generator, ins: Instruction) -> None:
     g.mods.type()
 
 
-@instruction("griddepcontrol", unit="control", result=False)
+@instruction(
+    "griddepcontrol",
+    unit="control",
+    result=False,
+    starts_segment=lambda ins: "wait" in ins.mods,
+)
 def emit_dependent_launch(g: Generator, ins: Instruction) -> None:
-    """griddepcontrol has no effect: each launch runs alone and to its end."""
-    g.one_of("wait", "launch_dependents")
+    """Without effect in a launch that does not overlap the one before it."""
+    if g.one_of("wait", "launch_dependents") == "wait":
+        g.emit(f"if E.dependent and E.dependent.wait({g.here()}): return True")
+    else:
+        g.emit("if E.dependent: E.dependent.start_dependents(C)")

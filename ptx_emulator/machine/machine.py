@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.checks.dependent_launch import DependentLaunch, Footprint
 from ptx_emulator.checks.global_races import GlobalRaces
 from ptx_emulator.checks.member_lanes import MemberLanes
 from ptx_emulator.checks.shared_races import SharedRaces
@@ -62,6 +63,7 @@ class Machine(Scheduler):
         self.recorder = Recorder(self) if config.profile else None
         self.counters = Counters(program, self.recorder)
         self.global_races = GlobalRaces(self) if config.check else None
+        self.dependent = DependentLaunch(self, config.former) if config.overlaps else None
 
     # ---- the grid
 
@@ -75,7 +77,16 @@ class Machine(Scheduler):
         with np.errstate(all="ignore"):
             for first in range(0, len(order), per_wave):
                 self.wave(clusters[order[first : first + per_wave]].reshape(-1))
+        if self.dependent:
+            self.dependent.finish()
         return self.counters
+
+    def footprint(self) -> Footprint | None:
+        """What a launch that overlaps this one, which has run, must not meet; None where none may:
+        this one lets no other start before its end."""
+        if not self.program.starts_dependents:
+            return None
+        return Footprint(self, self.dependent.leaves if self.dependent else None)
 
     def wave(self, blocks: Array) -> None:
         """Runs some blocks to their end."""
@@ -110,6 +121,8 @@ class Machine(Scheduler):
         self.registers = RegisterPool(self)
         self.cluster = ClusterBarrier(self)
         self.table = special_values(self, thread)
+        if self.dependent:
+            self.dependent.begin_wave()
         for part in self._initial_cohorts(np.arange(count * warps)):
             mask = None if self.alive[part].all() else self.alive[part].copy()
             self.cohorts.append(Cohort(part, 0, list(self.program.initial), mask))

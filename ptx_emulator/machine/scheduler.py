@@ -30,6 +30,7 @@ from ptx_emulator.state.wave import Execution, Site, Wave, ranges_text
 
 # Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
 FAIR_EVERY = 256
+MOST_AHEAD = 1 << 12  # steps after which the launch before this one ends, while warps wait for it
 _MOST_LINES = 24  # of the report of a deadlock
 
 
@@ -68,8 +69,10 @@ class Scheduler(Wave):
 
     def _pick(self) -> Cohort:
         """The cohort to run next, merged with all cohorts at the same instruction."""
+        if self.dependent and self.steps % MOST_AHEAD == 0:  # however the others poll
+            self.dependent.release()
         while not (runnable := [c for c in self.cohorts if c.waits is None]):
-            if not self._deliver():
+            if not self._deliver() and not (self.dependent and self.dependent.release()):
                 self._report_deadlock()
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
@@ -104,8 +107,8 @@ class Scheduler(Wave):
         busy = [c for c in runnable if not c.polls]
         for c in runnable:
             c.polls = False
-        if not busy:
-            self._deliver()
+        if not busy and not self._deliver() and self.dependent:
+            self.dependent.release()
         return busy or runnable
 
     def _deliver(self) -> bool:

@@ -46,6 +46,7 @@ class PtxProgram:
         accesses: which of them access memory, and how; ``repeats``: which are polls.
         racing: volatile accesses that are no polls.
         asynchronous: whether mbarriers, bulk copies or wgmma are used.
+        starts_dependents: whether griddepcontrol.launch_dependents is.
         live: bit mask of the live registers before each instruction (one more for the end).
         leaders: where a segment starts when no lane is masked off.
         gates: warpgroup-wide instructions that may have to wait for other warps.
@@ -79,6 +80,7 @@ class PtxProgram:
         self._place_variables()
         self.accesses = instructions.find_accesses(self.code)
         self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
+        self.starts_dependents = any("launch_dependents" in ins.mods for ins in self.code)
         self._flow()
         self._liveness()
         self.repeats = find_repeats(self)

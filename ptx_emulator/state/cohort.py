@@ -144,6 +144,13 @@ class WaitsForCluster:
 
 
 @dataclass(eq=False)
+class WaitsForLaunch:
+    """Rows that wait for the end of the launch before this one."""
+
+    pc: int
+
+
+@dataclass(eq=False)
 class WaitsForRegisters:
     """Warpgroups whose setmaxnreg.inc requests more registers than their block has left."""
 

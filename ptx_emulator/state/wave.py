@@ -21,6 +21,7 @@ from ptx_emulator.state.memory import Array, FlatMemory, GlobalMemory
 if TYPE_CHECKING:
     from ptx_emulator.checks.async_proxy import AsyncProxy
     from ptx_emulator.checks.clocks import Clocks
+    from ptx_emulator.checks.dependent_launch import DependentLaunch, Footprint
     from ptx_emulator.checks.global_races import GlobalRaces
     from ptx_emulator.checks.member_lanes import MemberLanes
     from ptx_emulator.checks.shared_races import SharedRaces
@@ -116,7 +117,8 @@ class Execution(NamedTuple):
 class LaunchConfig(NamedTuple):
     """How a kernel is launched; see `ptx_emulator.launch`.
 
-    ``allow`` holds names of `errors.FORGIVEN` that are not reported.
+    ``allow`` holds names of `errors.FORGIVEN` that are not reported; ``former`` is what the launch
+    before this one leaves, which may still run if this one overlaps it.
     """
 
     grid: tuple[int, int, int]
@@ -130,6 +132,8 @@ class LaunchConfig(NamedTuple):
     allow: frozenset[str]
     cluster: tuple[int, int, int]
     watcher: Callable[[Counters], None] | None = None
+    overlaps: bool = False
+    former: Footprint | None = None
 
 
 class Wave:
@@ -157,6 +161,7 @@ class Wave:
         stored: the store that is being checked, for messages.
         recorder, global_races, shared_races, proxy: None where the launch does not use them.
         clocks: those of ``shared_races``.
+        dependent: of a launch that may start before the one before it has ended; else None.
     """
 
     # Of the launch.
@@ -176,6 +181,7 @@ class Wave:
     counters: Counters
     recorder: Recorder | None
     global_races: GlobalRaces | None
+    dependent: DependentLaunch | None
     # Of the wave.
     blocks: Array
     row_block: Array

@@ -10,6 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen.kernels.compile import Binary, compile, forget
+from flashgen.kernels.pipeline import build_merge
 from flashgen.shared.errors import FlashgenError
 from tests.support.compile_sources import STACKED, TOY
 from tests.support.tiers import slow
@@ -140,6 +141,24 @@ def test_an_include_by_a_macro_is_refused(edited: Path) -> None:
     with pytest.raises(FlashgenError, match="names its file by a macro") as error:
         build()
     assert "#include FILE" in error.value.numbers
+
+
+def test_an_edited_kernel_that_does_not_wait_for_the_launch_before_it_is_refused(
+    edited: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is launched before that one ends."""
+    merge = build_merge(16, "float16", "sm_90a", splits=True).source
+    path = edited.parent / merge.filename
+    monkeypatch.setenv("FLASHGEN_OVERRIDE", str(path))
+    path.write_text(merge.text + "// edited\n")
+    assert build_merge(16, "float16", "sm_90a", splits=True).plan.overlaps
+    wait = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+    assert merge.text.count(wait) == 1
+    path.write_text(merge.text.replace(wait, ""))
+    with pytest.raises(fg.CompileError, match="does not wait for the kernel before") as error:
+        build_merge(16, "float16", "sm_90a", splits=True)
+    assert merge.filename in error.value.where
+    assert wait in error.value.way_out
 
 
 def test_an_operator_that_has_been_called_follows_the_edited_file(

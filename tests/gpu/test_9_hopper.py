@@ -87,9 +87,7 @@ def test_hopper_gradients_meet_the_error_rule_and_repeat_their_bits(
     given += (forward.out, forward.lse, dout.to(gpu.DEVICE), dlse.to(gpu.DEVICE))
     run = run_backward(spec, *given, deterministic=deterministic, **how)
     paths = {report.kernel.plan.kernel: report.kernel.plan.path for report in run.reports}
-    assert {kernel for kernel, taken in paths.items() if taken != "sm_90a"} - {"minmax_table"} == {
-        "delta"
-    }
+    assert {kernel for kernel, taken in paths.items() if taken != "sm_90a"} <= {"minmax_table"}
     found = tuple(each.cpu() for each in (run.dq, run.dk, run.dv, *run.captured))
     verdicts = reference.judge_gradients(found, spec, q, k, v, dout, dlse, **values)
     for each, verdict in verdicts.items():

@@ -129,6 +129,45 @@ def test_a_launch_passes_the_structure_by_value_on_the_given_stream() -> None:
     assert seen.function[1] == b"toy"
 
 
+def test_an_overlapping_launch_has_the_attribute_and_a_configuration_for_each_stream() -> None:
+    driver = FakeDriver()
+    launch = gpu.Launch(gpu.load(toy(), driver=driver), (2, 3, 1), (64, 1, 1), 8, overlaps=True)
+    for stream in (0x55, 0x55, 0x66):
+        launch(PACKED, stream=stream)
+    assert [seen.stream for seen in driver.launches] == [0x55, 0x55, 0x66]
+    for seen in driver.launches:
+        assert (seen.grid, seen.block, seen.smem) == ((2, 3, 1), (64, 1, 1), 8)
+        assert seen.overlaps
+        assert seen.params == PACKED
+
+
+def test_a_driver_whose_graphs_have_no_such_edges_gets_launches_in_full_order() -> None:
+    """Launches that overlap can be captured from CUDA 12.3 on."""
+    for version, overlaps in ((12020, False), (12030, True)):
+        driver = FakeDriver()
+        kernel = gpu.load(toy(), driver=driver)
+        driver.cuda = version
+        gpu.Launch(kernel, (1, 1, 1), (64, 1, 1), 0, overlaps=True)(PACKED)
+        assert driver.launches[0].overlaps == overlaps
+
+
+def test_the_configuration_is_one_of_the_bindings() -> None:
+    """Their classes need no driver. The fake driver's take any name."""
+    from cuda.bindings import driver
+
+    driver_of_toy = FakeDriver()
+    kernel = gpu.load(toy(), driver=driver_of_toy)
+    launch = gpu.Launch(kernel, (2, 3, 4), (64, 1, 1), 8, overlaps=True)
+    launch.kernel = replace(kernel, driver=driver)
+    made = launch._config_on(0x55)
+    sizes = (made.gridDimX, made.gridDimY, made.gridDimZ, made.sharedMemBytes, int(made.hStream))
+    assert sizes == (2, 3, 4, 8, 0x55)
+    (attribute,) = made.attrs
+    assert attribute.id == 6
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    assert made.numAttrs == 1
+
+
 def test_the_cubin_is_loaded_once_per_device_and_never_the_ptx() -> None:
     driver = FakeDriver(devices=2)
     binary = toy()

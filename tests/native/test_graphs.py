@@ -82,6 +82,7 @@ class Graph:
             tuple(record.block),
             [tuple(values)],
             shared_bytes=record.smem,
+            overlaps=bool(record.overlaps),
         )
 
 

@@ -33,6 +33,35 @@ def test_the_copying_warps_give_up_what_the_others_take():
     assert (plain.block_q, plain.block_k, plain.stages) == (80, 128, 2)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_overlap_inside_a_call_of_hopper_and_each_that_does_waits(
+    arch: str, packed: bool, deterministic: bool
+):
+    bias = fg.Tensor("bias", ("heads",), "float32", grad=True)
+    spec = fg.AttentionSpec(
+        head_dim=64,
+        dtype="float16",
+        score_mod=lambda score, b, h, q, k: score + bias[h],
+        packed=packed,
+        name="learned",
+    )
+    sources = fg.emit(spec, arch, deterministic=deterministic).backward
+    overlaps = [source.plan.overlaps for source in sources]
+    starts = [source.plan.starts_next for source in sources]
+    on_hopper = arch == "sm_90a"
+    assert overlaps == [False, on_hopper, on_hopper, False]  # the last one is for the bias
+    assert starts == [on_hopper, on_hopper, False, False]
+    for source in sources:
+        assert source.text.count("griddepcontrol.wait") == source.plan.overlaps
+        assert source.text.count("griddepcontrol.launch_dependents") == source.plan.starts_next
+        if packed and source.plan.overlaps:  # in blocks without work, too
+            leaves = source.text.index("return;", source.text.index('extern "C" __global__'))
+            assert source.text.index("griddepcontrol.wait") < leaves
+    assert "griddepcontrol" not in fg.emit(spec, arch).forward.text
+
+
 def test_kernels_for_learned_tensors_are_planned_on_hoppers_path():
     for each in every_hopper_kernel():
         assert each.path == "sm_90a"

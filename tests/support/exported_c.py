@@ -66,6 +66,7 @@ class _Launch(ctypes.Structure):
         ("smem", ctypes.c_uint32),
         ("allowed_smem", ctypes.c_uint32),
         ("stream", ctypes.c_uint64),
+        ("overlaps", ctypes.c_uint64),
         ("params", ctypes.c_ubyte * 4096),
     )
 
@@ -194,6 +195,7 @@ class CLibrary:
         stem = Path(launch.path.decode()).stem
         facts = next(k.facts for k in self.folder.manifest.kernels if k.stem == stem)
         assert launch.name.decode() == facts.name
+        assert bool(launch.overlaps) == facts.overlaps
         params = bytes(launch.params)[: _padded_bytes(facts)]
         count = sum(ctype == "tensormap" for _, ctype in facts.params)
         every = (_Map * 64).in_dll(self.c, "fake_maps")
@@ -292,4 +294,5 @@ def emulate(
     structure = tuple(argument(name, ctype) for name, ctype in facts.params)
     kernel = folder.kernel(number)
     sizes: Sequence[tuple[int, ...]] = (launched.grid, launched.block)
-    emulator.launch(kernel.binary.ptx, facts.name, *sizes, [structure], shared_bytes=launched.smem)
+    how = {"shared_bytes": launched.smem, "overlaps": facts.overlaps}
+    emulator.launch(kernel.binary.ptx, facts.name, *sizes, [structure], **how)

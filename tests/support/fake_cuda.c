@@ -10,7 +10,7 @@ enum { MOST = 64, MOST_BYTES = 4096 };
 typedef struct {
   char name[256], path[1024];
   unsigned grid[3], block[3], smem, allowed_smem;
-  uint64_t stream;
+  uint64_t stream, overlaps;
   unsigned char params[MOST_BYTES];
 } launch;
 
@@ -101,19 +101,24 @@ CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, 
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuLaunchKernel(CUfunction of, unsigned x, unsigned y, unsigned z, unsigned bx,
-    unsigned by, unsigned bz, unsigned smem, CUstream stream, void **params, void **extra) {
+CUresult CUDAAPI cuLaunchKernelEx(
+    const CUlaunchConfig *c, CUfunction of, void **params, void **extra) {
   (void)extra;
+  for (unsigned i = 0; i < c->numAttrs; ++i)
+    if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ||
+        c->attrs[i].value.programmaticStreamSerializationAllowed != 1)
+      return CUDA_ERROR_INVALID_VALUE;
   if (fake_fails) return (CUresult)fake_fails;
   launch *made = &fake_launches[fake_launch_count++];
   memset(made, 0, sizeof *made);
   strcpy(made->name, ((function *)of)->name);
   strcpy(made->path, ((function *)of)->path);
-  made->grid[0] = x, made->grid[1] = y, made->grid[2] = z;
-  made->block[0] = bx, made->block[1] = by, made->block[2] = bz;
-  made->smem = smem;
+  made->grid[0] = c->gridDimX, made->grid[1] = c->gridDimY, made->grid[2] = c->gridDimZ;
+  made->block[0] = c->blockDimX, made->block[1] = c->blockDimY, made->block[2] = c->blockDimZ;
+  made->smem = c->sharedMemBytes;
   made->allowed_smem = ((function *)of)->smem;
-  made->stream = (uint64_t)(uintptr_t)stream;
+  made->stream = (uint64_t)(uintptr_t)c->hStream;
+  made->overlaps = c->numAttrs;
   for (int i = 0; i < size_count; ++i)
     if (!strcmp(sizes[i].path, made->path)) memcpy(made->params, params[0], sizes[i].bytes);
   return CUDA_SUCCESS;

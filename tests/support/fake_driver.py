@@ -45,6 +45,7 @@ _ENCODE = ctypes.CFUNCTYPE(
     *(_INT, _POINTER, _INT, _WORD, _POINTER, _LONGS, _LONGS, _WORDS, _WORDS, *(_INT,) * 4)
 )
 _SMEM = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+OVERLAP = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
 PRIMARY = 0xC0  # the handle of device 0's primary context; device 1 has the next
 
 
@@ -54,6 +55,15 @@ class Field:
 
     name: str
     ctype: str
+
+
+def sizes_of(config: Any) -> tuple[int, ...]:
+    """Grid, block and shared memory of a CUlaunchConfig, whose only attribute lets it overlap."""
+    (attribute,) = config.attrs
+    assert (attribute.id, config.numAttrs) == (OVERLAP, 1)
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    sizes = (getattr(config, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ")
+    return (*sizes, config.sharedMemBytes)
 
 
 def unpacked(params: Sequence[Any], packed: bytes) -> dict[str, Any]:
@@ -100,6 +110,7 @@ class FakeDriver:
         self.tensor_maps: list[tuple[Any, ...]] = []
         self.encoded_in = 0  # the context that was current when a map was encoded
         self.CUfunction_attribute = SimpleNamespace(**{_SMEM: _SMEM})
+        self.CUlaunchAttributeID = SimpleNamespace(**{OVERLAP: OVERLAP})
 
     def _done(self, name: str, *values: Any) -> tuple[Any, ...]:
         self.calls.append(name)
@@ -180,6 +191,19 @@ class FakeDriver:
         ctypes.memset(to, len(self.tensor_maps), 128)
         return int(self._done("cuTensorMapEncodeTiled")[0])
 
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
+
+    CUlaunchConfig = SimpleNamespace
+
+    def cuLaunchKernelEx(
+        self, config: Any, function: Any, pointers: int, extra: int
+    ) -> tuple[Any, ...]:
+        done = self.cuLaunchKernel(function, *sizes_of(config), config.hStream, pointers, extra)
+        self.launches[-1].overlaps = True
+        return done
+
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[Any, ...]:
         *sizes, smem, stream, pointers, extra = rest
         assert extra == 0
@@ -193,6 +217,7 @@ class FakeDriver:
                 smem=smem,
                 stream=stream,
                 params=ctypes.string_at(first, 24),
+                overlaps=False,
             )
         )
         return self._done("cuLaunchKernel")

@@ -10,7 +10,7 @@ enum { MOST = 4096, MOST_BYTES = 1024, MOST_FUNCTIONS = 256 };
 
 typedef struct {
   uint64_t function, stream, nanoseconds, context;
-  uint32_t grid[3], block[3], smem, bytes;
+  uint32_t grid[3], block[3], smem, bytes, overlaps;
   unsigned char params[MOST_BYTES];
 } launch;
 
@@ -52,9 +52,25 @@ int cuCtxPopCurrent(void **context) {
   return 0;
 }
 
-int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                   unsigned bz, unsigned smem, void *on, void **params, void **extra) {
+typedef struct { // CUlaunchAttribute
+  int id;
+  _Alignas(8) union {
+    char pad[64];
+    int allowed;
+  } value;
+} attribute;
+
+typedef struct { // CUlaunchConfig
+  unsigned grid[3], block[3], smem;
+  void *stream;
+  attribute *attributes;
+  unsigned attribute_count;
+} config;
+
+int cuLaunchKernelEx(const config *c, void *function, void **params, void **extra) {
   struct timespec now;
+  for (unsigned i = 0; i < c->attribute_count; ++i)
+    if (c->attributes[i].id != 6 || c->attributes[i].value.allowed != 1) return 1;
   if (fake_fails || extra) return fake_fails ? fake_fails : 1;
   clock_gettime(CLOCK_MONOTONIC, &now);
   int wait = __atomic_exchange_n(&fake_delay, 0, __ATOMIC_SEQ_CST);
@@ -64,9 +80,10 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
   if (fake_count < MOST) {
     launch *made = &fake_launches[fake_count++];
     uint32_t bytes = sizes[(uintptr_t)function - 0x100];
-    *made = (launch){(uintptr_t)function, (uintptr_t)on,
+    *made = (launch){(uintptr_t)function, (uintptr_t)c->stream,
                      now.tv_sec * 1000000000ull + now.tv_nsec, contexts[depth],
-                     {gx, gy, gz}, {bx, by, bz}, smem, bytes};
+                     {c->grid[0], c->grid[1], c->grid[2]},
+                     {c->block[0], c->block[1], c->block[2]}, c->smem, bytes, c->attribute_count};
     memcpy(made->params, params[0], bytes);
   }
   pthread_mutex_unlock(&lock);

@@ -26,7 +26,7 @@ from flashgen.calls.ops import registration
 from flashgen.calls.runtime import backends, bound_kernel, prepared_call
 from flashgen.calls.runtime.kernel_arguments import KernelArguments
 from flashgen.calls.trust import Decision
-from tests.support.fake_driver import FakeDriver
+from tests.support.fake_driver import FakeDriver, sizes_of
 
 CONTEXT, STREAM = 0xC0, 77
 KEPT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "native"
@@ -49,7 +49,19 @@ class Record(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("smem", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
+        ("overlaps", ctypes.c_uint32),
         ("params", ctypes.c_ubyte * 1024),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
     )
 
 
@@ -97,6 +109,7 @@ class Launched:
     smem: int
     stream: int
     context: int
+    overlaps: bool
     fields: tuple[tuple[str, Any], ...]
 
 
@@ -112,7 +125,8 @@ class NativeDriver:
         known = FakeDriver()
         for kind in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill"):
             setattr(self, f"CUtensorMap{kind}", getattr(known, f"CUtensorMap{kind}"))
-        self.CUfunction_attribute = known.CUfunction_attribute
+        for name in ("function_attribute", "launchAttributeID", "launchAttribute", "launchConfig"):
+            setattr(self, f"CU{name}", getattr(known, f"CU{name}"))
         self.CUresult = Result
         self.encode = ctypes.cast(self.c.cuTensorMapEncodeTiled, ctypes.c_void_p).value
 
@@ -133,14 +147,22 @@ class NativeDriver:
     def cuGetProcAddress(self, *_: Any) -> tuple[int, int, int]:
         return Result(0), self.encode, 0
 
-    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[int]:
-        *sizes, smem, stream, params, extra = rest
-        pointers = (ctypes.c_void_p(x) for x in (stream, params, extra))
-        numbers = (ctypes.c_uint(x) for x in (*sizes, smem))
-        return (Result(self.c.cuLaunchKernel(ctypes.c_void_p(function), *numbers, *pointers)),)
+    def cuDriverGetVersion(self) -> tuple[int, int]:
+        return Result(0), 13000
+
+    def cuLaunchKernel(self, function: int, *rest: int, overlap: int | None = None) -> tuple[int]:
+        *sizes, stream, params, extra = rest
+        config = _Config((ctypes.c_uint * 7)(*sizes), stream, overlap, overlap is not None)
+        pointers = (ctypes.c_void_p(x) for x in (function, params, extra))
+        return (Result(self.c.cuLaunchKernelEx(ctypes.byref(config), *pointers)),)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, *pointers: int) -> tuple[int]:
+        attribute = (ctypes.c_int * 18)(6, 0, 1)
+        sizes = *sizes_of(config), config.hStream
+        return self.cuLaunchKernel(function, *sizes, *pointers, overlap=ctypes.addressof(attribute))
 
     def functions(self) -> tuple[int, ...]:
-        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent")
+        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent")
         every = (*names, "cuTensorMapEncodeTiled", "fake_stream")
         return tuple(ctypes.cast(self.c[name], ctypes.c_void_p).value or 0 for name in every)
 
@@ -210,9 +232,8 @@ class NativeDriver:
                 fields.append((param.name, value))
                 at += width
             sizes = tuple(record.grid), tuple(record.block), record.smem
-            found.append(
-                Launched(binary.kernel, *sizes, record.stream, record.context, tuple(fields))
-            )
+            where = record.stream, record.context, bool(record.overlaps)
+            found.append(Launched(binary.kernel, *sizes, *where, tuple(fields)))
         return found
 
 

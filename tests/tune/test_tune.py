@@ -19,7 +19,9 @@ from flashgen.calls.runtime.forward import PreparedForward
 from flashgen.kernels.compile import cache
 from flashgen.kernels.compile.cache import CacheWarning
 from flashgen.kernels.planner import Tile, plan, plan_backward
+from flashgen.kernels.planner.backward_schemes import streaming_kernels_of
 from flashgen.kernels.planner.duration import duration_of
+from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP_GAP_US
 from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.call import CheckedCall, Inputs, LaunchOptions, Operands
 from flashgen.tools.cli import app
@@ -30,6 +32,7 @@ from flashgen.tools.tune.rank import TileChoice, by_time, derived, rank
 from tests.support.examples import spec_path, values_of
 from tests.support.judged import plain
 from tests.support.shapes import Case
+from tests.support.tiers import slow
 
 CAUSAL = fg.load(spec_path("causal"))
 NARROW = CAUSAL.replace(head_dim=16)  # whose kernels are compiled in less time
@@ -54,7 +57,9 @@ def test_choices_come_by_predicted_time(which):
     for choice in choices:
         launches = [plan.launches for plan in choice.plans]
         assert launches == [1] * len(choice.plans)
-        assert choice.seconds == pytest.approx(sum(each.seconds for each in choice.durations))
+        with_tiles = sum(each.seconds for each in choice.durations)
+        if which == "forward":
+            assert choice.seconds == pytest.approx(with_tiles)
         kernels = set(choice.tiles)
         assert kernels in ({"forward"}, {"fused"}, {"dkdv", "dq"})
         assert (kernels == {"forward"}) == (which == "forward")
@@ -69,6 +74,23 @@ def test_the_predicted_time_includes_the_mask_and_the_rounds_of_blocks():
     best = full[0].plans[0]
     sizes = LaunchSizes(4, 16, 16, 4096, 4096)
     assert full[0].seconds == duration_of(best, [Walk(sizes)]).seconds
+
+
+@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
+def test_backward_choices_count_the_kernels_without_tiles_and_the_gaps_between_launches(arch):
+    call, sizes = KnownCall(NARROW, NARROW_PROBLEM), LaunchSizes(4, 16, 16, 4096, 4096)
+    gap = (LAUNCH_GAP_US if arch == "sm_80" else OVERLAP_GAP_US) * 1e-6
+    others = {}
+    for choice in rank(call, arch, which="backward"):
+        scheme = "split" if "dq" in choice.tiles else "fused"
+        with_tiles = sum(each.seconds for each in choice.durations)
+        others[scheme] = choice.seconds - with_tiles - 2 * gap
+        if scheme == "fused":
+            plans = streaming_kernels_of(NARROW, choice.plans[0])
+            streaming = sum(duration_of(each, [Walk(sizes)]).seconds for each in plans)
+            assert [each.kernel for each in plans] == ["delta", "convert_dq"]
+            assert others[scheme] == pytest.approx(streaming)
+    assert others["fused"] > others["split"] > 0  # which has no sums to clear and to convert
 
 
 def test_few_rows_have_smaller_tiles_than_the_planner_chooses_for_all_shapes():

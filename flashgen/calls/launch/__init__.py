@@ -59,6 +59,7 @@ __all__ = [
 
 _GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 _BLOCK_LIMITS = (1024, 1024, 64)
+_CAPTURES_OVERLAP = (12, 3)  # CUDA graphs have edges between overlapping launches from then on
 
 
 @dataclass(eq=False)
@@ -165,13 +166,21 @@ class Launch:
         grid: blocks along x, y, z; each at least 1.
         block: threads along x, y, z.
         smem: dynamic shared memory per block, bytes.
+        overlaps: whether the kernel may start while the one before it on the stream still runs, if
+            that lets it, and waits for it itself (programmatic dependent launch).
 
     Raises:
         LaunchError: the launch exceeds a limit of the device or of the kernel.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int, int], block: tuple[int, int, int], smem: int
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem: int,
+        *,
+        overlaps: bool = False,
     ) -> None:
         _check_limits(kernel, grid, block, smem)
         self.kernel = kernel
@@ -179,6 +188,8 @@ class Launch:
         self._sizes = (*grid, *block, smem)
         self._param_bytes = kernel.binary.resources.param_bytes
         self._context = int(kernel.device.context)
+        self.overlaps = overlaps and cuda_version(kernel.driver) >= _CAPTURES_OVERLAP
+        self._config: tuple[int, Any] = -1, None  # the last stream, and the configuration for it
 
     def __call__(self, packed: bytes, stream: int = 0) -> None:
         """Queues the launch on a stream and returns at once.
@@ -214,11 +225,31 @@ class Launch:
             check(driver, driver.cuFuncSetAttribute(kernel.function, kind, smem), str(self))
             kernel.dynamic_smem_bytes = smem
         structure = ctypes.c_char_p(packed)  # the driver takes the address of a pointer to it
-        result = driver.cuLaunchKernel(
-            kernel.function, *self._sizes, stream, ctypes.addressof(structure), 0
-        )
+        pointers = ctypes.addressof(structure)
+        if self.overlaps:
+            config = self._config_on(stream)
+            result = driver.cuLaunchKernelEx(config, kernel.function, pointers, 0)
+        else:
+            result = driver.cuLaunchKernel(kernel.function, *self._sizes, stream, pointers, 0)
         if result[0]:
             check(driver, result, str(self))
+
+    def _config_on(self, stream: int) -> Any:
+        """The configuration of an overlapping launch, which nothing changes: threads share it."""
+        known, config = self._config
+        if known != stream:
+            driver = self.kernel.driver
+            overlap = driver.CUlaunchAttribute()
+            kinds = driver.CUlaunchAttributeID
+            overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.block
+            config.sharedMemBytes, config.hStream = self.smem, stream
+            config.attrs, config.numAttrs = [overlap], 1
+            self._config = stream, config
+        return config
 
     def __str__(self) -> str:
         sizes = f"grid {self.grid}, block {self.block}, {self.smem:,} B of shared memory"

@@ -26,7 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 Differentiate = Callable[..., tuple[Gradients, Any]]
 
 _FUNCTIONS = (
-    *("cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"),
+    *("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"),
     "cuTensorMapEncodeTiled",
 )
 

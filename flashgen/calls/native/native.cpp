@@ -42,10 +42,25 @@ namespace {
 
 // ---- the driver ---------------------------------------------------------------------------------
 
+// CUlaunchAttribute with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start
+// before the one before it on the stream ends.
+struct Overlap {
+  int id = 6;
+  alignas(8) int allowed = 1;  // a union of 64 bytes
+  char rest[60] = {};
+};
+static_assert(sizeof(Overlap) == 72);
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned sizes[7];  // grid, block, bytes of shared memory
+  void* stream;
+  const Overlap* attributes;
+  unsigned attribute_count;
+};
+
 struct Driver {
   using Status = int;
-  Status (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                   void*, void**, void**);
+  Status (*launch)(const LaunchConfig*, void*, void**, void**);
   Status (*current_context)(void**);
   Status (*push_context)(void*);
   Status (*pop_context)(void**);
@@ -206,7 +221,8 @@ constexpr size_t most_parameter_bytes = 4096;
 
 struct Kernel {
   void* function;
-  unsigned sizes[7];  // grid, block, bytes of shared memory
+  std::array<unsigned, 7> sizes;  // grid, block, bytes of shared memory
+  bool overlaps;
   std::string parameters;
   std::vector<Pointer> pointers;
   std::vector<TensorMap> maps;
@@ -377,10 +393,11 @@ struct Plan {
       write_map(driver, kernel, map, address(tensors[map.value], map.skip), parameters);
     }
     void* arguments[] = {parameters};
-    const auto& [gx, gy, gz, bx, by, bz, smem] = kernel.sizes;
-    const int status = driver.launch(kernel.function, gx, gy, gz, bx, by, bz, smem, stream,
-                                     arguments, nullptr);
-    if (status) throw DriverError{status, "cuLaunchKernel", &kernel, -1};
+    static constexpr Overlap overlap;
+    LaunchConfig config{{}, stream, &overlap, kernel.overlaps};
+    std::copy(kernel.sizes.begin(), kernel.sizes.end(), config.sizes);
+    const int status = driver.launch(&config, kernel.function, arguments, nullptr);
+    if (status) throw DriverError{status, "cuLaunchKernelEx", &kernel, -1};
   }
 
   void write_map(const Driver& driver, Kernel& kernel, TensorMap& map, void* address, char* to) {
@@ -811,12 +828,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("name"), py::arg("overload"), py::kw_only(), py::arg("tensors"),
            py::arg("outputs"), py::arg("makes"))
       .def("kernel",
-           [](Plan& plan, uintptr_t function, const std::array<unsigned, 7>& sizes,
+           [](Plan& plan, uintptr_t function, const std::array<unsigned, 7>& sizes, bool overlaps,
               const py::bytes& parameters,
               const std::vector<std::tuple<size_t, int, int64_t>>& pointers, py::object known) {
              auto kernel = std::make_unique<Kernel>();
              kernel->function = reinterpret_cast<void*>(function);
-             std::copy(sizes.begin(), sizes.end(), kernel->sizes);
+             kernel->sizes = sizes, kernel->overlaps = overlaps;
              kernel->parameters = parameters;
              TORCH_CHECK(kernel->parameters.size() <= most_parameter_bytes);
              for (const auto& [offset, value, skip] : pointers) {

@@ -234,7 +234,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = (*launch.grid, *launch.block, launch.smem)
         packed = pack(arguments.params, values)
         known = launch, arguments.maps
-        self._plan.kernel(int(launch.kernel.function), sizes, packed, pointers, known)
+        function = int(launch.kernel.function)
+        self._plan.kernel(function, sizes, launch.overlaps, packed, pointers, known)
         for offset, value, skip, spec in maps:
             kinds = map_kinds(spec, launch.kernel.driver)
             self._plan.map(offset, value, skip, kinds, spec.dims, spec.strides, spec.box)

@@ -82,7 +82,9 @@ class BoundKernel:
             from flashgen.calls import launch as gpu
 
             kernel = gpu.load(self.build.binary, index, stream=stream)
-            self._launch = gpu.Launch(kernel, self.grid, self.block, self.smem_bytes)
+            self._launch = gpu.Launch(
+                kernel, self.grid, self.block, self.smem_bytes, overlaps=self.build.facts.overlaps
+            )
         self._launch(self.arguments.packed(addresses, index), stream)
         if self.rest is not None:
             self.rest.launch(addresses, index)
@@ -123,6 +125,7 @@ class BoundKernel:
             check=launch.check_memory,
             order_seed=config.emulator_order() if launch.order_seed is None else launch.order_seed,
             sums=config.emulator_sums(),
+            overlaps=self.build.facts.overlaps,
         )
         if self.rest is not None:
             counters.add(self.rest.emulate(tensors, launch))

@@ -54,6 +54,19 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
     return ("captured_exact" if deterministic else "captured",)
 
 
+def streaming_kernels_of(spec: AttentionSpec, of_keys: Plan) -> tuple[Plan, ...]:
+    """The kernels before and after those that compute scores: "delta", and for sums "convert_dq".
+
+    Args:
+        of_keys: the plan of the kernel that computes dK and dV.
+    """
+    arch, path, sums_tile = of_keys.arch, of_keys.path, of_keys.sums_tile
+    delta = plan_delta(spec, arch, path, sums_tile)
+    if sums_tile is None:
+        return (delta,)
+    return delta, plan_convert_dq(spec, arch, path, sums_tile)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.kernels.planner.plan_backward`."""
@@ -86,14 +99,8 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
         if kernel not in found:
             raise missing[kernel]
     parts = [found[name] for name in SCHEMES[scheme]]
-    sums_tile = parts[0].sums_tile
-    if sums_tile is not None:
-        parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
-    kernels = (
-        plan_delta(spec, request.arch, sums_tile),
-        *parts,
-        *(found[name] for name in of_learned),
-    )
+    delta, *convert = streaming_kernels_of(spec, parts[0])
+    kernels = (delta, *parts, *convert, *(found[name] for name in of_learned))
     if deterministic:
         why = "split, because every sum must have a fixed order: atomic additions have none"
     elif fixed:

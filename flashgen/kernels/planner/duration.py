@@ -32,6 +32,7 @@ from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
+from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP_GAP_US
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.kernels.planner.quantities import Number
@@ -175,6 +176,19 @@ def duration_of(
     bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
     seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
     return Duration(plan, lines, seconds, bound, quantisation, launched)
+
+
+def gaps_between(plans: Sequence[Plan]) -> float:
+    """Seconds from the ends of the launches of a call to the starts of the next ones.
+
+    Both numbers are assumed: a launch starts some microseconds after the end of the one before, and
+    about one after it where the launches overlap, so that its blocks only wait for the last writes.
+    That the first blocks of the second run beside the last ones of the first is not counted.
+    """
+    overlapping = sum(each.overlaps for each in plans)
+    launches = sum(each.launches for each in plans)
+    between = launches - 1 - overlapping
+    return (LAUNCH_GAP_US * between + OVERLAP_GAP_US * overlapping) * 1e-6
 
 
 def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSteps, ...]:

@@ -199,6 +199,12 @@ class Plan(LaunchRules):
         return self.kernel in LEARNED_KERNELS
 
     @property
+    def starts_next(self) -> bool:
+        """Whether the kernel lets the next launch of its call start while it runs, if it overlaps;
+        see `CodePath.dependents`. A forward kernel does with split keys only."""
+        return any(first == self.kernel for first, _ in self.code_path.dependents)
+
+    @property
     def tile(self) -> Tile:
         """The chosen tile. Planning with it as the given tile results in the same block sizes."""
         return Tile(

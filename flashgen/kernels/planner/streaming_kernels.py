@@ -56,10 +56,13 @@ MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
 MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes, in "append_kv"
 
 
-def plan_delta(spec: AttentionSpec, arch: str, sums_tile: tuple[int, int] | None = None) -> Plan:
+def plan_delta(
+    spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[int, int] | None = None
+) -> Plan:
     """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
 
     Args:
+        path: that of the kernel that follows, by which their launches overlap or do not.
         sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
             None where there are no sums. The kernel's text does not depend on it.
     """
@@ -77,7 +80,7 @@ def plan_delta(spec: AttentionSpec, arch: str, sums_tile: tuple[int, int] | None
         "where there are any, are filled with zeros besides."
     )
     formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
-    sizes = {"block_q": DELTA_ROWS, "sums_tile": sums_tile}
+    sizes = {"path": path, "block_q": DELTA_ROWS, "sums_tile": sums_tile}
     return _plan("delta", spec, arch, at, formulas, note, **sizes)
 
 
@@ -141,7 +144,8 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     at |= {"warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
     note += " Groups of lanes share the parts of a row."
     formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
-    return _plan("merge", spec, arch, at, formulas, note, block_q=1)
+    path = facts(arch).code_path.name  # that of the forward kernel before it
+    return _plan("merge", spec, arch, at, formulas, note, path=path, block_q=1)
 
 
 def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:

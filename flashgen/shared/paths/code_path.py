@@ -28,6 +28,14 @@ class CodePath:
         copies_by_tma: whether TMA copies the tiles of operands to shared memory, so that operands
             are tensor maps, aligned to 16 bytes.
         persistent: the kernels whose blocks compute one work tile after another.
+        dependents: pairs of kernels that follow each other in a call, of which the second may be
+            launched while the first still runs (programmatic dependent launch). This table alone
+            decides which launches overlap: in the kernels, in every launcher, in the time model.
+            The first kernel of a call is second in no pair, and the last one is first in none, so
+            that a call as a whole keeps its place in the stream. The second executes
+            griddepcontrol.wait before it accesses what the first writes, and in blocks without work
+            too; only then it lets a third one start. So at most two run at once: when C of A, B, C
+            starts, B has seen the end of A, and C waits for that of B.
         tensor_rate: the field of `flashgen.shared.arch.Arch` with the rate of its matrix products.
         group_rows: query rows that one instruction or one box of TMA takes together, at least: the
             rows that a forward tile has of one head, or whole numbers of heads, divide them.
@@ -49,6 +57,7 @@ class CodePath:
     itemsizes: tuple[int, ...]
     copies_by_tma: bool
     persistent: tuple[str, ...]
+    dependents: tuple[tuple[str, str], ...]
     tensor_rate: str
     group_rows: int
     has_panels: bool

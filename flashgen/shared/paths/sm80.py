@@ -16,6 +16,7 @@ PATH = CodePath(
     itemsizes=(2, 4),
     copies_by_tma=False,
     persistent=(),
+    dependents=(),
     tensor_rate="mma_16bit",
     group_rows=16,
     has_panels=False,

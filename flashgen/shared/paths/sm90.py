@@ -16,6 +16,11 @@ PATH = CodePath(
     itemsizes=(2,),
     copies_by_tma=True,
     persistent=("forward",),
+    dependents=(
+        *(("delta", "dkdv"), ("dkdv", "dq")),
+        *(("delta", "fused"), ("fused", "convert_dq")),
+        ("forward", "merge"),  # of split keys
+    ),
     tensor_rate="tensor_16bit",
     group_rows=64,
     has_panels=True,

@@ -10,8 +10,9 @@ from typing import Any
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.planner import Plan, Tile, feasible, plan, plan_backward
-from flashgen.kernels.planner.backward_schemes import kernels_of
-from flashgen.kernels.planner.duration import Duration, duration_of
+from flashgen.kernels.planner.backward_schemes import kernels_of, streaming_kernels_of
+from flashgen.kernels.planner.duration import Duration, duration_of, gaps_between
+from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
@@ -26,9 +27,10 @@ class TileChoice:
 
     Attributes:
         plans: the plans of the kernels in launch order, without those that have no tile.
-        seconds: the predicted sum over all launches; clocks per score element where the visited
-            tiles are not known before the launch (`by_time`); NaN without a prediction.
-        durations: the predicted duration of each launch.
+        seconds: the predicted time of all launches of the pass, those of kernels without a tile
+            and the gaps between them included; clocks per score element where the visited tiles are
+            not known before the launch (`by_time`); NaN without a prediction.
+        durations: the predicted duration of each launch of a kernel with a tile.
     """
 
     plans: tuple[Plan, ...]
@@ -81,7 +83,7 @@ def rank(
     for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
         ranked = [of_kernel(kernel) for kernel in kernels]
         if all(ranked):
-            found += _combined(ranked)
+            found += [_with_streaming_kernels(call, each) for each in _combined(ranked)]
     return tuple(sorted(found, key=lambda choice: choice.seconds))
 
 
@@ -138,6 +140,18 @@ def _together(choices: list[TileChoice]) -> TileChoice:
     plans = tuple(plan for choice in choices for plan in choice.plans)
     durations = tuple(each for choice in choices for each in choice.durations)
     return TileChoice(plans, sum(choice.seconds for choice in choices), durations)
+
+
+def _with_streaming_kernels(call: KnownCall, choice: TileChoice) -> TileChoice:
+    """A choice with the time of the kernels that have no tile, and of the gaps between launches."""
+    if not by_time(call.spec):
+        return choice
+    of_keys = next(each for each in choice.plans if each.owns_keys)
+    others = streaming_kernels_of(call.spec, of_keys)
+    walks = [Walk(LaunchSizes(*call.problem.sizes))]
+    seconds = sum(duration_of(each, walks).seconds for each in others)
+    seconds += gaps_between([others[0], *choice.plans, *others[1:]])
+    return replace(choice, seconds=choice.seconds + seconds)
 
 
 def _predictor(call: KnownCall, kernel: str) -> Callable[[Plan], Duration]:

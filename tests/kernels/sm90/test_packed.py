@@ -6,20 +6,21 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 import flashgen as fg
 from flashgen.calls.ops import BackwardRun, ForwardRun
 from flashgen.kernels.pipeline import Build, build_backward
 from tests.kernels.test_packed import LENGTHS, MODS, RNG, check, spec_of
 from tests.support.judged import check_gates
+from tests.support.shapes import Case
+from tests.support.tiers import slow
 
 ARCH = "sm_90a"
-OTHERS = {"delta", "minmax_table"}
-"""The kernels that are the same on every path."""
 
 
 def check_path(built: Build) -> None:
-    assert built.plan.path == ("sm_80" if built.plan.kernel in OTHERS else ARCH)
+    assert built.plan.path == ("sm_80" if built.plan.kernel == "minmax_table" else ARCH)
     check_gates(built)
 
 
@@ -70,3 +71,21 @@ def test_kernels_pass_the_static_gates(mods: str, head_dim: int) -> None:
         forms = (build_backward(spec, ARCH, deterministic=forced) for forced in (False, True))
         for built in (fg.build(spec, ARCH), *itertools.chain(*forms)):
             check_path(built)
+
+
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
+def test_blocks_without_work_wait_for_the_launch_before_them(deterministic: bool) -> None:
+    """With no keys or queries in any sequence every block of a kernel leaves at once."""
+    op = fg.attention(fg.AttentionSpec(head_dim=64, dtype="float16", packed=True, name="full"))
+    qkv = [x.requires_grad_() for x in Case(40, 40, 1, 2, 2, "float16", 64).tensors(seed=1)]
+    ends, none = torch.tensor([0, 20, 40], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    how = {"backend": "emulator", "arch": ARCH}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for of_q, of_k in ((ends, none), (none, ends)):
+            out = op(*qkv, cu_seqlens_q=of_q, cu_seqlens_k=of_k, **how)
+            for gradient in torch.autograd.grad(out, qkv, torch.ones_like(out)):
+                assert not gradient.any()
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -223,6 +224,27 @@ COMPUTED_CAPTURED = [
 ]  # fmt: skip
 
 
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+READ_ROWS = "      if (loads && query + 1 < p.seq_q) next = rows[1];\n"
+COPY_K = "barrier_announce(resident, K_BYTES + V_BYTES);"
+COPY_DQ = "  Element* dq_rows"
+EARLY = "what the launch before may still write"
+# Launches that do not wait for the one before; the last change of a kernel is made first.
+NO_WAIT = [
+    slow("dkdv", [(WAIT, "")], EARLY, id="dkdv: no wait"),
+    ("fused", [(WAIT, "")], EARLY),
+    slow("fused", [(READ_ROWS, READ_ROWS + WAIT), (WAIT, "")], EARLY, id="fused: after the read"),
+    slow("fused", [(COPY_K, WAIT + COPY_K), (WAIT, "")], EARLY, id="fused: in another warp"),
+    slow("convert_dq", [(WAIT, "")], EARLY, id="convert_dq: no wait"),
+    slow("convert_dq", [(COPY_DQ, WAIT + COPY_DQ), (WAIT, "")], EARLY,
+         id="convert_dq: after the read"),
+    slow("convert_dq", [("sums[32 * i + lane]", "__ldg(sums + 32 * i + lane)")],
+         "valid for memory that nothing writes", id="convert_dq: by __ldg"),
+    slow("dq", [(WAIT, "")], "never waits for it", id="dq: no wait"),
+    slow("merge", [(WAIT, "")], EARLY, id="merge: no wait"),
+]  # fmt: skip
+
+
 def reaches(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q + 200 >= k
 
@@ -301,6 +323,21 @@ def test_a_planted_bug_is_caught(kernel: str, old: str, new: str, kind: str) -> 
         run(kernel)
     assert f"_{role}_" in str(error.value)
     assert "_sm_90a.cu:" in str(error.value)
+
+
+@pytest.mark.parametrize(("kernel", "changes", "kind"), NO_WAIT)
+def test_a_launch_that_does_not_wait_for_the_one_before_is_caught(
+    kernel: str, changes: list[tuple[str, str]], kind: str
+) -> None:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(planted(kernel, *change))
+        stack.enter_context(caught(kind))
+        if kernel == "merge":
+            qkv, how = Case(8, 300).tensors(seed=1)[:3], {"backend": "emulator", "arch": ARCH}
+            fg.attention(fg.AttentionSpec(head_dim=64, name="full"))(*qkv, split_size=64, **how)
+        else:
+            call("fused" if kernel in ("fused", "convert_dq") else "dq").backward()
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,8 @@ MASK_LOOP_HEAD_DIM = 128
 # Chosen. Consumer warpgroups run in ping-pong up to this head dim. Beyond it a tile has so few keys
 # that the barriers cost more than the alternation gains, as in FlashAttention-3's tile table.
 PING_PONG_HEAD_DIM = 128
+
+# Assumed, in microseconds: from the end of a launch to the start of the next one of its call; and
+# the same where the second is launched before the first ends, and waits for it itself.
+LAUNCH_GAP_US = 4
+OVERLAP_GAP_US = 1
