@@ -11,13 +11,14 @@ same bits, with sums of integers, which do not depend on the order.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile
 from flashgen.kernels.planner.requests import BackwardPlanRequest
 from flashgen.kernels.planner.search import cheapest
-from flashgen.kernels.planner.streaming_kernels import plan_convert_dq, plan_delta
+from flashgen.kernels.planner.streaming_kernels import plan_convert, plan_delta
 from flashgen.kernels.planner.tile_problem import problem_of
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import PlanError
@@ -88,7 +89,12 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     parts = [found[name] for name in SCHEMES[scheme]]
     sums_tile = parts[0].sums_tile
     if sums_tile is not None:
-        parts.append(plan_convert_dq(spec, request.arch, parts[0].path, sums_tile))
+        parts.append(plan_convert(spec, request.arch, "dq", parts[0].path, sums_tile))
+    if request.in_parts and parts[0].divides_groups:
+        parts[0] = fused = replace(parts[0], in_parts=True)
+        for gradient, dim in (("dk", fused.head_dim), ("dv", fused.head_dim_v)):
+            tile = (fused.block_k, dim)  # in the order of the sums of mma.sync: rows are rows
+            parts.append(plan_convert(spec, request.arch, gradient, "sm_80", tile))
     kernels = (
         plan_delta(spec, request.arch, sums_tile),
         *parts,
