@@ -254,6 +254,14 @@ class Plan(LaunchRules):
         """Whether this tile has a form whose blocks own parts of a group of query heads."""
         return self.kernel == "fused" and self.code_path.dq_strips and not self.in_passes
 
+    def parts_of_group(self, *sizes: int) -> tuple[int, int]:
+        """The parts of each group of query heads in a call of these sizes, as those of
+        `part_heads`, and the query heads of a part; one part of all heads unless `in_parts`."""
+        batch, heads_q, heads_kv, seq_q, seq_k = sizes
+        group = heads_q // max(1, heads_kv)
+        heads = self.part_heads(batch, heads_q, heads_kv, seq_q, seq_k) if self.in_parts else group
+        return max(1, -(-group // max(1, heads))), heads
+
     @property
     def dq_row_warps(self) -> int:
         """Warps of "fused" that divide the rows of a dQ tile; the others divide its columns."""

@@ -116,7 +116,7 @@ def test_deterministic_calls_have_whole_groups() -> None:
 BUGS = [
     ("fused", "* p.part_heads;", "* p.part_heads + 1;", "", ""),
     ("fused", "min(first_h + p.part_heads, ", "min(first_h + p.part_heads + 1, ", "", ""),
-    ("fused", "block_index_y()", "0 * block_index_y()", "// 6. dK and dV", ""),
+    ("fused", "/ p.parts;", "/ (p.parts + 1);", "// 6. dK and dV", ""),
     ("fused", "dk_sum + (4 * n + e) * 32", "dk_sum + (4 * n + e) * 33", "", ""),
     ("delta", "{0.0f, 0.0f, 0.0f, 0.0f}", "{1.0f, 1.0f, 1.0f, 1.0f}", "// This block's part", ""),
     ("delta", "p.sum_vectors)", "p.sum_vectors + 1)", "zeros_end = ", "OutOfBounds"),
