@@ -90,13 +90,16 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     sums_tile = parts[0].sums_tile
     if sums_tile is not None:
         parts.append(plan_convert(spec, request.arch, "dq", parts[0].path, sums_tile))
+    delta = plan_delta(spec, request.arch, sums_tile)
     if request.in_parts and parts[0].divides_groups:
         parts[0] = fused = replace(parts[0], in_parts=True)
         for gradient, dim in (("dk", fused.head_dim), ("dv", fused.head_dim_v)):
             tile = (fused.block_k, dim)  # in the order of the sums of mma.sync: rows are rows
             parts.append(plan_convert(spec, request.arch, gradient, "sm_80", tile))
+        columns = fused.head_dim + fused.head_dim_v
+        delta = replace(delta, key_sums_tile=(fused.block_k, columns))
     kernels = (
-        plan_delta(spec, request.arch, sums_tile),
+        delta,
         *parts,
         *(found[name] for name in of_learned),
     )
@@ -108,6 +111,13 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
         why = f"{scheme}, because its predicted cost is lower"
     else:
         why = f"{scheme}, because nothing else fits"
+    if parts[0].in_parts:
+        of_key = 4 * (parts[0].head_dim + parts[0].head_dim_v)
+        why += (
+            f"; its blocks own parts of groups of query heads: {of_key:,} B per key and key head "
+            "are zeroed and converted once, and added once per part, in any order; sums of each "
+            "part, added in order, would be zeroed and converted once per part too"
+        )
     return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
 
 

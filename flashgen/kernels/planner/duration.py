@@ -184,7 +184,7 @@ def parts_of(
         parts, part_heads = plan.parts_of_group(*sizes)
         tiles, heads, entries = plan.grid(*sizes, parts=parts)
         lengths = _lengths(plan, tiles, sizes, visited)
-        bits = plan.head_bits(*sizes[1:], part_heads) if uneven else 0
+        bits = plan.head_bits(*sizes[1:], part_heads) if uneven and not plan.streams else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))
     return tuple(found)
 
@@ -287,7 +287,8 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
         rows = (sizes.heads_q, sizes.seq_q)
     sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, *rows)
     if plan.kernel == "delta":
-        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
+        zeroed = SUM_BYTES * plan.zeroed_elements(*sizes)
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + zeroed
     if plan.kernel == "convert_dq":
         return sums + queries * qk
     if plan.kernel in CONVERT_KERNELS:

@@ -83,8 +83,7 @@ class Traffic:
         sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
             by "delta" for each query where it computes its gradient.
         dsink: written by "delta": sums over the rows of a warp.
-        sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros, and sums that a kernel
-            converts.
+        sums_zeroed, sums_read: sums that "delta" fills with zeros, and sums that a kernel converts.
         added, dk_added, dv_added: added to the sums of dQ, dK and dV, atomically, by "fused".
         compulsory: each byte that the forward kernel accesses at all, once.
         scores: elements of S that are computed, whole partial tiles included.
@@ -231,7 +230,7 @@ def backward_traffic(
             rows_written=queries * ROW_BYTES,
             sink=queries * plan.sink_bytes,
             dsink=sums * SUM_BYTES,
-            sums_zeroed=dq_sums,
+            sums_zeroed=plan.zeroed_elements(batch, heads_q, heads_kv, seq_q, seq_k) * SUM_BYTES,
         )
 
     owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
