@@ -10,7 +10,8 @@
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 16,384 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-constexpr int BLOCK_Q = 128;  // rows per block, those of a step of the main kernel
+// Rows per block, those of a step of the main kernel.
+constexpr int BLOCK_Q = 128;
 constexpr int HEAD_DIM = 64;  // columns of dQ
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -24,7 +25,8 @@ constexpr int DQ_STRIPS = (HEAD_DIM + 15) / 16;
 constexpr int SUM_COLUMNS = 16 * DQ_STRIPS;
 constexpr int SMEM_BYTES = 16384;
 
-static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q, "plan and code disagree: dQ tile");
+static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q,
+              "plan and code disagree: dQ tile");
 static_assert(BLOCK_Q % DQ_QUERIES == 0, "plan and code disagree: queries of a strip");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
@@ -101,7 +103,8 @@ convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
   const int b = p.first_batch + blockIdx.z;
   const int first_row = blockIdx.x * BLOCK_Q;
   const long long tile = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
-  const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
+  const float4* sums =
+      (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
 
   // 2. Scale the sums, round them to dQ^T, transpose them and stage dQ. A warp reads
   //    16 columns of 8 queries: lane 4a + t has columns a and a + 8 of queries 2t and 2t + 1.
@@ -121,7 +124,9 @@ convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
 
   // 3. Copy dQ out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();
-  Element* rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + first_row * p.dq_stride_n;
+  Element* rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h
+                  + first_row * p.dq_stride_n;
   const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
-  store_rows<BLOCK_Q, VECTORS>(rows, p.dq_stride_n, stage, p.seq_q - first_row, threadIdx.x);
+  store_rows<BLOCK_Q, VECTORS>(rows, p.dq_stride_n, stage,
+                                p.seq_q - first_row, threadIdx.x);
 }

@@ -10,7 +10,8 @@
 // launch    grid (ceil(seq_q / 96), heads_q, batch)  block 128  dynamic shared memory 12,288 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-constexpr int BLOCK_Q = 96;  // rows per block, those of a step of the main kernel
+// Rows per block, those of a step of the main kernel.
+constexpr int BLOCK_Q = 96;
 constexpr int HEAD_DIM = 64;  // columns of dQ
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -20,7 +21,8 @@ constexpr int VECTORS = HEAD_DIM * ELEMENT_BYTES / 16;  // 16-byte vectors per r
 constexpr int SUM_COLUMNS = HEAD_DIM;
 constexpr int SMEM_BYTES = 12288;
 
-static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q, "plan and code disagree: dQ tile");
+static_assert(SMEM_BYTES == 16 * VECTORS * BLOCK_Q,
+              "plan and code disagree: dQ tile");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 
@@ -87,9 +89,10 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
   const int b = p.first_batch + blockIdx.z;
   const int first_row = blockIdx.x * BLOCK_Q;
   const long long tile = ((long long)b * p.heads_q + h) * gridDim.x + blockIdx.x;
-  const float4* sums = (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
+  const float4* sums =
+      (const float4*)(p.dq_sum + tile * (BLOCK_Q * SUM_COLUMNS));
 
-  // 2. Scale the sums, round them and stage dQ. A lane reads 8 columns of a row:
+  // 2. Scale the sums, round them and stage them. A lane reads 8 columns of a row:
   //    the even ones, then the odd ones. Neighbouring lanes have neighbouring rows.
 #pragma unroll 4
   for (int i = threadIdx.x; i < BLOCK_Q * (HEAD_DIM / 8); i += THREADS) {
@@ -107,7 +110,9 @@ convert_dq_fp16_d64_q96(const __grid_constant__ Params p) {
 
   // 3. Copy dQ out in 16-byte vectors. Several warps copy each row: hence the barrier.
   __syncthreads();
-  Element* rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + first_row * p.dq_stride_n;
+  Element* rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h
+                  + first_row * p.dq_stride_n;
   const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
-  store_rows<BLOCK_Q, VECTORS>(rows, p.dq_stride_n, stage, p.seq_q - first_row, threadIdx.x);
+  store_rows<BLOCK_Q, VECTORS>(rows, p.dq_stride_n, stage,
+                                p.seq_q - first_row, threadIdx.x);
 }
