@@ -375,6 +375,8 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
+        with suppress(PlanError, SpecError):
+            found += _emit_backward(BackwardPlanRequest(spec, arch, in_parts=True))
         return tuple(dict.fromkeys(source.filename for source in found))
 
     return names
