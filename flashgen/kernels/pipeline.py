@@ -29,6 +29,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges
 from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by_users
+from flashgen.shared.launch_facts import Sizes
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.language.spec import AttentionSpec
@@ -336,18 +337,34 @@ def build_backward(
     deterministic: bool = False,
     tiles: Mapping[str, Tile] = NO_TILES,
     ranges: CallRanges | None = None,
+    sizes: Sizes | None = None,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
-    Args: those of ``emit``; ``ranges`` as for ``build``.
+    Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, which may
+    be divided into parts of its groups of query heads (`LaunchRules.part_heads`).
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
     request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
+    if sizes is not None and divides_groups(request, sizes):
+        request = replace(request, in_parts=True)
     return _build_backward(request, _needs_wide(request, ranges))
+
+
+def divides_groups(request: BackwardPlanRequest, sizes: Sizes) -> bool:
+    """Whether blocks own parts of a group of query heads in a call of these sizes: where a mask
+    gives them different numbers of tiles, and the rule of the launch finds that L2 is too small."""
+    _, heads_q, heads_kv, *_ = sizes
+    if not 0 < heads_kv < heads_q:
+        return False
+    plan = plan_schemes(request).of_keys
+    if not plan.divides_groups or plan.part_heads(*sizes) >= heads_q // heads_kv:
+        return False
+    return analysed(request.spec, codegen.walk_of_kernel(plan.kernel)).mask.growth != 0
 
 
 def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
@@ -360,6 +377,8 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
+        with suppress(PlanError, SpecError):
+            found += _emit_backward(BackwardPlanRequest(spec, arch, in_parts=True))
         return tuple(dict.fromkeys(source.filename for source in found))
 
     return names

@@ -17,9 +17,12 @@ from flashgen.shared.paths import PATHS, CodePath
 from flashgen.shared.signature import GradientTerm
 
 KEY_KERNELS = ("dkdv", "fused")
-"""The backward kernels whose thread blocks own keys; those of all others own queries."""
+"""The backward kernels with scores whose thread blocks own keys."""
 
-STREAMING_KERNELS = ("delta", "convert_dq", "minmax_table", "merge", "append_kv")
+CONVERT_KERNELS = {"convert_dq": "dq", "convert_dk": "dk", "convert_dv": "dv"}
+"""The kernels that convert float32 sums, and the gradients that they write."""
+
+STREAMING_KERNELS = ("delta", *CONVERT_KERNELS, "minmax_table", "merge", "append_kv")
 """The kernels without score elements, which are bound by memory."""
 
 MAX_WORK_TILES = 2**30
@@ -30,6 +33,9 @@ SPAN = 16
 """Elements per span of a min/max table; ranges are rounded outward to spans."""
 
 Box = tuple[int, int, int]
+
+Sizes = tuple[int, int, int, int, int]
+"""The sizes of a call: batch, query heads, key heads, queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class LaunchRules(ABC):
     @property
     def owns_keys(self) -> bool:
         """Whether a thread block owns block_k keys rather than block_q queries."""
-        return self.kernel in KEY_KERNELS
+        return self.kernel in (*KEY_KERNELS, "convert_dk", "convert_dv")
 
     @property
     def is_persistent(self) -> bool:
@@ -166,6 +172,7 @@ class LaunchRules(ABC):
         packed: bool = False,
         head_bits: int = 0,
         splits: int = 1,
+        parts: int = 1,
     ) -> tuple[int, int, int]:
         """Thread blocks of a launch, or work tiles of a persistent kernel, in three dimensions.
 
@@ -175,6 +182,7 @@ class LaunchRules(ABC):
             head_bits: logarithm to base 2 of the number of interleaved heads, from `head_bits`; 0:
                 head by head.
             splits: splits of the keys, which count as batch entries.
+            parts: parts of each group of query heads, which count as key heads.
 
         Returns:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
@@ -184,52 +192,80 @@ class LaunchRules(ABC):
         """
         length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
         if self.owns_keys:
-            length, block, heads = seq_k, self.block_k, heads_kv
+            length, block, heads = seq_k, self.block_k, heads_kv * parts
         if packed and self.kernel != "delta":
             return (length // block + batch) << head_bits, heads >> head_bits, splits
         entries = 1 if packed else batch * splits
         return -(-length // block) << head_bits, heads >> head_bits, entries
 
-    def elements_of_sums(
-        self, batch: int, heads_q: int, seq_q: int, *, packed: bool = False
-    ) -> int:
-        """Elements of the float32 sums of dQ: whole tiles of rows; 0 where there are no sums.
+    def elements_of_sums(self, batch: int, heads: int, length: int, *, packed: bool = False) -> int:
+        """Elements of the float32 sums of a gradient: whole tiles of rows; 0 without sums.
 
         Args:
-            packed: as in `grid`. The sums of sequence b begin with tile cu_seqlens_q[b] / rows + b.
+            heads, length: those of the gradient: query heads and queries, or key heads and keys.
+            packed: as in `grid`. The sums of sequence b begin with the tile of its first row in the
+                tensor plus b.
         """
         if self.sums_tile is None:
             return 0
         rows, columns = self.sums_tile
-        tiles = seq_q // rows + batch if packed else batch * -(-seq_q // rows)
-        return tiles * heads_q * rows * columns
+        tiles = length // rows + batch if packed else batch * -(-length // rows)
+        return tiles * heads * rows * columns
 
-    def head_bits(self, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the blocks which share a head access of each row that they all walk: Q and dO,
+        and the sums of dQ to which they add, where they own keys; else K and V."""
+        sums = 4 * self.sums_tile[1] if self.owns_keys and self.sums_tile else 0
+        return (self.head_dim + self.head_dim_v) * self.itemsize + sums
+
+    def part_heads(self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
+        """Query heads of each part of a group, where blocks own keys and may divide the group.
+
+        Blocks of later keys have fewer causal tiles in each head, so that blocks that walk a whole
+        group drift apart by heads: Q, dO and the sums of dQ of all heads between them must stay in
+        L2. A group is halved until those of the heads that run at the same time fit in a share of
+        it. The last part may have fewer heads.
+        """
+        heads = heads_q // heads_kv
+        slots, tiles = self.machine.sms * self.blocks_per_sm, max(1, -(-seq_k // self.block_k))
+        at_once = max(1.0, slots / tiles)
+        bytes_of_head = seq_q * self.row_bytes
+        while heads > 1:
+            if min(heads * at_once, batch * heads_q) * bytes_of_head <= self.machine.l2_room:
+                break
+            heads = -(-heads // 2)
+        return heads
+
+    def head_bits(
+        self, heads_q: int, heads_kv: int, seq_q: int, seq_k: int, part_heads: int | None = None
+    ) -> int:
         """Logarithm to base 2 of the number of heads that are interleaved tile by tile.
 
         A power of two that divides the heads of a batch entry (query heads, or key heads where
-        blocks own keys): the largest one whose operands fit in a share of L2, but at least so many
-        that their tiles occupy all SMs. With fewer, the short tiles of one head end beside the long
-        tiles of the next: causal gradients of 8 key heads in 64 tiles each took 1.21 times as long
-        on an H200, head by head. The low bits of a block's number are then its head. Heads that
-        share a tile count as one.
+        blocks own keys, or parts of their groups): the largest one whose operands and sums fit in a
+        share of L2, but at least so many that their tiles occupy two thirds of the SMs. With fewer,
+        the short tiles of one head end beside the long tiles of the next: causal gradients of 8 key
+        heads in 64 tiles each took 1.21 times as long on an H200, head by head. The low bits of a
+        block's number are then its head. Heads that share a tile count as one.
 
         Args:
             seq_q, seq_k: with packed sequences, the sums of their lengths.
+            part_heads: query heads of a part; None where blocks walk whole groups.
         """
         group, heads = heads_q // heads_kv, heads_q
-        tiles = -(-seq_q // self.queries_per_tile)
-        row_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
+        tiles, row_bytes = -(-seq_q // self.queries_per_tile), self.row_bytes
         if self.owns_keys:  # all key tiles of a head read its Q and dO
-            heads, tiles = heads_kv, -(-seq_k // self.block_k)
-            bytes_of_head: float = group * seq_q * row_bytes
+            part_heads = part_heads or group
+            heads, tiles = heads_kv * -(-group // part_heads), -(-seq_k // self.block_k)
+            bytes_of_head: float = part_heads * seq_q * row_bytes
         else:
             heads //= self.heads_per_tile
             bytes_of_head = self.heads_per_tile * seq_k * row_bytes / group
         bits, room = 0, self.machine.l2_room
         slots = self.machine.sms * self.blocks_per_sm
         while heads % (2 << bits) == 0 and (
-            (2 << bits) * bytes_of_head <= room or tiles << bits < slots
+            (2 << bits) * bytes_of_head <= room or 3 * (tiles << bits) < 2 * slots
         ):
             bits += 1
         return bits

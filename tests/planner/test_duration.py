@@ -195,20 +195,22 @@ def test_as_many_heads_are_interleaved_as_fit_in_l2(heads, seq, bits) -> None:
     )
 
 
-def test_where_blocks_own_keys_it_is_q_and_its_gradient_that_must_fit() -> None:
+def test_where_blocks_own_keys_it_is_q_its_gradient_and_sums_that_must_fit() -> None:
     fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
     keys = 1 << 15
-    assert fused.head_bits(16, 16, 4096, keys) == 4
-    assert fused.head_bits(16, 2, 4096, keys) == 1
-    assert fused.head_bits(16, 2, 8192, keys) == 0
+    assert fused.head_bits(16, 16, 4096, keys) == 3
+    assert fused.head_bits(16, 2, 2048, keys) == 1
+    assert fused.head_bits(16, 2, 4096, keys) == 0
+    dkdv = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a", deterministic=True).of_keys
+    assert dkdv.head_bits(16, 16, 4096, keys) == 4  # it has no sums
 
 
-def test_enough_heads_are_interleaved_to_occupy_all_sms_whatever_fits_in_l2() -> None:
+def test_enough_heads_are_interleaved_to_occupy_most_sms_whatever_fits_in_l2() -> None:
     fused = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a").kernel("fused")
     sms = fused.machine.sms * fused.blocks_per_sm
     group, seq = 8, 8192  # Q and dO of a key head: 32 MiB
     tiles = seq // fused.block_k
-    assert tiles < sms < 4 * tiles
-    assert fused.head_bits(8 * group, 8, seq, seq) == 2
+    assert 3 * tiles < 2 * sms < 6 * tiles
+    assert fused.head_bits(8 * group, 8, seq, seq) == 1
     long = 2 * sms * fused.block_k
     assert fused.head_bits(8 * group, 8, long, long) == 0

@@ -14,6 +14,7 @@ from flashgen.calls.runtime.bound_kernel import span
 from flashgen.kernels.compile import compile
 from flashgen.kernels.pipeline import Build, build
 from flashgen.kernels.planner import backward_traffic, forward_traffic
+from flashgen.shared.launch_facts import LaunchRules
 from flashgen.tools.cli.inputs import example_scalars
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import LaunchPrediction
@@ -93,6 +94,17 @@ def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
         products = [each for each in profile.work if each.name == "multiply-adds"]
         assert all(each.counted == each.predicted for each in products)
         assert bool(products) == (not profile.plan.streams)
+
+
+@pytest.mark.slow
+def test_predicted_bytes_are_exact_for_parts_of_groups(monkeypatch):
+    monkeypatch.setattr(LaunchRules, "part_heads", lambda *_: 2)
+    spec = loaded("causal").replace(head_dim=64, head_dim_v=40)
+    _, *profiles = all_kernels(spec, (1, 6, 2, 113, 203), arch="sm_90a")
+    assert {"convert_dk", "convert_dv"} <= {profile.plan.kernel for profile in profiles}
+    for profile in profiles:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
 
 
 def comb(b, h, q, k):

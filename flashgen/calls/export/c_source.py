@@ -259,7 +259,7 @@ def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
         "facts": of,
         "delta": of.kernel == "delta",
         "file": f"kernels/{record.stem}.cubin",
-        "row_bytes": (of.head_dim + of.head_dim_v) * of.itemsize,
+        "row_bytes": of.row_bytes,
         "sums_tile": of.sums_tile or (0, 0),
         "grouped": any(param.name == "head_bits" for param in of.params),
         "machine": [repr(float(each)) for each in machine[1:]],

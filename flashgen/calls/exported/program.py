@@ -23,7 +23,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
-from flashgen.shared.launch_facts import heads_of_fewest_rows
+from flashgen.shared.launch_facts import Sizes, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, CallSignature
 from flashgen.shared.split_choice import choose_split
 
@@ -256,7 +256,12 @@ class ExportedProgram(CallProgram):
         return fitting[chosen], reason
 
     def backward(
-        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+        self,
+        arch: str,
+        deterministic: bool,
+        launch: LaunchOptions,
+        ranges: CallRanges,
+        sizes: Sizes,
     ) -> tuple[ExportedKernel, ...]:
         self._refuse_options(launch)
         wide = self._is_wide(ranges)

@@ -37,6 +37,7 @@ from flashgen.shared.call import (
     Operands,
     OutputGradients,
 )
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -90,6 +91,7 @@ class PreparedBackward(PreparedCall):
         }
         self._kernel_arch, self._reason = memory_layout.path_for(target.arch, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
+        self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers
         self._tables: MinMaxTables | None = None  # for kernels that read captured tensors
         # With exact sums: the largest number of contributions to an element of each tensor.
         self._contributions: dict[str, int] = {}
@@ -137,8 +139,13 @@ class PreparedBackward(PreparedCall):
         bound = self._bound.get(copied := tuple(copies))
         if bound is None:
             bound = self._bound[copied] = self._bind(tensors, by_name)
-        elements = elements_of_sums(bound[0].build.facts, self.call, packed=self.signature.packed)
-        tensors["dq_sum"] = q.new_empty(elements, dtype=torch.float32) if elements else None
+        tensors["dq_sum"] = None
+        if self._sums:
+            every = q.new_empty(sum(self._sums.values()), dtype=torch.float32)
+            tensors |= zip(
+                self._sums, every.split_with_sizes(list(self._sums.values())), strict=True
+            )
+            tensors["dq_sum"] = every  # the delta kernel fills all sums from here on with zeros
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
                 tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
@@ -186,9 +193,19 @@ class PreparedBackward(PreparedCall):
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
-        builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges)
+        builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges, call.sizes)
         self._built = time.perf_counter() - start
-        bound = tuple(bind(build, call, tensors, captured, packed=packed) for build in builds)
+        self._sums = {
+            f"{CONVERT_KERNELS[build.facts.kernel]}_sum": elements_of_sums(
+                build.facts, call, packed=packed
+            )
+            for build in builds
+            if build.facts.kernel in CONVERT_KERNELS
+        }
+        sums = sum(self._sums.values())
+        bound = tuple(
+            bind(build, call, tensors, captured, packed=packed, sums=sums) for build in builds
+        )
         if captured:
             self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)
         for build in builds:

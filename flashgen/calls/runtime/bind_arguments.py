@@ -13,7 +13,7 @@ from flashgen.calls.runtime.bound_kernel import BoundKernel, Grid, Tensors
 from flashgen.calls.runtime.kernel_arguments import KernelArguments, multiplier_of, numbers_of
 from flashgen.shared.call import CallRanges, CheckedCall
 from flashgen.shared.errors import PlanError
-from flashgen.shared.launch_facts import HeadsPerTile, LaunchFacts, LaunchRules
+from flashgen.shared.launch_facts import CONVERT_KERNELS, HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.shared.signature import LAYOUT, SPLIT, CallSignature
 from flashgen.shared.tensormap import TensorMapSpec
 
@@ -43,6 +43,7 @@ def bind(
     packed: bool = False,
     sms: int | None = None,
     blocks: int | None = None,
+    sums: int = 0,
 ) -> BoundKernel:
     """The kernel bound to a call.
 
@@ -53,22 +54,28 @@ def bind(
         packed: whether the call has packed sequences.
         sms: multiprocessors of the GPU; None for the number in the plan's architecture.
         blocks: the blocks of a persistent kernel, instead of the plan's number.
+        sums: elements of the float32 sums of gradients, which the delta kernel fills with zeros.
 
     Raises:
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
     facts, params = build.facts, build.facts.params
-    grouped = any(param.name == "head_bits" for param in params)
-    bits = facts.head_bits(*call.sizes[1:]) if grouped else 0
-    numbers = {**numbers_of(call, tensors, captured), **numbers, "head_bits": bits}
+    names, group = {param.name for param in params}, call.heads_q // max(1, call.heads_kv)
+    part_heads = facts.part_heads(*call.sizes) if "part_heads" in names else max(1, group)
+    parts = max(1, -(-group // part_heads))
+    bits = facts.head_bits(*call.sizes[1:], part_heads) if "head_bits" in names else 0
+    own = {"head_bits": bits, "part_heads": part_heads, "parts": parts}
+    numbers = {**numbers_of(call, tensors, captured), **numbers, **own}
+    if facts.kernel == "convert_dv":  # dV has no scale but that of dropout
+        numbers["scale"] = numbers["dropout_scale"]
     boxes: Mapping[str, int] = NO_BOXES
-    if any(param.name == "box_rows" for param in params):
+    if "box_rows" in names:
         rows = box_rows_of(facts.block_k, call, int(numbers.get("page_size", 0)))
         numbers["box_rows"] = rows
         # Maps that the kernel leaves unused have boxes too.
         boxes = dict.fromkeys(("k", "v"), max(rows, 1))
-    grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits)
-    vectors = elements_of_sums(facts, call, packed=packed) // 4
+    grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits, parts=parts)
+    vectors = sums // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None
     if facts.is_persistent:
@@ -132,8 +139,11 @@ def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
 
 
 def elements_of_sums(plan: LaunchRules, call: CheckedCall, *, packed: bool = False) -> int:
-    """Elements of the float32 sums of dQ that a kernel accesses in such a call; 0 for none."""
-    return plan.elements_of_sums(call.batch, call.heads_q, call.seq_q, packed=packed)
+    """Elements of the float32 sums of a gradient that a kernel converts; 0 for other kernels."""
+    if plan.kernel not in CONVERT_KERNELS:
+        return 0
+    rows = (call.heads_kv, call.seq_k) if plan.owns_keys else (call.heads_q, call.seq_q)
+    return plan.elements_of_sums(call.batch, *rows, packed=packed)
 
 
 def _parts(grid: Grid) -> Iterator[tuple[int, int, Grid]]:

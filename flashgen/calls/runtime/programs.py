@@ -18,6 +18,7 @@ from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.shared.launch_facts import Sizes
 from flashgen.shared.signature import SPLIT, CallSignature
 
 if TYPE_CHECKING:
@@ -135,9 +136,14 @@ class CallProgram(abc.ABC):
 
     @abc.abstractmethod
     def backward(
-        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+        self,
+        arch: str,
+        deterministic: bool,
+        launch: LaunchOptions,
+        ranges: CallRanges,
+        sizes: Sizes,
     ) -> tuple[LaunchableKernel, ...]:
-        """The backward kernels, in the order of their launches."""
+        """The backward kernels of a call of these sizes, in the order of their launches."""
 
     @abc.abstractmethod
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
@@ -228,7 +234,12 @@ class SpecProgram(CallProgram):
         return build(self.spec, arch, **options), heads.reason
 
     def backward(
-        self, arch: str, deterministic: bool, launch: LaunchOptions, ranges: CallRanges
+        self,
+        arch: str,
+        deterministic: bool,
+        launch: LaunchOptions,
+        ranges: CallRanges,
+        sizes: Sizes,
     ) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_backward
 
@@ -239,6 +250,7 @@ class SpecProgram(CallProgram):
             deterministic=deterministic,
             tiles=launch.tiles,
             ranges=ranges,
+            sizes=sizes,
         )
 
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:

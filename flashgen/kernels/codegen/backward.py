@@ -6,9 +6,10 @@ from flashgen.kernels.codegen.captured import captured
 from flashgen.kernels.codegen.functions import KEYS, QUERIES, SpecFunctions
 from flashgen.kernels.codegen.kernel import KernelCode, kernel
 from flashgen.kernels.codegen.source import Source
-from flashgen.kernels.codegen.streaming import convert_dq, delta
+from flashgen.kernels.codegen.streaming import convert, delta
 from flashgen.kernels.codegen.walk import ScoreCode, walk_of
 from flashgen.kernels.planner import Plan
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.analysis import Analysis
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.language.spec import AttentionSpec
@@ -30,8 +31,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     if plan.kernel == "delta":
         return delta(spec, plan)
-    if plan.kernel == "convert_dq":
-        return convert_dq(spec, plan)
+    if plan.kernel in CONVERT_KERNELS:
+        return convert(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
     direction = QUERIES if plan.owns_keys else KEYS

@@ -26,6 +26,8 @@ _FORMULAS = {
     "dkdv": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q"),
     "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
     "convert_dq": ("dQ = scale * sum of dS K, rounded",),
+    "convert_dk": ("dK = scale * sum of dS^T Q, rounded",),
+    "convert_dv": ("dV = scale * sum of P^T dO, rounded",),
     "dq": (_SCORES, _DS, "dQ = scale dS K"),
     "merge": (
         "LSE = log(sum of exp(LSE_s))    O = sum of exp(LSE_s - LSE) O_s",

@@ -6,7 +6,7 @@ import dataclasses
 
 from flashgen.kernels.codegen.source import Param
 from flashgen.shared.dtypes import SCALAR_DTYPES
-from flashgen.shared.launch_facts import STREAMING_KERNELS
+from flashgen.shared.launch_facts import CONVERT_KERNELS, STREAMING_KERNELS
 from flashgen.shared.paths import CodePath
 from flashgen.shared.signature import WHOLE
 from flashgen.spec.language.scalar import Scalar
@@ -55,6 +55,8 @@ WORK_TILES = (
     Param("first_head_group", "int", "of this launch: a grid has 65,535 along y and z"),
     Param("first_batch", "int", "of this launch"),
     Param("head_bits", "int", "2^head_bits heads alternate, tile by tile"),
+    Param("parts", "int", "of each group of query heads, which blocks share"),
+    Param("part_heads", "int", "query heads of a part; the last one may have fewer"),
     Param("tiles_per_group", "int", "work tiles of a head group"),
     Param("head_groups", "int", "heads, or sets of heads, per batch entry"),
     Param("work_tiles", "int", "all work tiles of the launch"),
@@ -102,31 +104,38 @@ _SPLITS = (
     Param("lse_stride_s", "long long", "elements to the next split"),
 )
 _OF_SPLITS = "[splits, {}"
+_KEY_SUMS = {
+    "dk": "[batch, heads_kv, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows",
+    "dv": "[batch, heads_kv, rows / 16, HEAD_DIM_V / 8, 4, 32], likewise",
+}
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS), Param("lse", "const float*", _LSE))
 # The first tensors of a kernel, operands and O, and its fields with a value per row.
 _FIRST = {
     "forward": (("q", "k", "v", "o"), _FORWARD_ROWS),
     "delta": (("o", "do"), (*_DELTA_ROWS, *_ZEROS)),
-    "convert_dq": ((), ()),
+    **dict.fromkeys(CONVERT_KERNELS, ((), ())),
     "merge": (("o",), _MERGE_ROWS),
 }
 _BACKWARD = (("q", "k", "v", "do"), _BACKWARD_ROWS)
 _GRADIENTS = {
     "dkdv": ("dk", "dv"),
     "fused": ("dk", "dv"),
-    "convert_dq": ("dq",),
+    **{kernel: (gradient,) for kernel, gradient in CONVERT_KERNELS.items()},
     "dq": ("dq",),
 }
 
 
-def params_of(spec: AttentionSpec, role: str, path: CodePath) -> tuple[Param, ...]:
+def params_of(
+    spec: AttentionSpec, role: str, path: CodePath, *, in_parts: bool = False
+) -> tuple[Param, ...]:
     """The fields that a kernel of this role may use, in order: tensors, strides, numbers.
 
-    Operands that TMA copies are tensor maps, which have their strides in them.
+    Operands that TMA copies are tensor maps, which have their strides in them. ``in_parts`` is as
+    in `flashgen.kernels.planner.Plan`.
     """
     by_tma = path.copies_by_tma and role not in STREAMING_KERNELS
     first, rows = _FIRST.get(role, _BACKWARD)
-    gradients = _GRADIENTS.get(role, ())
+    gradients = () if in_parts else _GRADIENTS.get(role, ())
     written = ("o", *gradients) if role in ("forward", "merge") else gradients
     mapped = {name for name in first if by_tma and name not in written}
     params = [
@@ -145,6 +154,9 @@ def params_of(spec: AttentionSpec, role: str, path: CodePath) -> tuple[Param, ..
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", path.dq_sums))
+    for gradient in ("dk", "dv"):
+        if in_parts or role == f"convert_{gradient}":
+            params.append(Param(f"{gradient}_sum", "float*", _KEY_SUMS[gradient]))
     in_memory = [name for name in (*first, *gradients) if name not in mapped]
     if paged:
         in_memory = [*(name for name in in_memory if name not in _CACHES), *_CACHES.values()]

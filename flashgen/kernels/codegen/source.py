@@ -8,6 +8,7 @@ from flashgen.kernels.codegen.integer_ranges import AssumedBlock, beyond_int32
 from flashgen.kernels.planner import Plan
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERANDS
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.language.spec import AttentionSpec
 
 _CTYPES = {"long long": "int64", "int": "int32", "float": "float32", "TensorMap": "tensormap"}
@@ -114,7 +115,7 @@ def options(plan: Plan) -> tuple[str, ...]:
     return ("--ptxas-options=-O1",) if OPERANDS[plan.dtype].parts > 1 and not plan.streams else ()
 
 
-WITHOUT_SPEC = ("delta", "convert_dq", "merge", "append_kv")
+WITHOUT_SPEC = ("delta", *CONVERT_KERNELS, "merge", "append_kv")
 """The kernels that read neither mask nor score: specs share their names and their text."""
 
 
@@ -122,16 +123,18 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """``causal_forward_fp16_d64``: the name in profiles, symbols and file names.
 
     The delta kernel has the same name and the same text for all specs of one dtype and one head dim
-    of v, apart from those with a sink. The kernel that converts dQ has the same text for all specs
-    of one dtype and one head dim, packed or not, whose sums of dQ have tiles of equal size.
+    of v, apart from those with a sink. A kernel that converts sums has the same text for all
+    specs of one dtype and one head dim, packed or not, whose sums have tiles of equal size.
     """
     role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
         return f"delta{_sink_of_delta(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
-    if role == "convert_dq":
+    if role in CONVERT_KERNELS:
         packed = "_packed" if spec.packed else ""
         dtype = OPERANDS[spec.dtype].short
-        return f"convert_dq{packed}_{dtype}_d{spec.head_dim}_q{plan.block_q}"
+        dim = plan.head_dim_v if role == "convert_dv" else plan.head_dim
+        rows = f"q{plan.block_q}" if role == "convert_dq" else f"k{plan.block_k}"
+        return f"{role}{packed}_{dtype}_d{dim}_{rows}"
     if role == "merge":
         splits = "_splits" if plan.lane_groups > 1 else ""
         return f"merge{splits}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
@@ -139,6 +142,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
     place = role if role == "forward" else f"backward_{role}"
+    place += "_parts" if plan.in_parts else ""
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""
     return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}_{dims}{heads}{wide}"

@@ -9,7 +9,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
 from flashgen.kernels.planner.streaming_kernels import lanes_of_row
 from flashgen.shared.dtypes import ELEMENTS
-from flashgen.shared.launch_facts import SPAN
+from flashgen.shared.launch_facts import CONVERT_KERNELS, SPAN
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.tensor import Tensor
 
@@ -132,7 +132,15 @@ def delta(spec: AttentionSpec, plan: Plan) -> Source:
     )
 
 
-def convert_dq(spec: AttentionSpec, plan: Plan) -> Source:
-    """The source of the kernel that makes dQ from its float32 sums."""
-    queries = queries_of_sums(plan.block_q, plan.head_dim)
-    return kernel("common/convert_dq.cu.j2", spec, plan, None, dq_queries=queries)
+def convert(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of a kernel that makes a gradient from its float32 sums."""
+    gradient = CONVERT_KERNELS[plan.kernel]
+    return kernel(
+        "common/convert.cu.j2",
+        spec,
+        plan,
+        None,
+        gradient=gradient,
+        head_dim=plan.head_dim_v if gradient == "dv" else plan.head_dim,
+        dq_queries=queries_of_sums(plan.block_q, plan.head_dim) if gradient == "dq" else 0,
+    )

@@ -11,13 +11,14 @@ same bits, with sums of integers, which do not depend on the order.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile
 from flashgen.kernels.planner.requests import BackwardPlanRequest
 from flashgen.kernels.planner.search import cheapest
-from flashgen.kernels.planner.streaming_kernels import plan_convert_dq, plan_delta
+from flashgen.kernels.planner.streaming_kernels import plan_convert, plan_delta
 from flashgen.kernels.planner.tile_problem import problem_of
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import PlanError
@@ -55,16 +56,21 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
 
 
 def streaming_kernels_of(spec: AttentionSpec, of_keys: Plan) -> tuple[Plan, ...]:
-    """The kernels before and after those that compute scores: "delta", and for sums "convert_dq".
+    """The kernels before and after those that compute scores: "delta", and for sums of a gradient
+    the kernel that converts them.
 
     Args:
         of_keys: the plan of the kernel that computes dK and dV.
     """
     arch, path, sums_tile = of_keys.arch, of_keys.path, of_keys.sums_tile
     delta = plan_delta(spec, arch, path, sums_tile)
-    if sums_tile is None:
-        return (delta,)
-    return delta, plan_convert_dq(spec, arch, path, sums_tile)
+    sums = {} if sums_tile is None else {"dq": (path, sums_tile)}
+    if of_keys.in_parts:  # in the order of the sums of mma.sync: rows are rows
+        rows, d_qk, d_v = of_keys.block_k, of_keys.head_dim, of_keys.head_dim_v
+        sums |= {"dk": ("sm_80", (rows, d_qk)), "dv": ("sm_80", (rows, d_v))}
+        delta = replace(delta, key_sums_tile=(rows, d_qk + d_v))
+    converted = (plan_convert(spec, arch, name, *of_sums) for name, of_sums in sums.items())
+    return delta, *converted
 
 
 @functools.lru_cache(maxsize=1024)
@@ -99,6 +105,8 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
         if kernel not in found:
             raise missing[kernel]
     parts = [found[name] for name in SCHEMES[scheme]]
+    if request.in_parts and parts[0].divides_groups:
+        parts[0] = replace(parts[0], in_parts=True)
     delta, *convert = streaming_kernels_of(spec, parts[0])
     kernels = (delta, *parts, *convert, *(found[name] for name in of_learned))
     if deterministic:
@@ -109,6 +117,13 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
         why = f"{scheme}, because its predicted cost is lower"
     else:
         why = f"{scheme}, because nothing else fits"
+    if parts[0].in_parts:
+        of_key = 4 * (parts[0].head_dim + parts[0].head_dim_v)
+        why += (
+            f"; its blocks own parts of groups of query heads: {of_key:,} B per key and key head "
+            "are zeroed and converted once, and added once per part, in any order; sums of each "
+            "part, added in order, would be zeroed and converted once per part too"
+        )
     return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
 
 

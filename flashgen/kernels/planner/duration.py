@@ -46,6 +46,7 @@ from flashgen.kernels.planner.traffic import (
     walks_of_head,
 )
 from flashgen.shared.arch import WARP, facts
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
@@ -195,9 +196,10 @@ def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSt
     """The parts of a launch, with the steps of the main loops of their blocks."""
     found = []
     for walk in walks:
-        tiles, heads, entries = plan.grid(*walk.sizes)
+        parts, part_heads = plan.parts_of_group(*walk.sizes)
+        tiles, heads, entries = plan.grid(*walk.sizes, parts=parts)
         lengths = _lengths(plan, tiles, walk)
-        bits = plan.head_bits(*walk.sizes[1:]) if uneven else 0
+        bits = plan.head_bits(*walk.sizes[1:], part_heads) if uneven and not plan.streams else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))
     return tuple(found)
 
@@ -260,7 +262,8 @@ def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float,
 
 
 def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
-    """Steps of each block of a head; where blocks own keys, summed over a group's query heads."""
+    """Steps of each block of a head; where blocks own keys, summed over a group's query heads, or
+    over those of a part, of which all have the same number here."""
     sizes = walk.sizes
     if plan.streams:
         return [1] * tiles
@@ -272,7 +275,8 @@ def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
         clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
         lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]
     times = group * tiles // len(lengths)  # more than 1 where the heads of a group walk alike
-    return [times * sum(lengths[tile::tiles]) for tile in range(tiles)]
+    parts, _ = plan.parts_of_group(*sizes)
+    return [times * sum(lengths[tile::tiles]) / parts for tile in range(tiles)]
 
 
 def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
@@ -282,7 +286,12 @@ def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
     """
     d_qk, d_v = plan.head_dim, plan.head_dim_v
     if plan.owns_keys:
-        keys = sum(sizes.batch * sizes.heads_kv * sizes.seq_k for sizes, *_ in walks)
+        keys = parts = 0
+        for sizes, *_ in walks:
+            own = sizes.batch * sizes.heads_kv * sizes.seq_k
+            keys, parts = keys + own, parts + own * plan.parts_of_group(*sizes)[0]
+        if plan.in_parts:  # K and V for each part, which adds float32 sums of dK and dV
+            return (plan.itemsize + SUM_BYTES) * parts * (d_qk + d_v)
         return plan.itemsize * keys * 2 * (d_qk + d_v)
     queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, *_ in walks)
     if plan.kernel == "forward":
@@ -302,11 +311,17 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + LSE_BYTES)
-    sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q)
+    rows = (sizes.heads_kv, sizes.seq_k) if plan.owns_keys else (sizes.heads_q, sizes.seq_q)
+    if plan.kernel == "fused":  # its own sums are those of dQ
+        rows = (sizes.heads_q, sizes.seq_q)
+    sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, *rows)
     if plan.kernel == "delta":
-        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
+        zeroed = SUM_BYTES * plan.zeroed_elements(*sizes)
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + zeroed
     if plan.kernel == "convert_dq":
         return sums + queries * qk
+    if plan.kernel in CONVERT_KERNELS:
+        return sums + keys * (qk if plan.kernel == "convert_dk" else v)
     results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
-    both = results["dkdv"] + sums
+    both = results["dkdv"] * (1 + plan.in_parts) + sums  # of sums over parts: float32
     return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

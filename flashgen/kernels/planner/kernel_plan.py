@@ -23,7 +23,14 @@ from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
 from flashgen.kernels.planner.quantities import QUANTITIES, Quantities
 from flashgen.kernels.planner.tile_problem import MODELS, Tile
 from flashgen.shared.arch import facts
-from flashgen.shared.launch_facts import Box, LaunchFacts, LaunchMachine, LaunchRules, ParamFacts
+from flashgen.shared.launch_facts import (
+    CONVERT_KERNELS,
+    Box,
+    LaunchFacts,
+    LaunchMachine,
+    LaunchRules,
+    ParamFacts,
+)
 from flashgen.shared.signature import GradientTerm
 from flashgen.spec.language.block_layout import BlockSparse
 
@@ -59,7 +66,8 @@ class Plan(LaunchRules):
 
     Attributes:
         kernel: "forward"; one of the backward kernels "delta" (rowsum(dO * O)), "dkdv", "dq",
-            "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"), "captured"
+            "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"; "convert_dk"
+            and "convert_dv" where groups of heads are divided), "captured"
             (gradients of learned tensors) and "captured_exact" (the same with order-independent
             sums); "minmax_table" (min/max tables of captured tensors, before all other kernels);
             "merge" (partial results, after all other kernels); or "append_kv" (new keys and values,
@@ -68,6 +76,10 @@ class Plan(LaunchRules):
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
         dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
+        key_sums_tile: for "delta", rows and columns of a tile of the sums of dK and of dV together,
+            where it fills such sums with zeros too; else None.
+        in_parts: whether a block of "fused" owns a part of a group of query heads: dK and dV are
+            then float32 sums over the parts, which "convert_dk" and "convert_dv" convert.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -100,7 +112,8 @@ class Plan(LaunchRules):
         heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
             share K and V. Where they cannot divide its rows, the last rows belong to no head.
         sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
-            which "delta" fills with zeros and "convert_dq" reads; None where there are no sums.
+            which "delta" fills with zeros and "convert_dq" reads, or of those that "convert_dk" and
+            "convert_dv" read; None where there are no sums.
         integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
             call needs them; 32 for a kernel of calls within int32.
         cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq",
@@ -134,6 +147,8 @@ class Plan(LaunchRules):
     smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
     sink_bytes: int = 0
     partial: bool = False
+    in_parts: bool = False
+    key_sums_tile: tuple[int, int] | None = None
 
     @property
     def out_itemsize(self) -> int:
@@ -256,6 +271,26 @@ class Plan(LaunchRules):
         return self.block_q // self.score_warps if self.owns_keys else self.block_k
 
     @property
+    def divides_groups(self) -> bool:
+        """Whether this tile has a form whose blocks own parts of a group of query heads."""
+        return self.kernel == "fused" and self.code_path.dq_strips and not self.in_passes
+
+    def parts_of_group(self, *sizes: int) -> tuple[int, int]:
+        """The parts of each group of query heads in a call of these sizes, as those of
+        `part_heads`, and the query heads of a part; one part of all heads unless `in_parts`."""
+        batch, heads_q, heads_kv, seq_q, seq_k = sizes
+        group = heads_q // max(1, heads_kv)
+        heads = self.part_heads(batch, heads_q, heads_kv, seq_q, seq_k) if self.in_parts else group
+        return max(1, -(-group // max(1, heads))), heads
+
+    def zeroed_elements(self, *sizes: int) -> int:
+        """Elements of float32 sums that "delta" fills with zeros in a call of these sizes."""
+        batch, heads_q, heads_kv, seq_q, seq_k = sizes
+        rows, columns = self.key_sums_tile or (1, 0)
+        of_keys = batch * heads_kv * -(-seq_k // rows) * rows * columns
+        return self.elements_of_sums(batch, heads_q, seq_q) + of_keys
+
+    @property
     def dq_row_warps(self) -> int:
         """Warps of "fused" that divide the rows of a dQ tile; the others divide its columns."""
         return int(self.quantities["dq_row_warps"])
@@ -326,7 +361,8 @@ class Plan(LaunchRules):
         the forward kernel of the path sm_80 stages O over Q, K and V.
         """
         found, end = [], 0
-        only = "a tile of dQ" if self.kernel == "convert_dq" else "other"
+        gradient = CONVERT_KERNELS.get(self.kernel)
+        only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
         for name, size in self.smem_parts or ((only, self.smem_bytes),):
             title = _TITLES.get(name, name)
             if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):

@@ -87,6 +87,7 @@ class BackwardPlanRequest:
     deterministic: bool = False
     spare_registers: tuple[tuple[str, int], ...] = ()
     tiles: tuple[tuple[str, Tile], ...] = ()
+    in_parts: bool = False  # blocks of "fused", if chosen, own parts of groups of query heads
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)

@@ -12,15 +12,16 @@ from flashgen.kernels.planner.models.kernel_model import REGISTER_LIMIT, SMEM_OF
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, WARP, facts
 from flashgen.shared.dtypes import ITEMSIZE
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.language.spec import AttentionSpec
 
 # By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
-# and loads several rows at once; a lane of "convert_dq" and of "append_kv" has a few vectors in
-# flight; a block of "minmax_table" makes the table of one line of the tensor; the registers of
-# "merge" are enough for its loads.
+# and loads several rows at once; a lane of those that convert sums and of "append_kv" has a few
+# vectors in flight; a block of "minmax_table" makes the table of one line of the tensor; the
+# registers of "merge" are enough for its loads.
 SHAPES = {
     "delta": (4, 8, 64),
-    "convert_dq": (4, 8, 64),
+    **dict.fromkeys(CONVERT_KERNELS, (4, 8, 64)),
     "merge": (4, 6, 80),
     "append_kv": (4, 8, 40),
     "minmax_table": (8, 4, 48),
@@ -33,10 +34,10 @@ ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
 ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
 DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
 
-# The kernel that converts the sums of dQ. Read: the sums, whole tiles of them. Written: dQ.
+# The kernels that convert sums. Read: the sums, whole tiles of them. Written: the gradient.
 CONVERT_LOADS = 4
-CONVERT_SMEM = Formula("smem", "e*block_q*d_qk", "B")  # a tile of dQ
-CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*d_qk", "B")
+CONVERT_SMEM = Formula("smem", "e*block_q*columns", "B")  # a tile of the gradient
+CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*columns", "B")
 
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
 MERGE_WARPS_OF_SM = 24
@@ -84,17 +85,21 @@ def plan_delta(
     return _plan("delta", spec, arch, at, formulas, note, **sizes)
 
 
-def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[int, int]) -> Plan:
-    """The plan of the kernel that makes dQ from its float32 sums, which is bound by memory.
+def plan_convert(
+    spec: AttentionSpec, arch: str, gradient: str, path: str, sums_tile: tuple[int, int]
+) -> Plan:
+    """The plan of the kernel that makes a gradient from float32 sums, which is bound by memory.
 
     Args:
+        gradient: "dq", "dk" or "dv".
         path: the code path of the kernel that adds to the sums, which decides on their order.
         sums_tile: rows and columns of a tile of the sums.
     """
-    block_q, columns = sums_tile
+    rows, columns = sums_tile
+    dim = spec.head_dim_v if gradient == "dv" and spec.head_dim_v else spec.head_dim
     at: dict[str, Number] = {
-        "d_qk": spec.head_dim,
-        "block_q": block_q,
+        "columns": dim,
+        "block_q": rows,
         "sum_columns": columns,
         "M_sm": facts(arch).smem_per_sm,
         "reserved": SMEM_RESERVED,
@@ -102,12 +107,13 @@ def plan_convert_dq(spec: AttentionSpec, arch: str, path: str, sums_tile: tuple[
         "chained_loads": 1,
     }
     smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **at}))
-    _, most, _ = SHAPES["convert_dq"]
+    _, most, _ = SHAPES[f"convert_{gradient}"]
     at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
     formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
     note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
-    sizes = {"path": path, "block_q": block_q, "sums_tile": sums_tile}
-    return _plan("convert_dq", spec, arch, at, formulas, note, **sizes)
+    own = "block_q" if gradient == "dq" else "block_k"
+    sizes = {"path": path, own: rows, "sums_tile": sums_tile}
+    return _plan(f"convert_{gradient}", spec, arch, at, formulas, note, **sizes)
 
 
 def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
@@ -212,7 +218,7 @@ def _plan(
     FormulaSequence(*formulas)(at)
     machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
     rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
-    given: dict[str, Any] = {"path": "sm_80", "block_q": 0} | fields
+    given: dict[str, Any] = {"path": "sm_80", "block_q": 0, "block_k": 0} | fields
     return Plan(
         kernel=kernel,
         arch=arch,
@@ -221,7 +227,6 @@ def _plan(
         itemsize=int(at["e"]),
         head_dim=spec.head_dim,
         head_dim_v=int(at["d_v"]),
-        block_k=0,
         smem_bytes=int(at.get("smem", 0)),
         warps=int(at["warps"]),
         registers=int(at["register_limit"]),

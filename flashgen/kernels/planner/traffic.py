@@ -12,6 +12,7 @@ from typing import NamedTuple
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.shared.arch import WARP
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 
 LSE_BYTES = 4  # float32
 SUM_BYTES = 4  # float32: the atomic sums of dQ, and the sums of a sink's gradient
@@ -127,8 +128,8 @@ class Traffic:
         sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
             by "delta" for each query where it computes its gradient.
         dsink: written by "delta": sums over the rows of a warp.
-        sums_zeroed, sums_read: sums of dQ, which "delta" fills with zeros and "convert_dq" reads.
-        added: added to dQ's sums, atomically, by "fused".
+        sums_zeroed, sums_read: sums that "delta" fills with zeros, and sums that a kernel converts.
+        added, dk_added, dv_added: added to the sums of dQ, dK and dV, atomically, by "fused".
         compulsory: each byte that the forward kernel accesses at all, once.
         scores: elements of S in the visited tiles, whole partial tiles included; `computed_scores`
             are fewer where warpgroups skip tiles.
@@ -150,6 +151,8 @@ class Traffic:
     sums_zeroed: int = 0
     sums_read: int = 0
     added: int = 0
+    dk_added: int = 0
+    dv_added: int = 0
     compulsory: int = 0
     scores: int = 0
 
@@ -157,7 +160,8 @@ class Traffic:
     def issued(self) -> int:
         """Bytes of all loads and stores, without atomic additions."""
         total: int = sum(vars(self).values())
-        return total - self.added - self.compulsory - self.scores
+        added = self.added + self.dk_added + self.dv_added
+        return total - added - self.compulsory - self.scores
 
     @property
     def written(self) -> int:
@@ -258,6 +262,11 @@ def backward_traffic(
     queries, dq_sums = pairs * seq_q, plan.elements_of_sums(batch, heads_q, seq_q) * SUM_BYTES
     if plan.kernel == "convert_dq":
         return Traffic(dq=queries * qk_row, sums_read=dq_sums)
+    if plan.kernel in CONVERT_KERNELS:
+        gradient, keys = CONVERT_KERNELS[plan.kernel], batch * heads_kv * seq_k
+        written = {gradient: keys * (qk_row if gradient == "dk" else v_row)}
+        sums = plan.elements_of_sums(batch, heads_kv, seq_k) * SUM_BYTES
+        return Traffic(sums_read=sums, **written)
     if plan.kernel == "delta":
         sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
         return Traffic(
@@ -267,7 +276,7 @@ def backward_traffic(
             rows_written=queries * ROW_BYTES,
             sink=queries * plan.sink_bytes,
             dsink=sums * SUM_BYTES,
-            sums_zeroed=dq_sums,
+            sums_zeroed=plan.zeroed_elements(batch, heads_q, heads_kv, seq_q, seq_k) * SUM_BYTES,
         )
 
     owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
@@ -292,14 +301,19 @@ def backward_traffic(
             scores=scores,
         )
     blocks = batch * heads_kv
+    parts, _ = plan.parts_of_group(batch, heads_q, heads_kv, seq_q, seq_k)
+    of_keys = {"dk": blocks * seq_k * qk_row, "dv": blocks * seq_k * v_row}
+    if plan.in_parts:
+        blocks *= parts
+        sums = blocks * count * plan.block_k * SUM_BYTES
+        of_keys = {"dk_added": sums * plan.head_dim, "dv_added": sums * plan.head_dim_v}
     return Traffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,
         q=times * walked_rows * qk_row,
         do=times * walked_rows * v_row,
         rows_read=times * walked_rows * ROW_BYTES,
-        dk=blocks * seq_k * qk_row,
-        dv=blocks * seq_k * v_row,
+        **of_keys,
         added=steps * math.prod(plan.sums_tile) * SUM_BYTES if plan.sums_tile else 0,
         scores=scores,
     )

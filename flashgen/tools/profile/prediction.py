@@ -18,6 +18,7 @@ from flashgen.kernels.planner.traffic import Traffic, Walk, computed_scores
 from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.shared.signature import field_stem
 from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
@@ -70,7 +71,7 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
         distinct = moved.compulsory
     else:
         moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
-        bytes_ = _backward_bytes(moved, dlse)
+        bytes_ = _backward_bytes(plan, moved, dlse)
         distinct = None
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
     if spec.block_sparse is not None and not plan.streams:
@@ -171,12 +172,16 @@ def _sum(traffic: Callable[..., Traffic], walks: list[Walk]) -> Traffic:
     return functools.reduce(operator.add, (traffic(*walk.sizes, walk.visited) for walk in walks))
 
 
-def _backward_bytes(moved: Traffic, dlse: bool) -> dict[str, int]:
+def _backward_bytes(plan: Plan, moved: Traffic, dlse: bool) -> dict[str, int]:
     names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
     lse = moved.lse // 2 if dlse else moved.lse
+    read = f"{CONVERT_KERNELS.get(plan.kernel, 'dq')}_sum"
+    sums = {"dq_sum": moved.sums_zeroed + moved.added, "dk_sum": moved.dk_added}
+    sums["dv_sum"] = moved.dv_added
+    sums[read] += moved.sums_read
     return {name: getattr(moved, name) for name in names} | {
         "lse": lse,
         "dlse": moved.lse - lse,
         "rows": moved.rows_read + moved.rows_written,
-        "dq_sum": moved.sums_zeroed + moved.added + moved.sums_read,
+        **sums,
     }

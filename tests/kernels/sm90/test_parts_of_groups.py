@@ -1,0 +1,174 @@
+"""Blocks that own a part of a group of query heads: dK and dV are float32 sums over the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.ops import BackwardRun
+from flashgen.kernels.pipeline import divides_groups
+from flashgen.kernels.planner import plan_backward
+from flashgen.kernels.planner.requests import BackwardPlanRequest
+from flashgen.shared.launch_facts import LaunchRules
+from tests.support.examples import spec_path
+from tests.support.judged import Call, check_gates, dropping, example, sized
+from tests.support.planted import caught, planted
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+ARCH = "sm_90a"
+CAUSAL = fg.load(spec_path("causal"))
+KERNELS = ["delta", "fused", "convert_dq", "convert_dk", "convert_dv"]
+
+
+@contextmanager
+def parts_of(heads: int) -> Iterator[None]:
+    """Inside, a part has this many query heads, as the rule chooses where L2 is too small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaunchRules, "part_heads", lambda _, *sizes: min(heads, sizes[1] // sizes[2]))
+        yield
+
+
+def causal(case: Case, dropout_p: float = 0.0, **offsets: int) -> Call:
+    numbers = dropping(dropout_p) | offsets
+    return Call(sized(CAUSAL, case, dropout_p), case.tensors(seed=1), numbers, arch=ARCH)
+
+
+def in_parts(call: Call, heads: int, **how: Any) -> BackwardRun:
+    """By the error rule, from kernels that are compiled clean."""
+    with parts_of(heads):
+        run = call.judged_backward(**how)
+    built = [report.kernel for report in run.reports if report.kernel is not None]
+    assert {"convert_dk", "convert_dv"} <= {each.plan.kernel for each in built}
+    for each in built:
+        check_gates(each)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "heads", "dropout_p", "offsets"),
+    [
+        (Case(150, 200, 1, 5, 1, "bfloat16", 64), 2, 0.0, {}),
+        slow(Case(150, 200, 2, 6, 2, "float16", 128, layout="rows_first"), 2, 0.0, {}),
+        slow(Case(140, 300, 1, 7, 1, "bfloat16", 64, 128), 3, 0.1, {"q_offset": 160}),
+        slow(Case(200, 130, 2, 8, 2, "float16", 72, 40), 1, 0.0, {"k_offset": -20}),
+        slow(Case(1, 300, 1, 4, 2, "float16", 128), 1, 0.0, {"q_offset": 299}),
+    ],
+)
+def test_parts_meet_the_error_rule(
+    case: Case, heads: int, dropout_p: float, offsets: dict[str, int]
+) -> None:
+    run = in_parts(causal(case, dropout_p, **offsets), heads)
+    assert [report.kernel.plan.kernel for report in run.reports] == KERNELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["sink", "dense_bias", "document", "alibi", "prefix_lm", "softcap"]
+)
+def test_parts_meet_the_error_rule_for_other_specs(name: str) -> None:
+    call = example(spec_path(name), Case(150, 200, 1, 6, 2, "float16", 64), arch=ARCH)
+    with parts_of(2):
+        call.judged_backward()
+
+
+@pytest.mark.slow
+def test_parts_of_packed_sequences_meet_the_error_rule() -> None:
+    case = Case(400, 400, 1, 6, 2, "float16", 64)
+    ends = torch.tensor([0, 150, 150, 200, 330], dtype=torch.int32)
+    numbers = {"tensors": {"cu_seqlens_q": ends, "cu_seqlens_k": ends}}
+    call = Call(CAUSAL.replace(head_dim=64, packed=True), case.tensors(3), numbers, arch=ARCH)
+    in_parts(call, 2)
+
+
+def test_a_part_of_all_heads_has_the_kernels_and_launches_of_a_whole_group() -> None:
+    case = Case(150, 200, 1, 4, 2, "float16", 64)
+    run = causal(case).backward()
+    assert [report.kernel.plan.kernel for report in run.reports] == KERNELS[:3]
+    fused = run.reports[1].kernel
+    assert "parts" not in fused.source.text
+
+
+def test_one_contribution_to_each_sum_gives_the_bits_of_a_whole_group() -> None:
+    """Sums of one addend, converted as the whole group's epilogue rounds them."""
+    call = causal(Case(150, 200, 1, 2, 2, "bfloat16", 64))
+    whole = call.backward()
+    request = BackwardPlanRequest(call.spec, ARCH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashgen.kernels.pipeline.divides_groups", lambda *_: True)
+        parts = in_parts(call, 1)
+    assert not divides_groups(request, (1, 2, 2, 150, 200))
+    assert torch.equal(parts.dk, whole.dk)
+    assert torch.equal(parts.dv, whole.dv)
+
+
+def test_deterministic_calls_have_whole_groups() -> None:
+    with parts_of(1):
+        run = causal(Case(70, 90, 1, 2, 1, "float16", 64)).backward(deterministic=True)
+    assert [report.kernel.plan.kernel for report in run.reports] == ["delta", "dkdv", "dq"]
+
+
+BUGS = [
+    ("fused", "* p.part_heads;", "* p.part_heads + 1;", "", ""),
+    ("fused", "min(first_h + p.part_heads, ", "min(first_h + p.part_heads + 1, ", "", ""),
+    ("fused", "/ p.parts;", "/ (p.parts + 1);", "// 6. dK and dV", ""),
+    ("fused", "dk_sum + (4 * n + e) * 32", "dk_sum + (4 * n + e) * 33", "", ""),
+    ("delta", "{0.0f, 0.0f, 0.0f, 0.0f}", "{1.0f, 1.0f, 1.0f, 1.0f}", "// This block's part", ""),
+    ("delta", "p.sum_vectors)", "p.sum_vectors + 1)", "zeros_end = ", "OutOfBounds"),
+    ("convert_dk", "even.x * p.scale", "2.0f * even.x * p.scale", "", ""),
+    ("convert_dv", "16 * (rows % 2)", "0 * (rows % 2)", "", ""),
+    ("convert_dv", "  __syncthreads();\n", "", "// 3.", "RaceError"),
+]
+"""A part that begins or ends at a wrong head, sums of another head or with gaps, no zero before an
+addition, or zeros past the end, and conversions that are wrong."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "after", "kind"), [BUGS[0], *(slow(*bug) for bug in BUGS[1:])]
+)
+def test_a_planted_bug_is_found(kernel: str, old: str, new: str, after: str, kind: str) -> None:
+    call = causal(Case(150, 200, 1, 6, 2, "float16", 64))
+    with parts_of(2), planted(kernel, old, new, after):
+        if kind:
+            with caught(kind) as error:
+                call.backward()
+            assert kernel in error.value.where
+        else:
+            with pytest.raises((AssertionError, fg.FlashgenError)):
+                call.judged_backward()
+
+
+# ---- the rule -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "bits"),
+    [
+        ((1, 64, 8, 8192, 8192), 2, 1),  # two heads of Q, dO and sums in each of two parts
+        ((1, 16, 2, 16384, 16384), 2, 0),
+        ((2, 64, 8, 4096, 4096), 2, 2),
+        ((1, 40, 8, 8192, 8192), 2, 1),  # the last of three parts has one head
+        ((1, 64, 8, 32768, 32768), 1, 0),
+        ((1, 8, 2, 2048, 2048), 4, 1),  # all heads of the call fit
+        ((2, 16, 16, 8192, 8192), 1, 2),
+    ],
+)
+def test_as_many_heads_are_in_a_part_as_fit_in_l2(
+    sizes: tuple[int, int, int, int, int], heads: int, bits: int
+) -> None:
+    spec = CAUSAL.replace(head_dim=128, head_dim_v=128)
+    fused = plan_backward(spec, ARCH).kernel("fused")
+    assert fused.part_heads(*sizes) == heads
+    assert fused.head_bits(*sizes[1:], heads) == bits
+    request = BackwardPlanRequest(spec, ARCH)
+    assert divides_groups(request, sizes) == (heads < sizes[1] // sizes[2])
+
+
+def test_blocks_with_equal_walks_keep_whole_groups() -> None:
+    full = fg.AttentionSpec(head_dim=128, dtype="bfloat16")
+    assert not divides_groups(BackwardPlanRequest(full, ARCH), (1, 64, 8, 8192, 8192))
