@@ -118,7 +118,7 @@ FUSED = [
     ("the second dQ is overwritten while it is added",
      "        bulk_wait<0>();\n        __syncwarp();\n", "", "Race"),
     ("the last dQ is added when the block has ended",
-     "      bulk_wait<0>();  // before", "      //", ""),
+     "    bulk_wait<0>();  // before", "    //", ""),
     ("dS is read before all wrote it",
      "    named_wait(BARRIER_CONSUMERS, THREADS);\n\n    // 5g", "\n    // 5g", "Race"),
     ("one buffer of dS", "    exchange ^= 1;\n", "", "Race"),
