@@ -12,7 +12,7 @@ warpgroup computes the scores of its keys in passes of ``pass_keys`` keys, as ma
 beside the gradients hold, and writes P and dS to shared memory, where all products read them. fused
 adds dQ^T in global memory directly from registers, because shared memory is full.
 
-Q has two buffers. dO has one, whose next tile arrives while dQ is computed.
+Q has two buffers. dO has one, whose next tile arrives while dK, and in fused dQ, are computed.
 """
 
 from __future__ import annotations
