@@ -12,7 +12,7 @@ warpgroup computes the scores of its keys in passes of ``pass_keys`` keys, as ma
 beside the gradients hold, and writes P and dS to shared memory, where all products read them. fused
 adds dQ^T in global memory directly from registers, because shared memory is full.
 
-Q has two buffers. dO has one, whose next tile arrives while dQ is computed.
+Q has two buffers. dO has one, whose next tile arrives while dK, and in fused dQ, are computed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PASS_UNIT = 8  # keys: columns of an accumulator that four lanes hold
 _ROOM = "min(M, M_sm/blocks - reserved)"
 # Besides K and V, for each query: dO, P and dS; and for each buffer Q, LSE and delta.
 _OF_QUERY = f"e*depth_v + stages*(e*depth + {ROW_BYTES})"
-_BARRIERS = f"stages*{TILE_BYTES} + 8*(3 + 2*stages)"
+_BARRIERS = f"stages*{TILE_BYTES} + 8*(2 + 2*stages)"
 SIZES = (
     Formula("depth", f"{GROUP_ROWS}*ceil(d_qk/{GROUP_ROWS})"),
     Formula("depth_v", f"{GROUP_ROWS}*ceil(d_v/{GROUP_ROWS})"),
@@ -62,7 +62,7 @@ SMEM, PARTS = sum_of(
         "smem_p": "e*block_q*block_k",
         "smem_ds": "e*block_q*block_k",
         "smem_rows": f"stages*({ROW_BYTES}*block_q + {TILE_BYTES})",
-        "mbarriers": "8*(3 + 2*stages)",
+        "mbarriers": "8*(2 + 2*stages)",
     }
 )
 BLOCK_K_BY_SMEM = Formula(

@@ -106,13 +106,14 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
             "smem_ds": f"{DS_BUFFERS}*e*block_q*block_k",
             "sums of dQ": "4*block_q*depth",
             "smem_rows": f"stages*(query_bytes*block_q + {TILE_BYTES})",
-            "mbarriers": parts["mbarriers"],
+            "mbarriers": "32*stages",  # K and V arrive with the first Q
         }
         if kernel == "fused":
             kept = f"{DS_BUFFERS}*e*block_k + 4*depth"
         else:
             del parts["smem_ds"], parts["sums of dQ"]
-    left = f"{room} - 8 - {mine}" + (f" - block_q*({kept})" if kept else "")
+    resident = "" if kernel in KEY_KERNELS else " - 8"
+    left = f"{room}{resident} - {mine}" + (f" - block_q*({kept})" if kept else "")
     stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))"
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
     bound = f"({room} - {mine} - {TILE_BYTES}*stages - {parts['mbarriers']})/({per_row})"
