@@ -14,6 +14,11 @@ Q = sympy.Symbol("q", integer=True)
 K = sympy.Symbol("k", integer=True)
 SCORE = sympy.Symbol("score", real=True)
 
+# Kernels compute the score as ``SCALE * PRODUCT``, with an element of Q K^T. A spec may have a
+# scalar with the second name.
+SCALE = sympy.Symbol("scale", positive=True)
+PRODUCT = sympy.Dummy("product", real=True)
+
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 HEADS = sympy.Symbol("heads", integer=True, positive=True)
 SEQ_Q = sympy.Symbol("seq_q", integer=True, nonnegative=True)

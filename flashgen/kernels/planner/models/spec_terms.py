@@ -15,15 +15,16 @@ from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import row_interval
 from flashgen.spec.analysis.invariants import Level
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import in_reals
-from flashgen.spec.language.lets import contains, elements_of, parts_of
+from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.symbols import SCALE, SCORE
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -38,21 +39,40 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     """
     if spec.score == SCORE:
         return 0
-    found = analyse_score(spec.score)
-    code = found.value if kernel == "forward" else found.value_and_derivative
-    values = dict(code.block.lets)
-    parts = {level: [values[let] for let in code.needed(level)] for level in Level}
+    found, less = analyse_score(spec.score), folded_score(spec, kernel)
+    if less is not None:
+        code = less.code if kernel == "forward" else less.code_with_slope
+    else:
+        code = found.value if kernel == "forward" else found.value_and_derivative
+    assert code is not None, "a folded score of a backward kernel has its slope"
+    # In place of the scale, a number: products of numbers are computed once.
+    lets = {let: replaced(value, {SCALE: _HALF}) for let, value in code.block.lets}
+    results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
+    parts = {level: [lets[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
     fast = ITEMSIZE[spec.dtype] < 4
 
     def count(level: Level) -> int:
         return sum(_operations(expr, fast) for expr in parts[level])
 
-    results = sum(_operations(expr, fast) + 1 for expr in code.block.results)
+    # A score that is not folded is multiplied by the scale.
+    own = sum(_operations(expr, fast) for expr in results) + len(results) - (less is not None)
     shared = (
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
-    return math.ceil(count(Level.SCORE) + results + shared)
+    return math.ceil(count(Level.SCORE) + own + shared)
+
+
+def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
+    """The score function of a kernel with its factors folded; None where it is as written."""
+    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
+    found = analyse_score(spec.score, learned).folded
+    if found is None or ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS:
+        return None
+    return found if kernel == "forward" or found.code_with_slope is not None else None
+
+
+_HALF = sympy.Rational(1, 2)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
