@@ -3,6 +3,7 @@ folded, and that results meet the error rule, forward and backward."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.shared.paths import PATHS
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.language.float_functions import Tanh
-from flashgen.spec.language.float_operations import FloatProduct
-from flashgen.spec.language.symbols import PRODUCT, SCALE
+from flashgen.spec.language.float_operations import FloatProduct, FloatSum
+from flashgen.spec.language.signature import split
+from flashgen.spec.language.symbols import DISTANCE, PRODUCT, SCALE, K, Q
 from tests.support.judged import normal
 from tests.support.tiers import one_in
 
@@ -45,6 +47,13 @@ SCORES: dict[str, Any] = {
     "chosen by position": lambda s, h, q, k: fg.where(k % 3 == 0, 2 * s, s * 0.7),
     "chosen by sign": lambda s, h, q, k: 2 * fg.where(s > 0, s, 0.5 * s),
     "a gate of the score": lambda s, h, q, k: 2 * (s * fg.sigmoid(s)),
+    "a linear bias": lambda s, h, q, k: s - abs(slope[h]) * (q - k),
+    "a bias on both sides": lambda s, h, q, k: 2 * s - 0.25 * abs(q - k) + 1,
+    "a bias by the call": lambda s, h, q, k: s + factor * (k - q) / 7,
+    "a learned bias": lambda s, h, q, k: s + weight[h] * (k - q) / 20,
+    "a bias by the square": lambda s, h, q, k: s + slope[h] * (k - q) ** 2 / 50,
+    "capped with a bias": lambda s, h, q, k: 5 * fg.tanh(s / 5) - abs(slope[h]) * (q - k),
+    "biased where near": lambda s, h, q, k: fg.where(abs(q - k) < 20, s + 0.1 * (k - q), s - 3),
     "decaying": lambda s, h, q, k: s / (1 + 0.01 * (q - k) ** 2),
 }
 
@@ -89,7 +98,7 @@ def check(
 
 
 @pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize("name", one_in(18, SCORES))
+@pytest.mark.parametrize("name", one_in(25, SCORES))
 def test_results_meet_the_error_rule(name: str, arch: str) -> None:
     check(spec_of(name), arch)
 
@@ -101,7 +110,9 @@ def test_a_sink_is_compared_with_scores_before_their_shift(name: str) -> None:
 
 # With float16, and with products of Q and K for which exponents are of any size.
 @pytest.mark.parametrize(("scale", "magnitude"), [(1e-20, 1.0), (1e-4, 100.0), (1e4, 0.01)])
-@pytest.mark.parametrize("name", one_in(3, ["squared", "capped and shifted", "decaying"]))
+@pytest.mark.parametrize(
+    "name", one_in(4, ["squared", "capped and shifted", "decaying", "a linear bias"])
+)
 def test_any_scale_may_be_given(name: str, scale: float, magnitude: float) -> None:
     check(spec_of(name, "float16"), "sm_80", magnitude=magnitude, scale=scale)
 
@@ -122,6 +133,31 @@ def test_the_scale_of_a_homogeneous_function_is_applied_in_the_exponent(
     assert found is not None
     assert found.degree == degree
     assert SCALE not in found.value.free_symbols
+
+
+@pytest.mark.parametrize("name", ["a linear bias", "a bias on both sides", "capped with a bias"])
+def test_a_bias_by_the_distance_is_one_product_and_sum(name: str) -> None:
+    """Without a conversion of integers, and divided by what the exponent is multiplied by."""
+    found = folded_of(name)
+    assert found is not None
+    assert {Q, K}.isdisjoint(found.value.free_symbols)
+    assert isinstance(found.value, FloatSum)
+    text = fg.emit(spec_of(name), "sm_90a").forward.text
+    (body,) = re.findall(r"float score_mod\(.*?\n?}", text, re.S)
+    assert "p.scale" not in body or name == "capped with a bias"
+    assert "float(" not in body
+
+
+def test_positions_in_conditions_and_indices_stay_integers() -> None:
+    found = folded_of("biased where near")
+    assert found is not None
+    assert {Q, K, DISTANCE} <= found.value.free_symbols
+
+
+def test_distances_of_served_rows_are_converted_as_integers() -> None:
+    """So that rows have the same bits in all kernels at positions beyond 2^24 too."""
+    found = folded_score(split(spec_of("a linear bias")), "forward")
+    assert found is None or DISTANCE not in found.value.free_symbols
 
 
 @pytest.mark.parametrize("name", ["negated", "squared and negated", "a negative factor"])

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.kernels.codegen.text import DeviceFunction
-from flashgen.spec.language.symbols import K_HI, K_LO, PRODUCT, Q_HI, Q_LO, SCORE, B, H, K, Q
+from flashgen.spec.language.symbols import (
+    DISTANCE,
+    K_HI,
+    K_LO,
+    PRODUCT,
+    Q_HI,
+    Q_LO,
+    SCORE,
+    B,
+    H,
+    K,
+    Q,
+)
 
 # No scalar of a spec can have these names, so that no two symbols are equal.
 TILE = sympy.Symbol(".tile", integer=True)
@@ -19,6 +31,7 @@ TILE_END = sympy.Symbol(".tile_end", integer=True)
 PARAMETERS: dict[sympy.Symbol, str] = {
     SCORE: "float score",
     PRODUCT: "float product",
+    DISTANCE: "float distance",
     B: "int b",
     H: "int h",
     Q: "int q",

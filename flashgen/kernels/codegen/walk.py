@@ -23,7 +23,7 @@ from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
 from flashgen.spec.analysis.folding import FoldedScore
-from flashgen.spec.language.symbols import PRODUCT, H, Q
+from flashgen.spec.language.symbols import DISTANCE, PRODUCT, H, Q
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -151,6 +151,7 @@ class ScoreCode:
         value: C++ of the score: of the call's result, or the element of Q K^T itself.
         unit: C++ of the factor from these values to the exponents of e.
         folded: whether the call takes the element of Q K^T, which is not multiplied by the scale.
+        distance: whether the call takes k - q as a float.
         shift: C++ of what is added to LSE in the forward pass, such as " + 3.0f".
         parts: the function, and the values that its calls share.
     """
@@ -163,6 +164,7 @@ class ScoreCode:
     unit: str = "p.scale"
     folded: bool = False
     shift: str = ""
+    distance: bool = False
 
     @staticmethod
     def of(
@@ -195,17 +197,26 @@ class ScoreCode:
         value = "scored.value" if slope else "value"
         uses_q = any(Q in function.uses for function in parts.functions)
         return ScoreCode(
-            parts.functions, call, value, uses_q, parts.at(h=head), unit, folded is not None, shift
+            parts.functions,
+            call,
+            value,
+            uses_q,
+            parts.at(h=head),
+            unit,
+            folded=folded is not None,
+            shift=shift,
+            distance=DISTANCE in parts.function.uses,
         )
 
 
 # With a scale outside these bounds all scores are equal, or one of them is above all others.
+_SCALE = "fmaxf(p.scale, 0x1p-96f)"
 _SCALE_SQUARED = "fminf(fmaxf(p.scale * p.scale, 0x1p-90f), 0x1p90f)"
 
 
 def _outside(make: SpecFunctions, folded: FoldedScore) -> tuple[str, str]:
     """C++ of the unit of a folded score function, and of what is added to LSE."""
-    scale = ("", "p.scale", _SCALE_SQUARED)[folded.degree]
+    scale = ("", _SCALE if folded.divides else "p.scale", _SCALE_SQUARED)[folded.degree]
     factor = make.printer.float(folded.factor) if folded.factor != 1 or not scale else ""
     shift = f" + {make.printer.float(folded.shift)}" if folded.shift != 0 else ""
     return " * ".join(filter(None, (factor, scale))), shift

@@ -10,6 +10,7 @@ function join the scale, which is a number of the call.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 
@@ -23,11 +24,25 @@ from flashgen.spec.language.float_operations import (
     plain,
 )
 from flashgen.spec.language.lets import lets_of, replaced
-from flashgen.spec.language.symbols import PRODUCT, SCALE, SCORE, K, Q
+from flashgen.spec.language.symbols import (
+    DISTANCE,
+    PRODUCT,
+    SCALE,
+    SCORE,
+    K,
+    Q,
+    is_condition,
+    is_int,
+)
 from flashgen.spec.language.sympy_functions import Maximum, Minimum
+from flashgen.spec.language.tensor_elements import Element
 
 _LARGEST_FACTOR = 2**32
 """Literals between this and its inverse are folded: their products with scales are floats."""
+
+LEAST_SCALE = sympy.Rational(1, 2**96)
+"""The least scale by which a bias is divided, for quotients within the range of floats. With a
+smaller one, scores are 0 unless elements of Q K^T are beyond 2^70."""
 
 _LARGEST_SHIFT = 2**10
 """A larger sum loses digits of the score, which the result of the score function loses too."""
@@ -41,6 +56,7 @@ class FoldedScore:
         value: g, of `PRODUCT` and `SCALE`.
         factor: a positive literal.
         degree: the power of the scale that is not in the value.
+        divides: whether the value has a quotient by the scale, which is at least `LEAST_SCALE`.
         shift: a literal.
         code: code for the value.
         code_with_slope: code for (value, ds'/dscore), where the value has the shift, because LSE
@@ -51,18 +67,23 @@ class FoldedScore:
     value: sympy.Expr
     factor: sympy.Expr
     degree: int
+    divides: bool
     shift: sympy.Expr
     code: LeveledCode
     code_with_slope: LeveledCode | None
     notes: tuple[str, ...]
 
 
-def folded(score: sympy.Expr, slope: sympy.Expr, *, shifts: bool) -> FoldedScore | None:
+@lru_cache(maxsize=64)
+def folded(
+    score: sympy.Expr, slope: sympy.Expr, *, shifts: bool, distances: bool
+) -> FoldedScore | None:
     """The score function with its factors folded; None where there is nothing to fold.
 
     Args:
         slope: ds'/dscore.
         shifts: whether a constant term may be left to LSE.
+        distances: whether k - q may be rounded, from 2^24 on, in two steps.
     """
     if score == SCORE or SCORE not in score.free_symbols or lets_of(score, slope):
         return None
@@ -70,11 +91,14 @@ def folded(score: sympy.Expr, slope: sympy.Expr, *, shifts: bool) -> FoldedScore
     rest, shift = _without_shift(score) if shifts else (score, sympy.S.Zero)
     if shift != 0:
         notes.append(f"the term {shift} is added to LSE alone, because it cancels in the weights")
-    factor = sympy.S.One
-    while (found := _without_factor(rest)) is not None:
-        rest, literal = found
-        factor *= literal
-    degree = _degree(rest) or 0
+    bias = _bias(rest) if distances else None
+    inner, factor = _without_factors(bias[0] if bias else rest)
+    degree = _degree(inner) or 0
+    if bias and (degree == 2 or (factor, degree) == (1, 0)):
+        bias = None
+        inner, factor = _without_factors(rest)
+        degree = _degree(inner) or 0
+    rest = inner
     if factor != 1:
         notes.append(f"the factor {sympy.N(factor, 6)} is applied in the exponent")
     if degree:
@@ -86,13 +110,31 @@ def folded(score: sympy.Expr, slope: sympy.Expr, *, shifts: bool) -> FoldedScore
         joined = sorted(str(chain) for chain in chains if chain != SCALE)
         if joined:
             notes.append("factors of the score join the scale")
+    if bias:
+        _, of_distance, weight = bias
+        divisor = factor * Maximum(SCALE, LEAST_SCALE) if degree else factor
+        value = FloatSum(value, FloatProduct(of_distance, FloatQuotient(weight, divisor)))
+        notes.append("the bias is divided by the factors that the exponent has")
+    if distances:
+        value, slope = _with_distance(value), _with_distance(slope)
+    if DISTANCE in value.free_symbols:
+        notes.append("k - q is added up as a float, without conversions of integers")
     if not notes:
         return None
     if _is_negative(rest):
         notes.append("a negative factor stays: maxima would become minima")
     shifted = value if shift == 0 else FloatSum(value, shift / factor)
     with_slope = leveled(shifted, _of_product(slope)[0]) if shift == 0 or degree == 0 else None
-    return FoldedScore(value, factor, degree, shift, leveled(value), with_slope, tuple(notes))
+    return FoldedScore(
+        value,
+        factor,
+        degree,
+        bias is not None and degree == 1,
+        shift,
+        leveled(value),
+        with_slope,
+        tuple(notes),
+    )
 
 
 def _literal(expr: sympy.Expr) -> sympy.Expr | None:
@@ -111,6 +153,15 @@ def _without_shift(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
             if number is not None and abs(number) <= _LARGEST_SHIFT:
                 return rest, number
     return score, sympy.S.Zero
+
+
+def _without_factors(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """The score without positive literals as its factors, and their product."""
+    factor = sympy.S.One
+    while (found := _without_factor(score)) is not None:
+        score, literal = found
+        factor *= literal
+    return score, factor
 
 
 def _without_factor(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
@@ -171,6 +222,50 @@ def _common(degrees: list[int | None]) -> int | None:
     found = {degree for degree in degrees if degree != _ANY}
     (degree,) = found if len(found) == 1 else (None,)
     return degree or None
+
+
+def _with_distance(expr: sympy.Expr) -> sympy.Expr:
+    """The expression with `DISTANCE` where an operation of floats converts k - q, q - k, or their
+    square or absolute value; not in conditions and indices, which are computed in integers."""
+    if is_condition(expr) or is_int(expr) or isinstance(expr, Element) or not expr.args:
+        return expr
+    converts = isinstance(expr, FloatSum | FloatProduct | FloatQuotient | AsFloat)
+    args = [(_distance(arg) if converts else None) or _with_distance(arg) for arg in expr.args]
+    if all(new is old for new, old in zip(args, expr.args, strict=True)):
+        return expr
+    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
+    return expr.func(*args, **options)
+
+
+def _distance(expr: sympy.Expr) -> sympy.Expr | None:
+    """A difference of positions, its square or its absolute value, by `DISTANCE`; else None."""
+    if expr in (K - Q, Q - K):
+        return DISTANCE if expr == K - Q else -DISTANCE
+    of_difference = bool(expr.args) and expr.args[0] in (K - Q, Q - K)
+    if of_difference and isinstance(expr, sympy.Abs | Abs):
+        return Abs(DISTANCE)
+    if of_difference and isinstance(expr, sympy.Pow) and expr.args[1] == 2:
+        return DISTANCE**2
+    return None
+
+
+def _bias(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr] | None:
+    """(a score, d, w) where the expression is the score plus d * w: d is of `DISTANCE` alone, and
+    the scores of a head share w."""
+    if not isinstance(score, FloatSum):
+        return None
+    for term, rest in (score.args, score.args[::-1]):
+        found = _with_distance(AsFloat(term))
+        sign = -1 if _is_negative(found) else 1
+        found = found.args[1] if sign < 0 and len(found.args) == 2 else found
+        pairs = [(found, sympy.S.One)]
+        if isinstance(found, FloatProduct):
+            pairs = [found.args, found.args[::-1]]
+        for of_distance, weight in pairs:
+            shared = weight.free_symbols.isdisjoint((SCORE, Q, K, DISTANCE))
+            if shared and of_distance.free_symbols == {DISTANCE}:
+                return rest, of_distance, sign * weight
+    return None
 
 
 def _of_product(expr: sympy.Expr) -> tuple[sympy.Expr, set[sympy.Expr]]:

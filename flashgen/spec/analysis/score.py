@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.spec.analysis.folding import FoldedScore, folded
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.language.comparisons import relation
 from flashgen.spec.language.lets import (
@@ -40,8 +39,6 @@ class ScoreAnalysis:
         learned: each element of a learned tensor that the function reads, with ds'/d(element).
         partials: code for these derivatives, in the same order. Kernels add them along diagonals of
             a tile and keep no values of keys for them.
-        folded: the function with its factors folded, for operands of 16 bits; None where it has
-            none.
     """
 
     identity: bool
@@ -51,7 +48,6 @@ class ScoreAnalysis:
     value_and_derivative: LeveledCode
     learned: tuple[tuple[Element, sympy.Expr], ...]
     partials: LeveledCode
-    folded: FoldedScore | None
 
 
 def analyse_score(
@@ -74,7 +70,6 @@ def _analysis(score: sympy.Expr, learned_tensors: frozenset[TensorSymbol]) -> Sc
         value_and_derivative=leveled(score, slope),
         learned=learned,
         partials=leveled(*(partial for _, partial in learned), levels=(Level.HEAD, Level.QUERY)),
-        folded=folded(score, slope, shifts=not read),
     )
 
 

@@ -15,7 +15,7 @@ from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
-from flashgen.spec.analysis.folding import FoldedScore
+from flashgen.spec.analysis.folding import FoldedScore, folded
 from flashgen.spec.analysis.intervals import row_interval
 from flashgen.spec.analysis.invariants import Level
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
@@ -65,9 +65,13 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
 
 def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
     """The score function of a kernel with its factors folded; None where it is as written."""
-    learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
-    found = analyse_score(spec.score, learned).folded
-    if found is None or ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS:
+    if ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS:
+        return None
+    learns = any(tensor.grad for tensor in spec.tensors)
+    slope = analyse_score(spec.score).derivative
+    # A row that is served has the same bits in every kernel of its spec.
+    found = folded(spec.score, slope, shifts=not learns, distances=not spec.is_served)
+    if found is None:
         return None
     return found if kernel == "forward" or found.code_with_slope is not None else None
 
