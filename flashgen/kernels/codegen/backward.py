@@ -40,7 +40,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
     element = "prob[n][e]" if plan.in_passes else f"{plan.code_path.fragment}[e]"
-    folded = folded_score(spec, plan.kernel)
+    # In passes, the multiplication by the scale is what copies scores to other registers.
+    folded = None if plan.in_passes else folded_score(spec, plan.kernel)
     score = ScoreCode.of(functions, folded, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, plan, **renamed)
     exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None

@@ -90,7 +90,9 @@ def folded(
     notes: list[str] = []
     rest, shift = _without_shift(score) if shifts else (score, sympy.S.Zero)
     if shift != 0:
-        notes.append(f"the term {shift} is added to LSE alone, because it cancels in the weights")
+        notes.append(
+            f"the term {float(shift):g} is added to LSE alone, because it cancels in the weights"
+        )
     bias = _bias(rest) if distances else None
     inner, factor = _without_factors(bias[0] if bias else rest)
     degree = _degree(inner) or 0
@@ -100,7 +102,7 @@ def folded(
         degree = _degree(inner) or 0
     rest = inner
     if factor != 1:
-        notes.append(f"the factor {sympy.N(factor, 6)} is applied in the exponent")
+        notes.append(f"the factor {float(factor):g} is applied in the exponent")
     if degree:
         value = replaced(rest, {SCORE: PRODUCT})
         power = "scale" if degree == 1 else f"scale^{degree}"
@@ -283,6 +285,9 @@ def _factor_of_score(expr: sympy.Basic) -> sympy.Expr | None:
     """f where ``expr`` is the score times f / `SCALE`, and the scores of a head share f."""
     if expr == SCORE:
         return SCALE
+    if isinstance(expr, sympy.Mul) and len(expr.args) == 2 and _literal(expr.args[0]) is not None:
+        inner = None if _is_negative(expr) else _factor_of_score(expr.args[1])
+        return None if inner is None else FloatProduct(inner, expr.args[0])
     if not isinstance(expr, FloatProduct | FloatQuotient):
         return None
     pairs = [expr.args] if isinstance(expr, FloatQuotient) else [expr.args, expr.args[::-1]]
