@@ -478,7 +478,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
   Rows row_max;        // in the unit of scores
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
   float lag = MAX_LAG;  // of the maxima; -inf where a row is far
-  const float exp_scale = fmaxf(p.scale, 0x1p-96f) * EXP_UNIT;  // factor on scores
+  const float exp_scale = fmaxf(p.scale, 0x1p-96f) * EXP_UNIT;
   const ScoreHead score_head = score_head_values(p, h);
 
   // 5. Main loop.

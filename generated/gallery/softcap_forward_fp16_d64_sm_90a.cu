@@ -514,7 +514,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     Rows row_base = {};                 // what exp2 subtracts, in units of log2
     float lag = MAX_LAG;                // of the maxima; -inf where a row is far
     Rows by;                            // factor of O, where a row's maximum changed
-    const float exp_scale = 50.0f * EXP_UNIT;  // factor on scores
+    const float exp_scale = 50.0f * EXP_UNIT;
 
     // 5a. S = Q K^T
     const auto start_scores = [&] {
