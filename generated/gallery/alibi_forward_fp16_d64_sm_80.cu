@@ -83,10 +83,18 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#define BINARY(name, op) DEVICE float name(float a, float b) { \
+  float y; asm(op " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
+// The lesser and the greater float; NaN where one is NaN.
+BINARY(maximum, "max.NaN.f32")
+
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
+
+// a / b within 2 units in the last place, for all floats.
+BINARY(fast_quotient, "div.full.f32")
 
 struct ScoreHead {
   float t0;
@@ -94,7 +102,8 @@ struct ScoreHead {
 
 // What score_mod has in common for all scores of a head.
 DEVICE ScoreHead score_head_values(const Params& p, int h) {
-  const float t0 = exp2f(float(-8 * h - 8) * rcp(float(p.heads_q)));
+  const float t0 = fast_quotient(exp2f(float(-8 * h - 8) * rcp(float(p.heads_q))),
+      maximum(1.26217745e-29f, p.scale));
   return {t0};
 }
 
@@ -102,8 +111,11 @@ DEVICE ScoreHead score_head_values(const Params& p, int h) {
 //   def alibi(score, b, h, q, k):
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
-DEVICE float score_mod(const ScoreHead& score_head, float score, int q, int k) {
-  return score + __fmul_rn(score_head.t0, float(k - q));
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent; the bias
+// is divided by the factors that the exponent has; k - q is added up as a float, without
+// conversions of integers.
+DEVICE float score_mod(const ScoreHead& score_head, float product, float distance) {
+  return product + distance * score_head.t0;
 }
 
 // All keys belong to the range of a row.
@@ -466,7 +478,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
   Rows row_max;        // in the unit of scores
   for (int g = 0; g < ROW_GROUPS; ++g) row_max[g][0] = row_max[g][1] = minus_infinity();
   float lag = MAX_LAG;  // of the maxima; -inf where a row is far
-  constexpr float exp_scale = EXP_UNIT;
+  const float exp_scale = fmaxf(p.scale, 0x1p-96f) * EXP_UNIT;
   const ScoreHead score_head = score_head_values(p, h);
 
   // 5. Main loop.
@@ -498,12 +510,16 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The score function, on every element.
     const int k_first = p.k_offset + k_start + 2 * (lane % 4);
+    const int first_distance = k_first - q_first;
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
         UNROLL for (int e = 0; e < 4; ++e) {
           const int q = q_first + 16 * g + 8 * (e / 2);
           const int k = k_first + 8 * n + e % 2;
-          s[g][n][e] = score_mod(score_head, s[g][n][e] * p.scale, q, k);
+          // An addition in place of a conversion, which takes four times as long.
+          const float distance =
+              float(first_distance) + float(k - q - first_distance);
+          s[g][n][e] = score_mod(score_head, s[g][n][e], distance);
         }
       }
     }
@@ -577,7 +593,7 @@ alibi_forward_fp16_d64(const __grid_constant__ Params p) {
       const int row = 16 * g + 8 * r + lane / 4;
       const int q_row = q_start + warp_row + row;
       if (lane % 4 == 0 && q_row < p.seq_q) {
-        lse[q_row] = log_sum(row_max[g][r], exp_scale, 1.0f, sum);
+        lse[q_row] = log_sum(row_max[g][r], exp_scale, fmaxf(p.scale, 0x1p-96f), sum);
       }
       UNROLL for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
         stage_pair<VECTORS_V>(o_stage, row, n, lane, o[g][n][2 * r] * factor,

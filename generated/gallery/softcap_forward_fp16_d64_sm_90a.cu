@@ -99,7 +99,11 @@ UNARY(fast_tanh, "tanh.approx.f32")
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
-DEVICE float score_mod(float score) { return 50.0f * fast_tanh(0.02f * score); }
+// Of an element of Q K^T: the factor 50 is applied in the exponent; factors of the score join the
+// scale.
+DEVICE float score_mod(const Params& p, float product) {
+  return fast_tanh(product * (0.02f * p.scale));
+}
 
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
@@ -510,7 +514,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     Rows row_base = {};                 // what exp2 subtracts, in units of log2
     float lag = MAX_LAG;                // of the maxima; -inf where a row is far
     Rows by;                            // factor of O, where a row's maximum changed
-    constexpr float exp_scale = EXP_UNIT;
+    const float exp_scale = 50.0f * EXP_UNIT;
 
     // 5a. S = Q K^T
     const auto start_scores = [&] {
@@ -550,7 +554,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       // 5d. The score function, on every element.
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         UNROLL for (int e = 0; e < 4; ++e) {
-          s[0][n][e] = score_mod(s[0][n][e] * p.scale);
+          s[0][n][e] = score_mod(p, s[0][n][e]);
         }
       }
 
@@ -635,7 +639,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       const float sum = quad_sum(row_sum[0][r]);
       factor[r] = rcp(sum == 0.0f ? 1.0f : sum);
       if (writer % 4 == 0 && q_row + 8 * r < p.seq_q) {
-        lse[q_row + 8 * r] = log_sum(row_max[0][r], exp_scale, 1.0f, sum);
+        lse[q_row + 8 * r] = log_sum(row_max[0][r], exp_scale, 50.0f, sum);
       }
     }
     // 10. Write O. The four lanes of a row exchange columns: each writes 8 neighbours at once.

@@ -8,7 +8,8 @@ struct ScoreHead {
 
 // What score_mod has in common for all scores of a head.
 DEVICE ScoreHead score_head_values(const Params& p, int h) {
-  const float t0 = exp2f(float(-8 * h - 8) * rcp(float(p.heads_q)));
+  const float t0 = fast_quotient(exp2f(float(-8 * h - 8) * rcp(float(p.heads_q))),
+      maximum(1.26217745e-29f, p.scale));
   return {t0};
 }
 
@@ -17,8 +18,11 @@ DEVICE ScoreHead score_head_values(const Params& p, int h) {
 //   def alibi(score, b, h, q, k):
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
-DEVICE float score_mod(const ScoreHead& score_head, float score, int q, int k) {
-  return score + __fmul_rn(score_head.t0, float(k - q));
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent; the bias
+// is divided by the factors that the exponent has; k - q is added up as a float, without
+// conversions of integers.
+DEVICE float score_mod(const ScoreHead& score_head, float product, float distance) {
+  return product + distance * score_head.t0;
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -30,9 +34,12 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 //   def alibi(score, b, h, q, k):
 //       slope = 2 ** (-8 * (h + 1) / fg.heads)
 //       return score + slope * (k - q)
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent; the bias
+// is divided by the factors that the exponent has; k - q is added up as a float, without
+// conversions of integers.
 // Derivative by the score: 1
-DEVICE Scored score_mod(const ScoreHead& score_head, float score, int q, int k) {
-  return {score + __fmul_rn(score_head.t0, float(k - q)), 1.0f};
+DEVICE Scored score_mod(const ScoreHead& score_head, float product, float distance) {
+  return {product + distance * score_head.t0, 1.0f};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

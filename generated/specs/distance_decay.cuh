@@ -5,8 +5,10 @@
 // specs/distance_decay.py:11
 //   def distance_decay(score, b, h, q, k):
 //       return score / (1 + 1e-4 * (q - k) ** 2)
-DEVICE float score_mod(float score, int q, int k) {
-  return score * rcp(0.0001f * square(float(q - k)) + 1.0f);
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent; k - q is
+// added up as a float, without conversions of integers.
+DEVICE float score_mod(float product, float distance) {
+  return product * rcp(0.0001f * (distance * distance) + 1.0f);
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -17,10 +19,12 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 // specs/distance_decay.py:11
 //   def distance_decay(score, b, h, q, k):
 //       return score / (1 + 1e-4 * (q - k) ** 2)
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent; k - q is
+// added up as a float, without conversions of integers.
 // Derivative by the score: 1/((q - k)**2/10000 + 1)
-DEVICE Scored score_mod(float score, int q, int k) {
-  const float t0 = 0.0001f * square(float(q - k)) + 1.0f;
-  return {score * rcp(t0), rcp(t0)};
+DEVICE Scored score_mod(float product, float distance) {
+  const float t0 = 0.0001f * (distance * distance) + 1.0f;
+  return {product * rcp(t0), rcp(t0)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

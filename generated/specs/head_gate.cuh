@@ -19,12 +19,13 @@ DEVICE ScoreHead score_head_values(const Params& p, int h) {
   return {sigmoid_gate_h};
 }
 
-// in sm_80 and sm_90a: forward, captured, captured_exact
+// in sm_80 and sm_90a: forward
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
-DEVICE float score_mod(const ScoreHead& score_head, float score) {
-  return score * score_head.sigmoid_gate_h;
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent.
+DEVICE float score_mod(const ScoreHead& score_head, float product) {
+  return product * score_head.sigmoid_gate_h;
 }
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
@@ -35,9 +36,10 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent.
 // Derivative by the score: sigmoid(gate[h])
-DEVICE Scored score_mod(const ScoreHead& score_head, float score) {
-  return {score * score_head.sigmoid_gate_h, score_head.sigmoid_gate_h};
+DEVICE Scored score_mod(const ScoreHead& score_head, float product) {
+  return {product * score_head.sigmoid_gate_h, score_head.sigmoid_gate_h};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -49,6 +51,14 @@ DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 DEVICE float* sum_of_gate(const Params& p, int i) {
   const long long offset = inside(i, p.c_gate_size_0) * p.dc_gate_stride_0;
   return p.dc_gate + offset;
+}
+
+// in sm_80 and sm_90a: captured, captured_exact
+// specs/head_gate.py:14
+//   def head_gate(score, b, h, q, k):
+//       return score * fg.sigmoid(gate[h])
+DEVICE float score_mod(const ScoreHead& score_head, float score) {
+  return score * score_head.sigmoid_gate_h;
 }
 
 // in sm_80 and sm_90a: captured, captured_exact

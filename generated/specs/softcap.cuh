@@ -5,7 +5,11 @@
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
-DEVICE float score_mod(float score) { return 50.0f * fast_tanh(0.02f * score); }
+// Of an element of Q K^T: the factor 50 is applied in the exponent; factors of the score join the
+// scale.
+DEVICE float score_mod(const Params& p, float product) {
+  return fast_tanh(product * (0.02f * p.scale));
+}
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
@@ -15,10 +19,13 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 // specs/softcap.py:15
 //   def softcap(score, b, h, q, k):
 //       return CAP * fg.tanh(score / CAP)
+// Of an element of Q K^T: the factor 50 is applied in the exponent; factors of the score join the
+// scale.
 // Derivative by the score: 1 - tanh(score/50)**2
-DEVICE Scored score_mod(float score) {
-  const float tanh_score_over_50 = fast_tanh(0.02f * score);
-  return {50.0f * tanh_score_over_50, 1.0f - tanh_score_over_50 * tanh_score_over_50};
+DEVICE Scored score_mod(const Params& p, float product) {
+  const float tanh_product_times_scale_over_50 = fast_tanh(product * (0.02f * p.scale));
+  return {tanh_product_times_scale_over_50,
+      1.0f - tanh_product_times_scale_over_50 * tanh_product_times_scale_over_50};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

@@ -5,7 +5,8 @@
 // specs/squared.py:11
 //   def squared(score, b, h, q, k):
 //       return score * score
-DEVICE float score_mod(float score) { return score * score; }
+// Of an element of Q K^T: the function is homogeneous: scale^2 is applied in the exponent.
+DEVICE float score_mod(float product) { return product * product; }
 
 // in sm_80 and sm_90a: forward, dq
 // All keys belong to the range of a row.
@@ -15,8 +16,11 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 // specs/squared.py:11
 //   def squared(score, b, h, q, k):
 //       return score * score
+// Of an element of Q K^T: the function is homogeneous: scale^2 is applied in the exponent.
 // Derivative by the score: 2*score
-DEVICE Scored score_mod(float score) { return {score * score, 2.0f * score}; }
+DEVICE Scored score_mod(const Params& p, float product) {
+  return {product * product, 2.0f * p.scale * product};
+}
 
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.

@@ -16,11 +16,14 @@ DEVICE ScoreHead score_head_values(const Params& p) {
   return {t};
 }
 
-// in sm_80 and sm_90a: forward, captured, captured_exact
+// in sm_80 and sm_90a: forward
 // specs/temperature.py:14
 //   def temperature(score, b, h, q, k):
 //       return score * t
-DEVICE float score_mod(const ScoreHead& score_head, float score) { return score * score_head.t; }
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent.
+DEVICE float score_mod(const ScoreHead& score_head, float product) {
+  return product * score_head.t;
+}
 
 // in sm_80 and sm_90a: forward, captured, dq, captured_exact
 // All keys belong to the range of a row.
@@ -30,9 +33,10 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 // specs/temperature.py:14
 //   def temperature(score, b, h, q, k):
 //       return score * t
+// Of an element of Q K^T: the function is homogeneous: scale is applied in the exponent.
 // Derivative by the score: t
-DEVICE Scored score_mod(const ScoreHead& score_head, float score) {
-  return {score * score_head.t, score_head.t};
+DEVICE Scored score_mod(const ScoreHead& score_head, float product) {
+  return {product * score_head.t, score_head.t};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -42,6 +46,12 @@ DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
 // in sm_80 and sm_90a: captured
 // The address at which the gradient of t is summed.
 DEVICE float* sum_of_t(const Params& p) { return p.dc_t; }
+
+// in sm_80 and sm_90a: captured, captured_exact
+// specs/temperature.py:14
+//   def temperature(score, b, h, q, k):
+//       return score * t
+DEVICE float score_mod(const ScoreHead& score_head, float score) { return score * score_head.t; }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by t.

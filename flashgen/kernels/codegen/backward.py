@@ -9,6 +9,7 @@ from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.streaming import convert, delta
 from flashgen.kernels.codegen.walk import ScoreCode, walk_of
 from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.analysis import Analysis
 from flashgen.spec.analysis.intervals import WalkedAxis
@@ -40,7 +41,9 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
     element = "prob[n][e]" if plan.in_passes else f"{plan.code_path.fragment}[e]"
-    score = ScoreCode.of(functions, slope=True, element=element, scaled=plan.in_passes)
+    # In passes, the multiplication by the scale is what copies scores to other registers.
+    folded = None if plan.in_passes else folded_score(spec, plan.kernel)
+    score = ScoreCode.of(functions, folded, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, plan, **renamed)
     exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None
     return kernel(

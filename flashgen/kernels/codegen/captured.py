@@ -90,7 +90,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     elements = [element for element, _ in analysis.score.learned]
     scores = MMA_ROWS * plan.row_groups * plan.block_k // WARP
     kept = "" if len(elements) * scores <= MOST_UNROLLED else "kept_"
-    score = ScoreCode.of(functions, element=f"{fragment}[e]")
+    score = ScoreCode.of(functions, None, element=f"{fragment}[e]")
     walk = walk_of(functions, plan)
     derivatives = functions.score_partials()
     learned = dict.fromkeys(element.tensor.name for element in elements)

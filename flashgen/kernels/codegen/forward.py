@@ -7,6 +7,7 @@ from flashgen.kernels.codegen.kernel import KernelCode, head_of, kernel
 from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.walk import ScoreCode, walk_of
 from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.spec.analysis import Analysis
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -19,11 +20,12 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """
     functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
     walk = walk_of(functions, plan)
+    score = ScoreCode.of(functions, folded_score(spec, plan.kernel), head=head_of(plan))
     return kernel(
         f"{plan.code_path.templates}/forward.cu.j2",
         spec,
         plan,
-        KernelCode(functions, walk, ScoreCode.of(functions, head=head_of(plan))),
+        KernelCode(functions, walk, score),
         range_bits=walk.row_has_q and plan.ranges_as_bits(1 + walk.row_has_lo),
         # Rows with blocks as bits are masked in a loop too, which takes fewer registers.
         mask_loop=(walk.mask_costly and plan.loops_over_masks) or walk.blocks_by_row,

@@ -21,6 +21,7 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, va
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
 from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -28,7 +29,19 @@ from flashgen.spec.analysis.score import ScoreAnalysis
 from flashgen.spec.analysis.sharing import is_costly, share, share_evaluated
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import BOUNDARIES, PAGES, AttentionSpec
-from flashgen.spec.language.symbols import BATCH, HEADS, K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q
+from flashgen.spec.language.symbols import (
+    BATCH,
+    HEADS,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    SCALE,
+    SEQ_K,
+    SEQ_Q,
+    K,
+    Q,
+)
 from flashgen.spec.language.sympy_functions import Maximum, Minimum
 from flashgen.spec.language.tensor import MOST_DIMS, Tensor
 from flashgen.spec.language.tensor_elements import Element
@@ -43,6 +56,7 @@ FIELDS: dict[sympy.Symbol, str] = {
     SEQ_K: "p.seq_k",
     Q_OFFSET: "p.q_offset",
     K_OFFSET: "p.k_offset",
+    SCALE: "p.scale",
 }
 
 
@@ -116,6 +130,11 @@ _TESTS = {
 }
 
 
+def _notes(folded: FoldedScore | None) -> list[str]:
+    """What is folded, as comments."""
+    return comment(f"Of an element of Q K^T: {'; '.join(folded.notes)}.") if folded else []
+
+
 class SpecFunctions:
     """The functions of one spec, printed by one printer, which collects the helpers they call."""
 
@@ -184,15 +203,19 @@ class SpecFunctions:
 
     # The user's functions.
 
-    def score_mod(self) -> FunctionInParts:
-        why = self._source(self.spec.score_line)
-        return self._scoring("score_mod", "float", why, self.score.value)
+    def score_mod(self, folded: FoldedScore | None = None) -> FunctionInParts:
+        """The score function; with ``folded``, what is left of it, of an element of Q K^T."""
+        why = [*self._source(self.spec.score_line), *_notes(folded)]
+        code = folded.code if folded else self.score.value
+        return self._scoring("score_mod", "float", why, code)
 
-    def score_mod_and_slope(self) -> FunctionInParts:
+    def score_mod_and_slope(self, folded: FoldedScore | None = None) -> FunctionInParts:
         """score_mod with its derivative; common subexpressions are computed once."""
         derived = comment(f"Derivative by the score: {python_text(self.score.derivative)}")
-        why = [*self._source(self.spec.score_line), *derived]
-        return self._scoring("score_mod", "Scored", why, self.score.value_and_derivative)
+        why = [*self._source(self.spec.score_line), *_notes(folded), *derived]
+        code = folded.code_with_slope if folded else None
+        code = code or self.score.value_and_derivative
+        return self._scoring("score_mod", "Scored", why, code)
 
     def score_partials(self) -> FunctionInParts:
         """The derivatives of score_mod by the elements of learned tensors that it reads."""

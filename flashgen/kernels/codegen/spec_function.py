@@ -9,7 +9,19 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.kernels.codegen.text import DeviceFunction
-from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SCORE, B, H, K, Q
+from flashgen.spec.language.symbols import (
+    DISTANCE,
+    K_HI,
+    K_LO,
+    PRODUCT,
+    Q_HI,
+    Q_LO,
+    SCORE,
+    B,
+    H,
+    K,
+    Q,
+)
 
 # No scalar of a spec can have these names, so that no two symbols are equal.
 TILE = sympy.Symbol(".tile", integer=True)
@@ -18,6 +30,8 @@ TILE_END = sympy.Symbol(".tile_end", integer=True)
 # Function parameters in the order of a signature, with their C++ type.
 PARAMETERS: dict[sympy.Symbol, str] = {
     SCORE: "float score",
+    PRODUCT: "float product",
+    DISTANCE: "float distance",
     B: "int b",
     H: "int h",
     Q: "int q",

@@ -22,7 +22,8 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
-from flashgen.spec.language.symbols import H, Q
+from flashgen.spec.analysis.folding import FoldedScore
+from flashgen.spec.language.symbols import DISTANCE, PRODUCT, H, Q
 
 NEXT_LIVE = (
     "The bounds are not exact for this mask, so each tile is classified before it is loaded."
@@ -148,6 +149,10 @@ class ScoreCode:
     Attributes:
         call: C++ of the call; None for the identity.
         value: C++ of the score: of the call's result, or the element of Q K^T itself.
+        unit: C++ of the factor from these values to the exponents of e.
+        folded: whether the call takes the element of Q K^T, which is not multiplied by the scale.
+        distance: whether the call takes k - q as a float.
+        shift: C++ of what is added to LSE in the forward pass, such as " + 3.0f".
         parts: the function, and the values that its calls share.
     """
 
@@ -156,10 +161,15 @@ class ScoreCode:
     value: str
     uses_q: bool
     parts: FunctionInParts | None = None
+    unit: str = "p.scale"
+    folded: bool = False
+    shift: str = ""
+    distance: bool = False
 
     @staticmethod
     def of(
         make: SpecFunctions,
+        folded: FoldedScore | None,
         *,
         slope: bool = False,
         element: str = "s[g][n][e]",
@@ -168,17 +178,45 @@ class ScoreCode:
     ) -> ScoreCode:
         """The score's C++ for ``element`` of Q K^T at ``head``; ``slope`` adds the derivative.
 
-        ``scaled``: the element has been multiplied by the scale where there is a score function.
+        ``folded``: the score function with its factors folded, where the kernel has it so.
+        ``scaled``: otherwise the element has been multiplied by the scale, where there is a score
+        function.
         """
         if make.score.identity:
             return ScoreCode((), None, element, uses_q=False)
+        unit, shift = _outside(make, folded) if folded else ("1.0f", "")
+        if folded and folded.value == PRODUCT and not slope:
+            return ScoreCode((), None, element, uses_q=False, unit=unit, shift=shift)
         # A row that is served has the same bits in every kernel of its spec.
         make.printer.rounds_products = served = make.spec.is_served
         make.printer.score_is_product = not scaled and not served
-        parts = make.score_mod_and_slope() if slope else make.score_mod()
+        parts = make.score_mod_and_slope(folded) if slope else make.score_mod(folded)
         product = f"__fmul_rn({element}, p.scale)" if served else f"{element} * p.scale"
         given = element if scaled else product
-        call = parts.function.call(score=given, h=head)
+        call = parts.function.call(score=given, product=element, h=head)
         value = "scored.value" if slope else "value"
         uses_q = any(Q in function.uses for function in parts.functions)
-        return ScoreCode(parts.functions, call, value, uses_q, parts.at(h=head))
+        return ScoreCode(
+            parts.functions,
+            call,
+            value,
+            uses_q,
+            parts.at(h=head),
+            unit,
+            folded=folded is not None,
+            shift=shift,
+            distance=DISTANCE in parts.function.uses,
+        )
+
+
+# With a scale outside these bounds all scores are equal, or one of them is above all others.
+_SCALE = "fmaxf(p.scale, 0x1p-96f)"
+_SCALE_SQUARED = "fminf(fmaxf(p.scale * p.scale, 0x1p-90f), 0x1p90f)"
+
+
+def _outside(make: SpecFunctions, folded: FoldedScore) -> tuple[str, str]:
+    """C++ of the unit of a folded score function, and of what is added to LSE."""
+    scale = ("", _SCALE if folded.divides else "p.scale", _SCALE_SQUARED)[folded.degree]
+    factor = make.printer.float(folded.factor) if folded.factor != 1 or not scale else ""
+    shift = f" + {make.printer.float(folded.shift)}" if folded.shift != 0 else ""
+    return " * ".join(filter(None, (factor, scale))), shift

@@ -10,12 +10,14 @@ from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
+from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.search import Evaluated, best_occupancy, larger
 from flashgen.kernels.planner.tile_problem import TileProblem
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.launch_facts import head_places
 from flashgen.spec.analysis.windows import window_of
+from flashgen.spec.language.symbols import SCORE
 
 # The derivation line of each constraint, by the name that `Excess` has for it.
 _LINE_OF = {
@@ -109,6 +111,10 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
             f"visits the tiles of a block-sparse layout: {problem.spec.block_sparse.described}; "
             "clk are per score element of these tiles"
         )
+    if problem.spec.score != SCORE:
+        in_passes = "passes" in at
+        folded = None if in_passes else folded_score(problem.spec, problem.kernel)
+        yield f"score: {'; '.join(folded.notes) if folded else 'it is computed as written'}"
     rows, step = MMA_ROWS * found.tile.row_groups, found.tile.step
     for element, dims in problem.learned:
         window = window_of(element, dims, rows, step)

@@ -17,7 +17,7 @@ from flashgen.spec.language import float_operations as floats
 from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.float_functions import Abs
 from flashgen.spec.language.lets import Let, lets_of
-from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SCORE, K, Q
+from flashgen.spec.language.symbols import DISTANCE, K_HI, K_LO, PRODUCT, Q_HI, Q_LO, SCORE, K, Q
 from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
@@ -44,7 +44,8 @@ MOST_VALUES = {Level.HEAD: 32, Level.QUERY: 6, Level.KEY: 6}
 # A position, or the ends of the positions of a tile.
 _QUERIES = frozenset((Q, Q_LO, Q_HI))
 _KEYS = frozenset((K, K_LO, K_HI))
-_POSITIONS = _QUERIES | _KEYS | {SCORE}
+_SCORES = frozenset((SCORE, PRODUCT, DISTANCE))
+_POSITIONS = _QUERIES | _KEYS | _SCORES
 
 # One instruction, or a few: computing these again costs no more than a register.
 _CHEAP = (
@@ -187,7 +188,7 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
 
 def _level(uses: frozenset[sympy.Symbol]) -> Level:
     of_query, of_key = not uses.isdisjoint(_QUERIES), not uses.isdisjoint(_KEYS)
-    if SCORE in uses or (of_query and of_key):
+    if not _SCORES.isdisjoint(uses) or (of_query and of_key):
         return Level.SCORE
     return Level.QUERY if of_query else Level.KEY if of_key else Level.HEAD
 

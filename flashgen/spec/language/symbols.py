@@ -14,6 +14,14 @@ Q = sympy.Symbol("q", integer=True)
 K = sympy.Symbol("k", integer=True)
 SCORE = sympy.Symbol("score", real=True)
 
+# Kernels compute the score as ``SCALE * PRODUCT``, with an element of Q K^T. A spec may have
+# scalars with the names of dummies.
+SCALE = sympy.Symbol("scale", positive=True)
+PRODUCT = sympy.Dummy("product", real=True)
+
+# ``K - Q`` as a float, which kernels add up without a conversion for each score.
+DISTANCE = sympy.Dummy("distance", real=True)
+
 BATCH = sympy.Symbol("batch", integer=True, positive=True)
 HEADS = sympy.Symbol("heads", integer=True, positive=True)
 SEQ_Q = sympy.Symbol("seq_q", integer=True, nonnegative=True)

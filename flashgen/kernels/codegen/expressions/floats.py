@@ -31,7 +31,7 @@ from flashgen.spec.language.float_operations import (
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.operations import LARGEST_REPEATED
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
-from flashgen.spec.language.symbols import SCORE, is_int
+from flashgen.spec.language.symbols import PRODUCT, SCORE, is_int
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
 from flashgen.spec.language.tensor_elements import Element, TensorRead
 
@@ -94,7 +94,8 @@ class FloatPrinter(IntegerPrinter):
         return self._float_function(expr)
 
     def _float_sum(self, expr: sympy.Expr, terms: list[sympy.Expr]) -> Text:
-        beside_score = SCORE in terms and self.score_is_product
+        scores = (term for term in terms if term == SCORE or PRODUCT in term.args)
+        beside_score = self.score_is_product and any(scores)
         return self._terms(terms, self._terms_beside_score() if beside_score else self._term)
 
     def _term(self, expr: sympy.Expr, first: bool) -> Text:
@@ -111,7 +112,7 @@ class FloatPrinter(IntegerPrinter):
         def term(expr: sympy.Expr, first: bool) -> Text:
             products = sympy.Mul | FloatProduct | FloatQuotient
             is_product = isinstance(expr, products) and sum(not a.is_number for a in expr.args) > 1
-            if not is_product or rounded or expr.has(SCORE):
+            if not is_product or rounded or expr.has(SCORE, PRODUCT):
                 return self._float(expr)
             rounded.append(expr)
             with self._predicate():

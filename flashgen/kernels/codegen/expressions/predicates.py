@@ -15,7 +15,7 @@ import sympy
 from sympy.core.relational import Relational
 
 from flashgen.spec.analysis.sharing import CodeBlock
-from flashgen.spec.language.symbols import is_condition
+from flashgen.spec.language.symbols import DISTANCE, is_condition
 from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Round
 from flashgen.spec.language.tensor_elements import TensorRead
 
@@ -55,6 +55,7 @@ def is_of_integers(expr: sympy.Basic, known: Set[sympy.Symbol] = frozenset()) ->
     Args:
         known: further symbols that do not.
     """
+    whole = known | {DISTANCE}
     return all(
-        symbol.is_integer or is_condition(symbol) or symbol in known for symbol in expr.free_symbols
+        symbol.is_integer or is_condition(symbol) or symbol in whole for symbol in expr.free_symbols
     )

@@ -15,15 +15,16 @@ from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis.folding import FoldedScore, folded
 from flashgen.spec.analysis.intervals import row_interval
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import in_reals
-from flashgen.spec.language.lets import contains, elements_of, parts_of
+from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.symbols import SCALE, SCORE
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -38,9 +39,15 @@ def score_instructions(spec: AttentionSpec, kernel: str) -> int:
     """
     if spec.score == SCORE:
         return 0
-    found = analyse_score(spec.score)
-    code = found.value if kernel == "forward" else found.value_and_derivative
-    return math.ceil(_per_score(code, spec, kernel) + len(code.block.results))
+    found, less = analyse_score(spec.score), folded_score(spec, kernel)
+    if less is not None:
+        code = less.code if kernel == "forward" else less.code_with_slope
+    else:
+        code = found.value if kernel == "forward" else found.value_and_derivative
+    assert code is not None, "a folded score of a backward kernel has its slope"
+    # A score that is not folded is multiplied by the scale.
+    own = len(code.block.results) - (less is not None)
+    return math.ceil(_per_score(code, spec, kernel) + own)
 
 
 def mask_instructions(spec: AttentionSpec, kernel: str) -> float:
@@ -59,19 +66,37 @@ def mask_instructions(spec: AttentionSpec, kernel: str) -> float:
 
 def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
     """Instructions per score of code, with its share of what a row or a column of scores shares."""
-    values = dict(code.block.lets)
-    parts = {level: [values[let] for let in code.needed(level)] for level in Level}
+    # In place of the scale, a number: products of numbers are computed once.
+    lets = {let: replaced(value, {SCALE: _HALF}) for let, value in code.block.lets}
+    results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
+    parts = {level: [lets[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
     fast = ITEMSIZE[spec.dtype] < 4
 
     def count(level: Level) -> int:
         return sum(_operations(expr, fast) for expr in parts[level])
 
-    results = sum(_operations(expr, fast) for expr in code.block.results)
+    own = sum(_operations(expr, fast) for expr in results)
     shared = (
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
-    return count(Level.SCORE) + results + shared
+    return count(Level.SCORE) + own + shared
+
+
+def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
+    """The score function of a kernel with its factors folded; None where it is as written."""
+    if ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS:
+        return None
+    learns = any(tensor.grad for tensor in spec.tensors)
+    slope = analyse_score(spec.score).derivative
+    # A row that is served has the same bits in every kernel of its spec.
+    found = folded(spec.score, slope, shifts=not learns, distances=not spec.is_served)
+    if found is None:
+        return None
+    return found if kernel == "forward" or found.code_with_slope is not None else None
+
+
+_HALF = sympy.Rational(1, 2)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
