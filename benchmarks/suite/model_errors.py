@@ -1,9 +1,9 @@
 """The time model against the records: predicted over measured times of flashgen's own kernels.
 
 The records name the tiles of each call, so that a call is predicted with the tiles that it had,
-whichever the planner chooses today. The kernels of the runs in `WHOLE_TILES` computed every tile
-for all rows of a block; since then, warpgroups of forward kernels skip the tiles that their own
-rows do not reach.
+whichever the planner chooses today. The kernels of the runs in `EARLIER` computed every tile for
+all rows of a block and score functions as they are written; since then, warpgroups of forward
+kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.planner import Plan, feasible, plan_backward
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS, constants_of
+from flashgen.kernels.planner.models.spec_terms import score_instructions
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.traffic import StepKind, Steps, Walk
 from flashgen.shared.call import CheckedCall
@@ -43,7 +44,7 @@ DETERMINISTIC = " deterministic"
 ONE_RANGE = "one range of keys for each row"
 """The masks that decide most constants."""
 
-WHOLE_TILES = ("20261126T032114Z", "20261126T172208Z")
+EARLIER = ("20261126T032114Z", "20261126T172208Z")
 
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
 
@@ -125,8 +126,8 @@ def point_of(row: Row) -> Point:
     """The point of a record of one of `ARCHS`' contenders."""
     name, case = row["contender"].removesuffix(DETERMINISTIC), case_of(row)
     fixed = name != row["contender"]
-    whole = row["run"] in WHOLE_TILES
-    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], whole)
+    earlier = row["run"] in EARLIER
+    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier)
     seconds = float(row["ms_p50"]) / 1e3
     return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
 
@@ -146,13 +147,13 @@ def launches_of(
     pass_: str,
     deterministic: bool = False,
     plans: str = "",
-    whole: bool = False,
+    earlier: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches of a pass.
 
     Args:
         plans: the plans of the call's kernels in the words of the records; those of today without.
-        whole: whether every tile was computed for all rows of a block.
+        earlier: whether the kernels were those of the runs in `EARLIER`.
     """
     spec = spec_of(case)
     sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
@@ -165,8 +166,12 @@ def launches_of(
             plan = replace(plan, heads_per_tile=heads)
         mask = analyse(spec, walk_of_kernel(plan.kernel)).mask
         walks = walks_of(KnownCall(spec, call), mask, plan)
-        if whole:
+        if earlier:
             walks = [_whole_tiles(plan, walk) for walk in walks]
+            if not plan.streams:
+                written = score_instructions(spec, plan.kernel, folds=False)
+                at = plan.quantities.copy() | {"score_ops": written}
+                plan = replace(plan, quantities=Quantities(at))
         found.append(Launch(plan, tuple(walks), mask.growth != 0))
     return tuple(found)
 

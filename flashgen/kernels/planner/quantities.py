@@ -58,6 +58,7 @@ QUANTITIES = {
     "mask_stall": "instructions that take as long as one of a mask, which waits for the one before",
     "hbm_rate": "bytes per clock of global memory, per SM",
     "score_ops": "instructions of score_mod per element, its derivative's included in backward",
+    "special_ops": "functions of score_mod per element that special-function units compute",
     "dropout_ops": "instructions per score element for dropout's random bits and selection",
     "sum_columns": "columns of the float32 sums of dQ",
     "macs": "multiply-adds per score element",

@@ -146,6 +146,7 @@ def problem_of(
         "tensor_rate": arch.tensor_rate(path.name),
         "l2_rate": arch.l2_bytes_per_clock,
         "score_ops": spec_terms.score_instructions(spec, kernel),
+        "special_ops": spec_terms.special_functions(spec, kernel),
         "dropout_ops": dropout_ops,
         **constants_of(kernel, path),
     }

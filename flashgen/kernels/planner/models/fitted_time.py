@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from flashgen.kernels.planner.quantities import Number
 from flashgen.shared.paths import CodePath
 
-MASK_STALL = 3.72
+MASK_STALL = 3.76
 
 CONSTANTS: dict[str, dict[str, Number]] = {
     "sm_90a": {
-        "exposed_forward": 0.28,
-        "exposed_backward": 0.555,
-        "queued": 0.08,
-        "atomic_share": 0.2233,
+        "exposed_forward": 0.264,
+        "exposed_backward": 0.537,
+        "queued": 0.081,
+        "atomic_share": 0.224,
         "mask_stall": MASK_STALL,
     },
     # Anything from 150 to 250 clocks of a barrier fits nearly as well; from 210 on, the tile chosen

@@ -81,7 +81,7 @@ def rates(kernel: str, computed: str = "1", tensor: str = "tensor") -> tuple[For
     formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
         formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
-    formulas.append(Formula("special", f"{computed}/{SPECIAL_PER_CLOCK}", "clk"))
+    formulas.append(Formula("special", f"{computed}*(1 + special_ops)/{SPECIAL_PER_CLOCK}", "clk"))
     formulas.append(Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk"))
     # Every resource must do its work: the busiest one sets the pace.
     names = ", ".join((tensor, "shared", *(formula.name for formula in formulas)))

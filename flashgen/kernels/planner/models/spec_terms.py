@@ -30,24 +30,46 @@ from flashgen.spec.language.tensor_elements import Element
 
 # ---- instructions per score element --------------------------------------------------------------
 
+_HALF = sympy.Rational(1, 2)
 
-def score_instructions(spec: AttentionSpec, kernel: str) -> int:
+
+def score_instructions(spec: AttentionSpec, kernel: str, *, folds: bool = True) -> int:
     """Instructions of score_mod per score; in backward kernels with its derivative.
 
     What the scores of a row or of a column share is counted with their shares of it, and what all
     scores of a head share not at all.
+
+    Args:
+        folds: whether factors are folded where they can be.
     """
     if spec.score == SCORE:
         return 0
-    found, less = analyse_score(spec.score), folded_score(spec, kernel)
-    if less is not None:
-        code = less.code if kernel == "forward" else less.code_with_slope
-    else:
-        code = found.value if kernel == "forward" else found.value_and_derivative
-    assert code is not None, "a folded score of a backward kernel has its slope"
+    code, folds = _code_of_score(spec, kernel, folds)
     # A score that is not folded is multiplied by the scale.
-    own = len(code.block.results) - (less is not None)
-    return math.ceil(_per_score(code, spec, kernel) + own)
+    return math.ceil(_per_score(code, spec, kernel) + len(code.block.results) - folds)
+
+
+def special_functions(spec: AttentionSpec, kernel: str) -> int:
+    """Functions of score_mod per score that the special-function units compute, such as tanh."""
+    if spec.score == SCORE:
+        return 0
+    code, _ = _code_of_score(spec, kernel, folds=True)
+    values = dict(code.block.lets)
+    own = [values[let] for let in code.needed(Level.SCORE)]
+    nodes = (
+        node for each in (*own, *code.block.results) for node in sympy.preorder_traversal(each)
+    )
+    return sum(isinstance(node, FloatFunction) for node in nodes)
+
+
+def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[LeveledCode, bool]:
+    """The code of score_mod in a kernel, and whether its factors are folded."""
+    found, less = analyse_score(spec.score), folded_score(spec, kernel) if folds else None
+    if less is None:
+        return (found.value if kernel == "forward" else found.value_and_derivative), False
+    code = less.code if kernel == "forward" else less.code_with_slope
+    assert code is not None, "a folded score of a backward kernel has its slope"
+    return code, True
 
 
 def mask_instructions(spec: AttentionSpec, kernel: str) -> float:
@@ -94,9 +116,6 @@ def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
     if found is None:
         return None
     return found if kernel == "forward" or found.code_with_slope is not None else None
-
-
-_HALF = sympy.Rational(1, 2)
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
