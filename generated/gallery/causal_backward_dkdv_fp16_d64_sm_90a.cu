@@ -12,10 +12,10 @@
 //   mask_mod  = q >= k
 //
 // plan      dkdv  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 101,480 of 232,448, smem_sm 102,504 of 233,472, registers 228 of 240
+// limits    smem 101,472 of 232,448, smem_sm 102,496 of 233,472, registers 228 of 240
 // refused   block_q 144: needs 144 queries per step, 128 allowed
 // refused   block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 101,480 B
+// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 101,472 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
@@ -57,7 +57,7 @@ constexpr int SMEM_DO = 65536;
 constexpr int SMEM_DS = 0;  // two buffers: one is read while one is written
 constexpr int SMEM_ROWS = 98304;  // a buffer for each buffer of Q
 constexpr int SMEM_BARRIERS = SMEM_ROWS + STAGES * ROWS_BYTES;
-constexpr int SMEM_BYTES = 101480;
+constexpr int SMEM_BYTES = 101472;
 
 static_assert(BLOCK_K == 64 * CONSUMERS, "plan and code disagree: keys per warpgroup");
 static_assert(SMEM_V == SMEM_K + K_BYTES, "plan and code disagree: K tile");
@@ -65,7 +65,7 @@ static_assert(SMEM_Q == SMEM_V + V_BYTES, "plan and code disagree: V tile");
 static_assert(SMEM_DO == SMEM_Q + STAGES * Q_BYTES, "plan and code disagree: Q tiles");
 static_assert(SMEM_ROWS >= SMEM_DO + STAGES * DO_BYTES,
               "plan and code disagree: dO tiles");
-static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
+static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * 4 * STAGES,
               "plan and code disagree: rows, barriers");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
@@ -203,6 +203,10 @@ DEVICE void barrier_announce(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
+DEVICE void barrier_expect(unsigned barrier, int bytes) {  // announce bytes without an arrival
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
 DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
@@ -231,6 +235,7 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_CONSUMERS = 1;  // that of all consumers
+// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -349,6 +354,10 @@ DEVICE void read_pair(float (&x)[2], unsigned address) {
                : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 
+// Numbers of queries lie in such an order that a lane reads those of 16 columns of scores at once:
+// the offset of columns 8 n and on.
+DEVICE int of_columns(int n) { return 64 * (n / 2) + 8 * (n % 2); }
+
 DEVICE void read_four(float (&x)[4], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
@@ -408,8 +417,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP + THREADS, 1)
 causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
-  const unsigned resident = smem_base + SMEM_BARRIERS;  // K and V have arrived
-  const Barriers q_full{resident + 8}, q_empty{q_full[STAGES]};
+  const Barriers q_full{smem_base + SMEM_BARRIERS}, q_empty{q_full[STAGES]};
   const Barriers do_full{q_empty[STAGES]}, do_empty{do_full[STAGES]};
 
   // 1. The keys of this block: grid (key tiles, key heads, batch).
@@ -420,9 +428,9 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       | (blockIdx.x & ((1 << p.head_bits) - 1));
   const int b = p.first_batch + blockIdx.z;
 
-  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written base and delta.
+  // 2. Barriers. A stage is full when TMA has copied Q, with the first one also K and V, and two
+  //    warps have written base and delta.
   if (threadIdx.x == 0) {
-    barrier_init(resident, 1);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(q_full[i], 3);
       barrier_init(do_full[i], 1);
@@ -468,10 +476,10 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     if (threadIdx.x < 32) {
       const bool copies = threadIdx.x == 0;
       if (copies && next_h < h_end) {
-        barrier_announce(resident, K_BYTES + V_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, p.k_map, resident,
+        barrier_expect(q_full[0], K_BYTES + V_BYTES);  // with the first Q
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, p.k_map, q_full[0],
                                          k_start, h_kv, b);
-        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, p.v_map, resident,
+        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, p.v_map, q_full[0],
                                              k_start, h_kv, b);
       }
       ROLLED while (next_h < h_end) {
@@ -502,13 +510,13 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     }
 
     // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
-    //     queries per thread, and publish the tile, so that the consumers need not walk. They wait
-    //     for the kernel before, which writes base and delta, and the zeros to which the consumers
-    //     add: these follow the first tile. Then the next kernel may start where SMs have room.
+    //     queries per thread, and publish the tile, so that the consumers need not walk.
+    //     They wait for the kernel before, which writes base and delta, and the
+    //     zeros to which all warps add. Then the next may start where SMs have room.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
-    const int thread = threadIdx.x - 32;
     ROLLED while (true) {
+      const int thread = thread_index() + 96;  // no register keeps it
       const bool end = next_h >= h_end;
       const int q_start = next_tile * BLOCK_Q;
       const unsigned to = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES;
@@ -523,7 +531,8 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       if (loads && query + 1 < p.seq_q) next = rows[1];
       const bool far = __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
       if (loads) {
-        store_pair(to + 8 * thread, first.x, next.x);
+        const unsigned pair = to + of_columns(thread / 4) + thread % 4 * 16;
+        store_pair(pair, first.x, next.x);
         store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
         store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
       }
@@ -534,11 +543,12 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       if (thread % 32 == 0) store_far(tile, thread / 32, far);
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(q_full[stage.index]);
-      if (end) return;
+      if (end) break;
       ++next_tile;
       settle();
       stage.next();
     }
+    return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
@@ -571,7 +581,6 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     if (tile.start < 0) break;
     const int q_start = tile.start;
     const int h = tile.h;
-    barrier_wait(resident, 0);
 
     // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, from -delta on
     float s[QUERIES / 8][4];
@@ -579,8 +588,8 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
     const int first = 2 * (lane % 4);  // first query of this lane in the tile
-    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
-    const unsigned delta_lane = base_lane + 4 * BLOCK_Q + 4 * first;
+    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 8 * first;
+    const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
@@ -604,18 +613,20 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
       UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2];
-        read_pair(base, base_lane + 32 * n);
+        read_pair(base, base_lane + of_columns(n));
         subtract_lse(s[n], p.scale, base, lse + 8 * n);
       }
     }
+    float base[4];  // of two n
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      float base[2];
-      read_pair(base, base_lane + 32 * n);
-      UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
+      if (n % 2 == 0) read_four(base, base_lane + 32 * n);
+      UNROLL for (int e = 0; e < 4; ++e) {
+        s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
+      }
     }
     // This wait is over at once. The compiler leaves the exponentials before its loop; in
     // straight code it moves most of them behind the next wait, where nothing else runs.
-    barrier_wait(resident, 0);
+    barrier_wait(q_full[stage.index], stage.parity);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {

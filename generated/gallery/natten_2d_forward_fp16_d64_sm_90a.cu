@@ -325,6 +325,7 @@ DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
+// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }

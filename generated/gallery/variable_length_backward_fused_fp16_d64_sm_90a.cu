@@ -13,10 +13,10 @@
 //   mask_mod  = q + seq_k - seq_q >= k
 //
 // plan      fused  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 199,784 of 232,448, smem_sm 200,808 of 233,472, registers 228 of 240
+// limits    smem 199,776 of 232,448, smem_sm 200,800 of 233,472, registers 228 of 240
 // refused   block_q 144: needs 144 queries per step, 128 allowed
 // refused   block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (seq_k / 128 + batch, heads_kv, 1)  block 384  dynamic shared memory 199,784 B
+// launch    grid (seq_k / 128 + batch, heads_kv, 1)  block 384  dynamic shared memory 199,776 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
@@ -54,6 +54,7 @@ constexpr int COLUMNS_V = HEAD_DIM_V;  // columns of dV
 constexpr int DQ_BLOCKS = (HEAD_DIM + 63) / 64;
 constexpr int DQ_QUERIES = BLOCK_Q / CONSUMERS;
 constexpr int DQ_BYTES = 16 * DQ_QUERIES * 4;  // bytes that a warp has of one block
+constexpr int DQ_SHARE = 4 * DQ_BLOCKS * DQ_BYTES;  // bytes that a warpgroup has
 constexpr int DQ_STRIPS = (HEAD_DIM + 15) / 16;  // strips of 16 columns of dQ
 constexpr int SUM_COLUMNS = 16 * DQ_STRIPS;  // of the sums of dQ
 
@@ -66,7 +67,7 @@ constexpr int SMEM_DS = 98304;  // two buffers: one is read while one is written
 constexpr int SMEM_DQ = SMEM_DS + 2 * S_BYTES;
 constexpr int SMEM_ROWS = 196608;  // a buffer for each buffer of Q
 constexpr int SMEM_BARRIERS = SMEM_ROWS + STAGES * ROWS_BYTES;
-constexpr int SMEM_BYTES = 199784;
+constexpr int SMEM_BYTES = 199776;
 
 static_assert(BLOCK_K == 64 * CONSUMERS, "plan and code disagree: keys per warpgroup");
 static_assert(PANELS * PANEL >= 64 * DQ_BLOCKS, "plan and code disagree: columns of K");
@@ -75,9 +76,9 @@ static_assert(SMEM_Q == SMEM_V + V_BYTES, "plan and code disagree: V tile");
 static_assert(SMEM_DO == SMEM_Q + STAGES * Q_BYTES, "plan and code disagree: Q tiles");
 static_assert(SMEM_DS >= SMEM_DO + STAGES * DO_BYTES,
               "plan and code disagree: dO tiles");
-static_assert(SMEM_ROWS == SMEM_DQ + 4 * CONSUMERS * DQ_BLOCKS * DQ_BYTES,
+static_assert(SMEM_ROWS == SMEM_DQ + CONSUMERS * DQ_SHARE,
               "plan and code disagree: dS tiles, dQ tile");
-static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * (1 + 4 * STAGES),
+static_assert(SMEM_BYTES == SMEM_BARRIERS + 8 * 4 * STAGES,
               "plan and code disagree: rows, barriers");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
@@ -311,6 +312,10 @@ DEVICE void barrier_announce(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
+DEVICE void barrier_expect(unsigned barrier, int bytes) {  // announce bytes without an arrival
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
 DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
@@ -339,8 +344,13 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_CONSUMERS = 1;  // that of all consumers
+// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
+constexpr int BARRIER_DQ_FULL = 2, BARRIER_DQ_EMPTY = 4;
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+DEVICE void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // One step of the walk over tiles, published by the producer.
@@ -388,10 +398,12 @@ DEVICE void add_bulk(float* to, unsigned from, int bytes) {
                :: "l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// Close the group of bulk copies that this thread started, and wait until all its groups have
-// read shared memory.
+// Close the group of bulk copies that this thread started; wait until all but its newest GROUPS
+// have read shared memory.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int GROUPS> DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(GROUPS) : "memory");
+}
 
 // Make ordinary stores to shared memory visible to TMA and wgmma.
 DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -484,6 +496,10 @@ DEVICE void read_pair(float (&x)[2], unsigned address) {
                : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 
+// Numbers of queries lie in such an order that a lane reads those of 16 columns of scores at once:
+// the offset of columns 8 n and on.
+DEVICE int of_columns(int n) { return 64 * (n / 2) + 8 * (n % 2); }
+
 DEVICE void read_four(float (&x)[4], unsigned address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
@@ -561,8 +577,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP + THREADS, 1)
 variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
-  const unsigned resident = smem_base + SMEM_BARRIERS;  // K and V have arrived
-  const Barriers q_full{resident + 8}, q_empty{q_full[STAGES]};
+  const Barriers q_full{smem_base + SMEM_BARRIERS}, q_empty{q_full[STAGES]};
   const Barriers do_full{q_empty[STAGES]}, do_empty{do_full[STAGES]};
 
   // 1. The keys of this block, and their sequence: grid (tiles of all sequences,
@@ -581,9 +596,9 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const RaggedRows qs = ragged_q(packed, b, p.seq_q);
   const RaggedRows ks = ragged_k(packed, b, p.seq_k);
 
-  // 2. Barriers. A stage is full when TMA has copied Q, and two warps have written base and delta.
+  // 2. Barriers. A stage is full when TMA has copied Q, with the first one also K and V, and two
+  //    warps have written base and delta.
   if (threadIdx.x == 0) {
-    barrier_init(resident, 1);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(q_full[i], 3);
       barrier_init(do_full[i], 1);
@@ -597,7 +612,6 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   // 3. The producer needs few registers.
   if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x >= 96) return;
 
     // 3a. The heads that share these keys.
     const int group = p.heads_q / p.heads_kv;
@@ -629,10 +643,10 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     if (threadIdx.x < 32) {
       const bool copies = threadIdx.x == 0;
       if (copies && next_h < h_end) {
-        barrier_announce(resident, K_BYTES + V_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, packed.k_map, resident,
+        barrier_expect(q_full[0], K_BYTES + V_BYTES);  // with the first Q
+        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K, packed.k_map, q_full[0],
                                          k_start, h_kv, ks);
-        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, packed.v_map, resident,
+        tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V, packed.v_map, q_full[0],
                                              k_start, h_kv, ks);
       }
       ROLLED while (next_h < h_end) {
@@ -663,14 +677,39 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     }
 
     // 3d. Two more warps load base and delta, whose rows need not be aligned for TMA, a pair of
-    //     queries per thread, and publish the tile, so that the consumers need not walk. They wait
-    //     for the kernel before, which writes base and delta, and the zeros to which the consumers
-    //     add: these follow the first tile. Then the next kernel may start where SMs have room.
+    //     queries per thread, and publish the tile, so that the consumers need not walk.
+    //     The last warp adds dQ of each step in global memory, to the sums over all
+    //     blocks that reach the queries, where a warpgroup's elements are neighbours.
+    //     They wait for the kernel before, which writes base and delta, and the
+    //     zeros to which all warps add. Then the next may start where SMs have room.
     asm volatile("griddepcontrol.launch_dependents;");
-    const int thread = threadIdx.x - 32;
     ROLLED while (true) {
+      const int thread = thread_index() + 96;  // no register keeps it
       const bool end = next_h >= h_end;
       const int q_start = next_tile * BLOCK_Q;
+      if (thread >= 64) {
+        if (end) break;
+        // The space of a warpgroup is free when the copy of the step before has read it.
+        bulk_wait<1>();
+        __syncwarp();
+        named_arrive(BARRIER_DQ_EMPTY, WARPGROUP + 32);
+        bulk_wait<0>();
+        __syncwarp();
+        named_arrive(BARRIER_DQ_EMPTY + 1, WARPGROUP + 32);
+        const long long sum_tile = (long long)next_h * (packed.seq_q / BLOCK_Q + packed.batch) + next_tile;
+        float* const sums = p.dq_sum + sum_tile * (BLOCK_Q * SUM_COLUMNS);
+        UNROLL for (int i = 0; i < CONSUMERS; ++i) {
+          named_wait(BARRIER_DQ_FULL + i, WARPGROUP + 32);
+          if (thread == 64) {
+            add_bulk(sums + i * DQ_QUERIES * SUM_COLUMNS, smem_base + SMEM_DQ + i * DQ_SHARE,
+                     DQ_STRIPS * DQ_BYTES);
+            bulk_commit();
+          }
+        }
+        ++next_tile;
+        settle();
+        continue;
+      }
       const unsigned to = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES;
       barrier_wait(q_empty[stage.index], stage.parity ^ 1);
       const int query = q_start + 2 * thread;
@@ -683,7 +722,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
       if (loads && query + 1 < p.seq_q) next = rows[1];
       const bool far = __any_sync(0xffffffffu, is_far(first.x) | is_far(next.x));
       if (loads) {
-        store_pair(to + 8 * thread, first.x, next.x);
+        const unsigned pair = to + of_columns(thread / 4) + thread % 4 * 16;
+        store_pair(pair, first.x, next.x);
         store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
         store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
       }
@@ -694,11 +734,13 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
       if (thread % 32 == 0) store_far(tile, thread / 32, far);
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(q_full[stage.index]);
-      if (end) return;
+      if (end) break;
       ++next_tile;
       settle();
       stage.next();
     }
+    bulk_wait<0>();  // before the block's shared memory is released
+    return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
@@ -711,8 +753,10 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
   const int first_key = warpgroup * 64;  // first key whose scores the warpgroup computes
   const int warp_row = warp * 16;
   // Where its share of dQ begins.
-  const int dq_block = 0, dq_query = warpgroup * DQ_QUERIES;
-  const unsigned dq_stage = smem_base + SMEM_DQ + warp * DQ_BLOCKS * DQ_BYTES;
+  const int dq_block = 0;
+  const int dq_query = warpgroup * DQ_QUERIES;
+  const unsigned dq_stage =
+      smem_base + SMEM_DQ + warpgroup * DQ_SHARE + warp % 4 * DQ_BYTES + 16 * lane;
   // Row-wise and column-wise products read the same tiles.
   const Operand<2 * PANEL, BLOCK_K> k_operand(smem_base + SMEM_K);
   const Operand<2 * PANEL_V, BLOCK_K> v_operand(smem_base + SMEM_V);
@@ -737,7 +781,6 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     if (tile.start < 0) break;
     const int q_start = tile.start;
     const int h = tile.h;
-    barrier_wait(resident, 0);
 
     // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, from -delta on
     float s[QUERIES / 8][4];
@@ -745,8 +788,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
     const auto do_here = do_operand.moved(stage.index, DO_BYTES);
     const int first = 2 * (lane % 4);  // first query of this lane in the tile
-    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 4 * first;
-    const unsigned delta_lane = base_lane + 4 * BLOCK_Q + 4 * first;
+    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 8 * first;
+    const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
@@ -770,18 +813,20 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
       const float* lse = p.lse + (long long)h * packed.seq_q + q_start + first;
       UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
         float base[2];
-        read_pair(base, base_lane + 32 * n);
+        read_pair(base, base_lane + of_columns(n));
         subtract_lse(s[n], p.scale, base, lse + 8 * n);
       }
     }
+    float base[4];  // of two n
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      float base[2];
-      read_pair(base, base_lane + 32 * n);
-      UNROLL for (int e = 0; e < 4; ++e) s[n][e] = probability(s[n][e], exp_scale, base[e % 2]);
+      if (n % 2 == 0) read_four(base, base_lane + 32 * n);
+      UNROLL for (int e = 0; e < 4; ++e) {
+        s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
+      }
     }
     // This wait is over at once. The compiler leaves the exponentials before its loop; in
     // straight code it moves most of them behind the next wait, where nothing else runs.
-    barrier_wait(resident, 0);
+    barrier_wait(q_full[stage.index], stage.parity);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
@@ -843,34 +888,20 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
     wgmma_commit();
 
     // 5i. While that product runs, the buffer of dO is released.
-    //     dQ is summed in global memory over all blocks that reach the queries, in the
-    //     order of registers: the elements of a warp are contiguous.
+    //     A producer warp adds dQ, in the order of registers, to the sums.
     wgmma_wait<1>();
     if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
-    if (lane == 0) bulk_wait();  // for the previous step's dQ
-    __syncwarp();
+    named_wait(BARRIER_DQ_EMPTY + warpgroup, WARPGROUP + 32);
     UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
       pin(dq[i]);
       UNROLL for (int n = 0; n < DQ_QUERIES / 8; ++n) {
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                     :: "r"(dq_stage + i * DQ_BYTES + 512 * n + 16 * lane), "f"(dq[i][n][0]),
+                     :: "r"(dq_stage + 4 * i * DQ_BYTES + 512 * n), "f"(dq[i][n][0]),
                         "f"(dq[i][n][1]), "f"(dq[i][n][2]), "f"(dq[i][n][3]) : "memory");
       }
     }
     proxy_fence();
-    __syncwarp();
-    if (lane == 0) {
-      const long long first = (long long)h * (packed.seq_q / BLOCK_Q + packed.batch);
-      const long long tile = first * (BLOCK_Q / DQ_QUERIES) + (q_start + dq_query) / DQ_QUERIES;
-      UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
-        const int strip = 4 * (dq_block + i) + warp % 4;
-        if (strip < DQ_STRIPS) {
-          add_bulk(p.dq_sum + (tile * DQ_STRIPS + strip) * (DQ_BYTES / 4), dq_stage + i * DQ_BYTES,
-                   DQ_BYTES);
-        }
-      }
-      bulk_commit();
-    }
+    named_arrive(BARRIER_DQ_FULL + warpgroup, WARPGROUP + 32);
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
@@ -895,5 +926,4 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
                                thread);
   store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
                                  thread);
-  if (lane == 0) bulk_wait();  // for the last dQ, before the block's shared memory is released
 }
