@@ -69,7 +69,7 @@ COMPARED = (
     ("causal", 128, "128x128 8 warps", "128x176 8 warps", 0.98),
     ("causal", 64, "192x96 12 warps", "192x112 12 warps", 0.975),
 )
-COMPARED_WEIGHT = 5
+COMPARED_WEIGHT = 4
 
 DELTA = 0.01  # relative change of a constant for a difference quotient
 
