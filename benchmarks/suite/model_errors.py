@@ -163,7 +163,9 @@ def launches_of(
     for plan in plans_of(spec, arch, pass_, deterministic, plans):
         if plan.kernel == "forward":
             heads = heads_of_call(spec, plan, call, {}).heads
-            plan = replace(plan, heads_per_tile=heads)
+            if heads > 1:  # heads that share a tile may have another one
+                tile = None if plan.policy == "derived" else plan.tile
+                plan = fg.plan(spec, arch, heads_per_tile=heads, tile=tile)
         mask = analyse(spec, walk_of_kernel(plan.kernel)).mask
         walks = walks_of(KnownCall(spec, call), mask, plan)
         if earlier:
