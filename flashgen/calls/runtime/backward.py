@@ -14,12 +14,7 @@ from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.tensors import check_gradients
 from flashgen.calls.runtime.backends import Target
-from flashgen.calls.runtime.bind_arguments import (
-    bind,
-    elements_of_sums,
-    part_heads_of,
-    ranges_of,
-)
+from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, part_heads_of, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.calls.runtime.kernel_arguments import pointers_of
 from flashgen.calls.runtime.learned_gradients import (
@@ -198,18 +193,18 @@ class PreparedBackward(PreparedCall):
         ranges = ranges_of(call, self.signature)
         builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges, call.sizes)
         self._built = time.perf_counter() - start
-        sizes = {
-            "packed": packed,
-            "part_heads": min(part_heads_of(build.facts, call) for build in builds),
-        }
+        heads = min(part_heads_of(build.facts, call) for build in builds)
         self._sums = {
             f"{CONVERT_KERNELS[build.facts.kernel]}_sum": elements_of_sums(
-                build.facts, call, **sizes
+                build.facts, call, packed=packed, part_heads=heads
             )
             for build in builds
             if build.facts.kernel in CONVERT_KERNELS
         }
-        bound = tuple(bind(build, call, tensors, captured, **sizes) for build in builds)
+        bound = tuple(
+            bind(build, call, tensors, captured, packed=packed, part_heads=heads)
+            for build in builds
+        )
         if captured:
             self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)
         for build in builds:

@@ -39,11 +39,13 @@ def plan(arguments: PlanArguments) -> None:
         _decoding(arguments, spec, arch, sizes)
         plans = ()
     elif arguments.backward:
-        options = {"sram": sram, "deterministic": arguments.deterministic}
+        fixed = arguments.deterministic
         if arguments.shape is None:
-            backward = plan_backward(spec, arch, **options)
+            backward = plan_backward(spec, arch, sram=sram, deterministic=fixed)
         else:
-            backward = plan_backward_of_call(spec, arch, astuple(sizes), **options)
+            backward = plan_backward_of_call(
+                spec, arch, astuple(sizes), sram=sram, deterministic=fixed
+            )
         plans = backward.kernels
         write_summary(plans)
         write(str(backward))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tests.support.shapes import Case
 from tests.support.tiers import slow
 
 ARCH = "sm_90a"
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 CAUSAL = fg.load(spec_path("causal"))
 KERNELS = ["delta", "fused", "convert_dq", "convert_dk", "convert_dv"]
 
@@ -150,6 +150,48 @@ def test_parts_are_added_one_after_the_other_in_their_order(gradient: str) -> No
     tensors = {gradient: k, f"{gradient}_sum": sums}
     bind(built, call, tensors, part_heads=1).emulate(tensors, LaunchOptions())
     assert torch.equal(k, torch.full_like(k, 0.5 if gradient == "dk" else 1.0))
+
+
+READ_AND_WRITE = """
+  if (!(((volatile float*)p.rows)[2 * (k_start % 64)] < 1e30f)) return;
+  float* dk_sum ="""
+"""Of base and delta, which the launch before writes: only what follows its end may read them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_blocks_without_query_tiles_write_after_the_launch_before(waits: bool) -> None:
+    """Keys after all queries: the warps that copy find no tile and wait all the same, and the
+    consumers, which wait for them, are ordered after the end of the launch before."""
+    call = causal(Case(40, 400, 1, 3, 1, "float16", 64))
+    with parts_of(2), planted("fused", "float* dk_sum =", READ_AND_WRITE, "// 6. dK and dV"):
+        if waits:
+            run = call.judged_backward()
+            assert [report.kernel.plan.kernel for report in run.reports] == KERNELS
+            assert not run.dk[:, :, 40:].any()
+            assert not run.dv[:, :, 40:].any()
+        else:
+            with planted("fused", WAIT, ""), caught("may still write"):
+                call.backward()
+
+
+@pytest.mark.slow
+def test_compiled_calls_have_parts() -> None:
+    call = causal(Case(150, 200, 1, 3, 1, "float16", 64))
+    dout, _ = call.gradients = call.gradients[0], None
+    op = fg.attention(call.spec)
+    qkv = [x.clone().requires_grad_() for x in call.qkv]
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        return op(*given, backend="emulator", arch=ARCH)
+
+    with parts_of(2):
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*qkv)
+        _, dk, dv = torch.autograd.grad(out, qkv, dout)
+        run = call.backward(call.forward())
+    assert [report.kernel.plan.kernel for report in op.backward_reports] == KERNELS
+    assert torch.equal(dk, run.dk)
+    assert torch.equal(dv, run.dv)
 
 
 def test_deterministic_calls_have_whole_groups() -> None:
