@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.calls.ops import BackwardRun, check
+from flashgen.calls.ops import BackwardRun, check, run_backward
 from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums
 from flashgen.kernels.pipeline import build_backward, divides_groups
 from flashgen.kernels.planner import plan_backward
@@ -198,6 +198,20 @@ def test_deterministic_calls_have_whole_groups() -> None:
     with parts_of(1):
         run = causal(Case(70, 90, 1, 2, 1, "float16", 64)).backward(deterministic=True)
     assert [report.kernel.plan.kernel for report in run.reports] == ["delta", "dkdv", "dq"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whole_groups_have_bits_that_do_not_depend_on_the_batch(deterministic: bool) -> None:
+    call = causal(Case(150, 200, 2, 4, 2, "float16", 64))
+    forward = call.forward()
+    together = call.backward(forward, deterministic=deterministic)
+    for b in range(2):
+        read = (x[b : b + 1] for x in (*call.qkv, forward.out, forward.lse, *call.gradients))
+        options = {"backend": "emulator", "arch": ARCH, "deterministic": deterministic}
+        alone = run_backward(call.spec, *read, **options)
+        assert torch.equal(alone.dk, together.dk[b : b + 1])
+        assert torch.equal(alone.dv, together.dv[b : b + 1])
 
 
 BUGS = [
