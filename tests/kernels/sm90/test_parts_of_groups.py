@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from flashgen.kernels.planner import plan_backward
 from flashgen.kernels.planner.requests import BackwardPlanRequest
 from flashgen.shared.call import LaunchOptions
 from flashgen.shared.launch_facts import LaunchRules
+from tests.support.commands import CAUSAL as FILE
+from tests.support.commands import flashgen
 from tests.support.examples import spec_path
 from tests.support.judged import Call, check_gates, dropping, example, sized
 from tests.support.planted import caught, planted
@@ -274,3 +277,20 @@ def test_as_many_heads_are_in_a_part_as_fit_in_l2(
 def test_blocks_with_equal_walks_keep_whole_groups() -> None:
     full = fg.AttentionSpec(head_dim=128, dtype="bfloat16")
     assert not divides_groups(BackwardPlanRequest(full, ARCH), (1, 64, 8, 8192, 8192))
+
+
+@pytest.mark.slow
+def test_commands_print_what_the_parts_of_a_call_cost(tmp_path: Path) -> None:
+    shape, page = "1,4,1,20000,20000", tmp_path / "page.html"
+    moved = 4 * 2 * 157 * 128 * (64 + 64)  # two parts of 157 tiles of keys
+    words = f"2 of each group, of up to 2 query heads: {moved:,} B of sums of dK and dV"
+    of_call = ["--backward", "--arch", ARCH]
+    planned = flashgen("plan", FILE, *of_call, "--shape", shape)
+    assert f"parts     {words}" in planned.stdout, planned.stderr
+    assert "predicted convert_dk: " in planned.stdout
+    small = flashgen("plan", FILE, *of_call, "--shape", "1,4,1,200,200")
+    assert "parts  " not in small.stdout
+    options = ["--shape", "1,4,1,20,20", "--predict", shape, "-o", str(page)]
+    reported = flashgen("report", FILE, *of_call, *options)
+    assert reported.exit_code == 0, reported.stderr
+    assert words in page.read_text()
