@@ -17,6 +17,7 @@ from flashgen.kernels.codegen import Source
 from flashgen.kernels.compile import compile, override
 from flashgen.kernels.planner import (
     NO_TILES,
+    BackwardPlan,
     BackwardPlanRequest,
     PlanRequest,
     Tile,
@@ -45,6 +46,7 @@ __all__ = [
     "build_minmax_tables",
     "emit",
     "gradient_terms",
+    "plan_backward_of_call",
 ]
 
 MOST_SPARE_REGISTERS = 128
@@ -350,9 +352,25 @@ def build_backward(
         PlanError, RenderError, CompileError: as ``build``.
     """
     request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
-    if sizes is not None and divides_groups(request, sizes):
-        request = replace(request, in_parts=True)
+    request = replace(request, in_parts=sizes is not None and divides_groups(request, sizes))
     return _build_backward(request, _needs_wide(request, ranges))
+
+
+def plan_backward_of_call(
+    spec: AttentionSpec,
+    arch: str,
+    sizes: Sizes,
+    *,
+    sram: int | None = None,
+    deterministic: bool = False,
+) -> BackwardPlan:
+    """The plan of ``build_backward`` for a call of these sizes.
+
+    Raises:
+        PlanError, SpecError: as `flashgen.kernels.planner.plan_backward`.
+    """
+    request = BackwardPlanRequest(spec, arch, sram, deterministic)
+    return plan_schemes(replace(request, in_parts=divides_groups(request, sizes)))
 
 
 def divides_groups(request: BackwardPlanRequest, sizes: Sizes) -> bool:

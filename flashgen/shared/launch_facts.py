@@ -182,7 +182,8 @@ class LaunchRules(ABC):
             head_bits: logarithm to base 2 of the number of interleaved heads, from `head_bits`; 0:
                 head by head.
             splits: splits of the keys, which count as batch entries.
-            parts: parts of each group of query heads, which count as key heads.
+            parts: parts of each group of query heads, which count as key heads where blocks
+                compute scores.
 
         Returns:
             (tiles, heads, batch entries): query tiles and groups of `heads_per_tile` query heads,
@@ -192,7 +193,8 @@ class LaunchRules(ABC):
         """
         length, block, heads = seq_q, self.queries_per_tile, heads_q // self.heads_per_tile
         if self.owns_keys:
-            length, block, heads = seq_k, self.block_k, heads_kv * parts
+            length, block, heads = seq_k, self.block_k, heads_kv
+            heads *= 1 if self.streams else parts
         if packed and self.kernel != "delta":
             return (length // block + batch) << head_bits, heads >> head_bits, splits
         entries = 1 if packed else batch * splits
@@ -202,7 +204,8 @@ class LaunchRules(ABC):
         """Elements of the float32 sums of a gradient: whole tiles of rows; 0 without sums.
 
         Args:
-            heads, length: those of the gradient: query heads and queries, or key heads and keys.
+            heads, length: those of the gradient: query heads and queries, or key heads times the
+                parts of their groups, and keys.
             packed: as in `grid`. The sums of sequence b begin with the tile of its first row in the
                 tensor plus b.
         """

@@ -20,6 +20,7 @@ import ptx_emulator as emulator
 from flashgen import reference
 from flashgen.calls.launch.params import field_bytes
 from flashgen.calls.runtime.bound_kernel import span
+from flashgen.shared.launch_facts import LaunchRules
 from tests.support.judged import forward_verdicts
 from tests.support.native_driver import CAUSAL, STREAM, NativeDriver, Record, native_gpu
 
@@ -100,14 +101,22 @@ def captured(driver: NativeDriver) -> Iterator[Graph]:
     assert {record.stream for record in graph.launches} == {CAPTURED_STREAM}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("arch", "heads"), [("sm_80", (2, 2)), ("sm_90a", (2, 2)), ("sm_90a", (3, 1))]
+)
 @pytest.mark.parametrize("native", [True, False])
 def test_a_replay_of_both_passes_computes_with_the_present_contents(
-    arch: str, native: bool, monkeypatch: pytest.MonkeyPatch
+    arch: str, heads: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Three query heads that share keys are divided into parts of two heads and of one."""
+    group = heads[0] // heads[1]
+    monkeypatch.setattr(LaunchRules, "part_heads", lambda *_: min(2, group))
     monkeypatch.setenv("FLASHGEN_NATIVE", "1" if native else "0")
     torch.manual_seed(0)
-    qkv = [torch.randn(1, 2, 70, 64).half().requires_grad_() for _ in range(3)]
+    qkv = [
+        torch.randn(1, count, 70, 64).half().requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    ]
     dout = torch.zeros_like(qkv[0])
     op = fg.attention(CAUSAL)
 
@@ -135,3 +144,5 @@ def test_a_replay_of_both_passes_computes_with_the_present_contents(
     of_backward = reference.judge_gradients(found[2:], CAUSAL, *given, dout, None)
     wrong = {name: one for name, one in {**of_forward, **of_backward}.items() if not one.ok}
     assert not wrong, wrong
+    launched = [driver.binaries[record.function].kernel for record in graph.launches]
+    assert any("convert_dk" in kernel for kernel in launched) == (heads == (3, 1))

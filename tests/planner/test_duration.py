@@ -7,8 +7,15 @@ import random
 import pytest
 
 import flashgen as fg
+from flashgen.kernels.pipeline import plan_backward_of_call
 from flashgen.kernels.planner import Plan, plan, plan_backward, plan_merge
-from flashgen.kernels.planner.duration import Duration, HeadSteps, duration_of, makespan
+from flashgen.kernels.planner.duration import (
+    Duration,
+    HeadSteps,
+    cost_of_parts,
+    duration_of,
+    makespan,
+)
 from flashgen.kernels.planner.formulas import evaluate
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.traffic import LaunchSizes, Visited, Walk
@@ -37,6 +44,21 @@ def test_every_line_is_its_own_arithmetic() -> None:
             assert values["block_rate"] <= bytes_in_flight / facts(each.arch).memory_latency
         assert found.seconds > 0
         assert "predicted" in str(found)
+
+
+def test_the_cost_of_parts_of_groups_is_their_bytes_and_their_time() -> None:
+    spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=128, dtype="bfloat16", name="c")
+    sizes = 1, 64, 8, 8192, 8192
+    plans = plan_backward_of_call(spec, "sm_90a", sizes).kernels
+    found = cost_of_parts([duration(each, *sizes) for each in plans], LaunchSizes(*sizes))
+    moved = 4 * 4 * 8 * 8192 * (128 + 128)  # four parts of float32
+    read = 2 * (moved / 2 + 8 * 8192 * 128 * 2) / facts("sm_90a").hbm_bytes_per_s
+    assert f"4 of each group, of up to 2 query heads: {moved:,} B" in found
+    assert f"writes in {moved / facts('sm_90a').hbm_bytes_per_s * 1e6:.1f} us" in found
+    assert f"in order in {read * 1e6:.1f} us" in found
+    few = 1, 4, 4, 100, 100
+    plans = plan_backward_of_call(spec, "sm_90a", few).kernels
+    assert cost_of_parts([duration(each, *few) for each in plans], LaunchSizes(*few)) == ""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.tensors import check_gradients
 from flashgen.calls.runtime.backends import Target
-from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, ranges_of
+from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, part_heads_of, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.calls.runtime.kernel_arguments import pointers_of
 from flashgen.calls.runtime.learned_gradients import (
@@ -140,12 +140,10 @@ class PreparedBackward(PreparedCall):
         if bound is None:
             bound = self._bound[copied] = self._bind(tensors, by_name)
         tensors["dq_sum"] = None
-        if self._sums:
-            every = q.new_empty(sum(self._sums.values()), dtype=torch.float32)
-            tensors |= zip(
-                self._sums, every.split_with_sizes(list(self._sums.values())), strict=True
-            )
-            tensors["dq_sum"] = every  # the delta kernel fills all sums from here on with zeros
+        tensors |= {
+            name: q.new_empty(elements, dtype=torch.float32)
+            for name, elements in self._sums.items()
+        }
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
                 tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
@@ -195,16 +193,17 @@ class PreparedBackward(PreparedCall):
         ranges = ranges_of(call, self.signature)
         builds = self.program.backward(self._kernel_arch, deterministic, launch, ranges, call.sizes)
         self._built = time.perf_counter() - start
+        heads = min(part_heads_of(build.facts, call) for build in builds)
         self._sums = {
             f"{CONVERT_KERNELS[build.facts.kernel]}_sum": elements_of_sums(
-                build.facts, call, packed=packed
+                build.facts, call, packed=packed, part_heads=heads
             )
             for build in builds
             if build.facts.kernel in CONVERT_KERNELS
         }
-        sums = sum(self._sums.values())
         bound = tuple(
-            bind(build, call, tensors, captured, packed=packed, sums=sums) for build in builds
+            bind(build, call, tensors, captured, packed=packed, part_heads=heads)
+            for build in builds
         )
         if captured:
             self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)

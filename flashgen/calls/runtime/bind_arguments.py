@@ -43,7 +43,7 @@ def bind(
     packed: bool = False,
     sms: int | None = None,
     blocks: int | None = None,
-    sums: int = 0,
+    part_heads: int = 0,
 ) -> BoundKernel:
     """The kernel bound to a call.
 
@@ -54,14 +54,14 @@ def bind(
         packed: whether the call has packed sequences.
         sms: multiprocessors of the GPU; None for the number in the plan's architecture.
         blocks: the blocks of a persistent kernel, instead of the plan's number.
-        sums: elements of the float32 sums of gradients, which the delta kernel fills with zeros.
+        part_heads: query heads of each part of a group, from `part_heads_of`; 0: all of a group.
 
     Raises:
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
     facts, params = build.facts, build.facts.params
     names, group = {param.name for param in params}, call.heads_q // max(1, call.heads_kv)
-    part_heads = facts.part_heads(*call.sizes) if "part_heads" in names else max(1, group)
+    part_heads = part_heads or max(1, group)
     parts = max(1, -(-group // part_heads))
     bits = facts.head_bits(*call.sizes[1:], part_heads) if "head_bits" in names else 0
     own = {"head_bits": bits, "part_heads": part_heads, "parts": parts}
@@ -75,7 +75,7 @@ def bind(
         # Maps that the kernel leaves unused have boxes too.
         boxes = dict.fromkeys(("k", "v"), max(rows, 1))
     grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits, parts=parts)
-    vectors = sums // 4
+    vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None
     if facts.is_persistent:
@@ -138,11 +138,25 @@ def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
     return CallRanges.of(call.named_sizes, known, call.scalars, signature.packed or signature.paged)
 
 
-def elements_of_sums(plan: LaunchRules, call: CheckedCall, *, packed: bool = False) -> int:
-    """Elements of the float32 sums of a gradient that a kernel converts; 0 for other kernels."""
-    if plan.kernel not in CONVERT_KERNELS:
-        return 0
-    rows = (call.heads_kv, call.seq_k) if plan.owns_keys else (call.heads_q, call.seq_q)
+def part_heads_of(facts: LaunchFacts, call: CheckedCall) -> int:
+    """Query heads of each part of a group in a call; all of a group where blocks own whole ones."""
+    if any(param.name == "part_heads" for param in facts.params):
+        return facts.part_heads(*call.sizes)
+    return max(1, call.heads_q // max(1, call.heads_kv))
+
+
+def elements_of_sums(
+    plan: LaunchRules, call: CheckedCall, *, packed: bool = False, part_heads: int = 0
+) -> int:
+    """Elements of the float32 sums that a kernel converts, or of those of dQ, to which "fused" adds
+    and which "delta" fills with zeros; 0 for none.
+
+    Args: those of `bind`.
+    """
+    rows = (call.heads_q, call.seq_q)
+    if CONVERT_KERNELS.get(plan.kernel, "dq") != "dq":
+        group = call.heads_q // max(1, call.heads_kv)
+        rows = (call.heads_kv * -(-group // (part_heads or group)), call.seq_k)
     return plan.elements_of_sums(call.batch, *rows, packed=packed)
 
 

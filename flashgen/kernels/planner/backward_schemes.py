@@ -68,9 +68,11 @@ def streaming_kernels_of(spec: AttentionSpec, of_keys: Plan) -> tuple[Plan, ...]
     if of_keys.in_parts:  # in the order of the sums of mma.sync: rows are rows
         rows, d_qk, d_v = of_keys.block_k, of_keys.head_dim, of_keys.head_dim_v
         sums |= {"dk": ("sm_80", (rows, d_qk)), "dv": ("sm_80", (rows, d_v))}
-        delta = replace(delta, key_sums_tile=(rows, d_qk + d_v))
     converted = (plan_convert(spec, arch, name, *of_sums) for name, of_sums in sums.items())
-    return delta, *converted
+    return delta, *(
+        each if each.kernel == "convert_dq" else replace(each, of_parts=of_keys)
+        for each in converted
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,9 +122,8 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     if parts[0].in_parts:
         of_key = 4 * (parts[0].head_dim + parts[0].head_dim_v)
         why += (
-            f"; its blocks own parts of groups of query heads: {of_key:,} B per key and key head "
-            "are zeroed and converted once, and added once per part, in any order; sums of each "
-            "part, added in order, would be zeroed and converted once per part too"
+            f"; its blocks own parts of groups of query heads: {of_key:,} B per key, key head and "
+            "part are written, and read by the kernels that add the parts in their order"
         )
     return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
 

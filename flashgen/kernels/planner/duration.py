@@ -192,6 +192,28 @@ def gaps_between(plans: Sequence[Plan]) -> float:
     return (LAUNCH_GAP_US * between + OVERLAP_GAP_US * overlapping) * 1e-6
 
 
+def cost_of_parts(durations: Sequence[Duration], sizes: LaunchSizes) -> str:
+    """What sums of parts of groups of query heads cost a backward call; "" without parts.
+
+    Args:
+        durations: those of all launches of the call.
+        sizes: those of the call.
+    """
+    fused = next((each.plan for each in durations if each.plan.in_parts), None)
+    if fused is None:
+        return ""
+    parts, heads = fused.parts_of_group(*sizes)
+    rows = sizes.batch * sizes.heads_kv * parts * -(-sizes.seq_k // fused.block_k) * fused.block_k
+    moved = SUM_BYTES * rows * (fused.head_dim + fused.head_dim_v)
+    written = moved / facts(fused.arch).hbm_bytes_per_s
+    read = sum(each.seconds for each in durations if each.plan.of_parts is not None)
+    return (
+        f"parts     {parts} of each group, of up to {heads} query heads: {moved:,} B of sums of dK "
+        f"and dV, which fused writes in {written * 1e6:,.1f} us at the rate of global memory, and "
+        f"which convert_dk and convert_dv add in order in {read * 1e6:,.1f} us"
+    )
+
+
 def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSteps, ...]:
     """The parts of a launch, with the steps of the main loops of their blocks."""
     found = []
@@ -290,7 +312,7 @@ def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
         for sizes, *_ in walks:
             own = sizes.batch * sizes.heads_kv * sizes.seq_k
             keys, parts = keys + own, parts + own * plan.parts_of_group(*sizes)[0]
-        if plan.in_parts:  # K and V for each part, which adds float32 sums of dK and dV
+        if plan.in_parts:  # K and V for each part, which writes float32 sums of dK and dV
             return (plan.itemsize + SUM_BYTES) * parts * (d_qk + d_v)
         return plan.itemsize * keys * 2 * (d_qk + d_v)
     queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, *_ in walks)
@@ -311,17 +333,19 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + LSE_BYTES)
-    rows = (sizes.heads_kv, sizes.seq_k) if plan.owns_keys else (sizes.heads_q, sizes.seq_q)
-    if plan.kernel == "fused":  # its own sums are those of dQ
-        rows = (sizes.heads_q, sizes.seq_q)
+    parts, _ = plan.parts_of_group(*sizes)
+    rows = (sizes.heads_q, sizes.seq_q)
+    if plan.of_parts is not None:
+        rows = (sizes.heads_kv * parts, sizes.seq_k)
     sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, *rows)
     if plan.kernel == "delta":
-        zeroed = SUM_BYTES * plan.zeroed_elements(*sizes)
-        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + zeroed
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
     if plan.kernel == "convert_dq":
         return sums + queries * qk
     if plan.kernel in CONVERT_KERNELS:
         return sums + keys * (qk if plan.kernel == "convert_dk" else v)
     results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
-    both = results["dkdv"] * (1 + plan.in_parts) + sums  # of sums over parts: float32
+    both = results["dkdv"] + sums
+    if plan.in_parts:
+        both = keys * parts * SUM_BYTES * (plan.head_dim + plan.head_dim_v) + sums
     return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)

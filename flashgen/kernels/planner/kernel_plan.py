@@ -76,10 +76,10 @@ class Plan(LaunchRules):
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
         dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
-        key_sums_tile: for "delta", rows and columns of a tile of the sums of dK and of dV together,
-            where it fills such sums with zeros too; else None.
-        in_parts: whether a block of "fused" owns a part of a group of query heads: dK and dV are
-            then float32 sums over the parts, which "convert_dk" and "convert_dv" convert.
+        in_parts: whether a block of "fused" owns a part of a group of query heads: it then writes
+            float32 sums of dK and dV, of which "convert_dk" and "convert_dv" add those of all parts
+            in their order.
+        of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -148,7 +148,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     partial: bool = False
     in_parts: bool = False
-    key_sums_tile: tuple[int, int] | None = None
+    of_parts: Plan | None = field(repr=False, default=None)
 
     @property
     def out_itemsize(self) -> int:
@@ -278,17 +278,12 @@ class Plan(LaunchRules):
     def parts_of_group(self, *sizes: int) -> tuple[int, int]:
         """The parts of each group of query heads in a call of these sizes, as those of
         `part_heads`, and the query heads of a part; one part of all heads unless `in_parts`."""
+        if self.of_parts is not None:
+            return self.of_parts.parts_of_group(*sizes)
         batch, heads_q, heads_kv, seq_q, seq_k = sizes
         group = heads_q // max(1, heads_kv)
         heads = self.part_heads(batch, heads_q, heads_kv, seq_q, seq_k) if self.in_parts else group
         return max(1, -(-group // max(1, heads))), heads
-
-    def zeroed_elements(self, *sizes: int) -> int:
-        """Elements of float32 sums that "delta" fills with zeros in a call of these sizes."""
-        batch, heads_q, heads_kv, seq_q, seq_k = sizes
-        rows, columns = self.key_sums_tile or (1, 0)
-        of_keys = batch * heads_kv * -(-seq_k // rows) * rows * columns
-        return self.elements_of_sums(batch, heads_q, seq_q) + of_keys
 
     @property
     def dq_row_warps(self) -> int:

@@ -71,7 +71,7 @@ def plan_of_tile(
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         heads_per_tile=problem.heads_per_tile,
         in_parts=False,
-        key_sums_tile=None,
+        of_parts=None,
         partial=spec.partial or (spec.split and at["e"] == 2),
         sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),

@@ -125,11 +125,12 @@ class Traffic:
             dLSE.
         rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
         dq, dk, dv: written.
+        dk_sums, dv_sums: float32 sums of dK and dV of each part of a group, written by "fused".
         sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
             by "delta" for each query where it computes its gradient.
         dsink: written by "delta": sums over the rows of a warp.
         sums_zeroed, sums_read: sums that "delta" fills with zeros, and sums that a kernel converts.
-        added, dk_added, dv_added: added to the sums of dQ, dK and dV, atomically, by "fused".
+        added: added to dQ's sums, atomically, by "fused".
         compulsory: each byte that the forward kernel accesses at all, once.
         scores: elements of S in the visited tiles, whole partial tiles included; `computed_scores`
             are fewer where warpgroups skip tiles.
@@ -146,13 +147,13 @@ class Traffic:
     dq: int = 0
     dk: int = 0
     dv: int = 0
+    dk_sums: int = 0
+    dv_sums: int = 0
     sink: int = 0
     dsink: int = 0
     sums_zeroed: int = 0
     sums_read: int = 0
     added: int = 0
-    dk_added: int = 0
-    dv_added: int = 0
     compulsory: int = 0
     scores: int = 0
 
@@ -160,13 +161,12 @@ class Traffic:
     def issued(self) -> int:
         """Bytes of all loads and stores, without atomic additions."""
         total: int = sum(vars(self).values())
-        added = self.added + self.dk_added + self.dv_added
-        return total - added - self.compulsory - self.scores
+        return total - self.added - self.compulsory - self.scores
 
     @property
     def written(self) -> int:
         """Bytes that a backward kernel writes, without atomic additions."""
-        gradients = self.dq + self.dk + self.dv
+        gradients = self.dq + self.dk + self.dv + self.dk_sums + self.dv_sums
         return self.rows_written + gradients + self.dsink + self.sums_zeroed
 
     @property
@@ -265,7 +265,8 @@ def backward_traffic(
     if plan.kernel in CONVERT_KERNELS:
         gradient, keys = CONVERT_KERNELS[plan.kernel], batch * heads_kv * seq_k
         written = {gradient: keys * (qk_row if gradient == "dk" else v_row)}
-        sums = plan.elements_of_sums(batch, heads_kv, seq_k) * SUM_BYTES
+        parts, _ = plan.parts_of_group(batch, heads_q, heads_kv, seq_q, seq_k)
+        sums = plan.elements_of_sums(batch, heads_kv * parts, seq_k) * SUM_BYTES
         return Traffic(sums_read=sums, **written)
     if plan.kernel == "delta":
         sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
@@ -276,7 +277,7 @@ def backward_traffic(
             rows_written=queries * ROW_BYTES,
             sink=queries * plan.sink_bytes,
             dsink=sums * SUM_BYTES,
-            sums_zeroed=plan.zeroed_elements(batch, heads_q, heads_kv, seq_q, seq_k) * SUM_BYTES,
+            sums_zeroed=dq_sums,
         )
 
     owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
@@ -306,7 +307,7 @@ def backward_traffic(
     if plan.in_parts:
         blocks *= parts
         sums = blocks * count * plan.block_k * SUM_BYTES
-        of_keys = {"dk_added": sums * plan.head_dim, "dv_added": sums * plan.head_dim_v}
+        of_keys = {"dk_sums": sums * plan.head_dim, "dv_sums": sums * plan.head_dim_v}
     return Traffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,

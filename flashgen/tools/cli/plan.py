@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
+from flashgen.kernels.pipeline import plan_backward_of_call
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.kernels.planner import plan as plan_forward
+from flashgen.kernels.planner.duration import cost_of_parts
+from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
 from flashgen.tools.cli.call import random_call
@@ -36,7 +39,13 @@ def plan(arguments: PlanArguments) -> None:
         _decoding(arguments, spec, arch, sizes)
         plans = ()
     elif arguments.backward:
-        backward = plan_backward(spec, arch, sram=sram, deterministic=arguments.deterministic)
+        fixed = arguments.deterministic
+        if arguments.shape is None:
+            backward = plan_backward(spec, arch, sram=sram, deterministic=fixed)
+        else:
+            backward = plan_backward_of_call(
+                spec, arch, astuple(sizes), sram=sram, deterministic=fixed
+            )
         plans = backward.kernels
         write_summary(plans)
         write(str(backward))
@@ -150,5 +159,8 @@ def _predict(
     durations = predicted(known, of_call)
     for each in durations:
         write(f"\n{each}")
+    parts = cost_of_parts(durations, LaunchSizes(*astuple(sizes)))
+    if parts:
+        write(f"\n{parts}")
     if not durations:
         write("\nno time is predicted: the tiles of packed sequences depend on where they begin")

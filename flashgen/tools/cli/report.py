@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashgen.kernels.pipeline import plan_backward_of_call
 from flashgen.kernels.planner import Tile, feasible
+from flashgen.kernels.planner.duration import cost_of_parts
+from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.shared.errors import InputError, PlanError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable
@@ -186,9 +189,14 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
             way_out="as many query heads per key head as in --shape",
         )
     known = known_call(spec, random_call(spec, arguments, sizes))
-    found = predicted(known, [pane.plan for pane in panes])
+    plans, cost = [pane.plan for pane in panes], ""
+    if any(each.kernel == "fused" and each.divides_groups for each in plans):
+        of_call = plan_backward_of_call(spec, plans[0].arch, astuple(sizes)).kernels
+        cost = cost_of_parts(predicted(known, of_call), LaunchSizes(*astuple(sizes)))
+        plans = [replace(x, in_parts=bool(cost)) if x.kernel == "fused" else x for x in plans]
+    found = predicted(known, plans)
     made = {
-        pane.title: with_duration(pane, duration, f"{sizes}")
+        pane.title: with_duration(pane, duration, f"{sizes}", cost * (pane.plan.kernel == "fused"))
         for pane, duration in zip(panes, found, strict=False)
     }
     return replace(side, kernels=tuple(made.get(pane.title, pane) for pane in side.kernels))

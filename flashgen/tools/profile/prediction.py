@@ -176,8 +176,8 @@ def _backward_bytes(plan: Plan, moved: Traffic, dlse: bool) -> dict[str, int]:
     names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
     lse = moved.lse // 2 if dlse else moved.lse
     read = f"{CONVERT_KERNELS.get(plan.kernel, 'dq')}_sum"
-    sums = {"dq_sum": moved.sums_zeroed + moved.added, "dk_sum": moved.dk_added}
-    sums["dv_sum"] = moved.dv_added
+    sums = {"dq_sum": moved.sums_zeroed + moved.added}
+    sums |= {"dk_sum": moved.dk_sums, "dv_sum": moved.dv_sums}
     sums[read] += moved.sums_read
     return {name: getattr(moved, name) for name in names} | {
         "lse": lse,

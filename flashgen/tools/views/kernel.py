@@ -98,11 +98,13 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
     )
 
 
-def with_duration(pane: KernelPane, duration: Duration, shape: str) -> KernelPane:
-    """The pane with the predicted duration and schedule of a launch of another shape."""
+def with_duration(pane: KernelPane, duration: Duration, shape: str, note: str = "") -> KernelPane:
+    """The pane with the predicted duration and schedule of a launch of another shape, and with a
+    note on it."""
     figures = tuple(each for each in pane.figures if each.name not in ("duration", QUANTISATION))
     figures += tuple(_of_duration(duration, shape))
-    return replace(pane, figures=figures, duration=duration, shape=shape)
+    notes = (*pane.notes, note) if note else pane.notes
+    return replace(pane, figures=figures, duration=duration, shape=shape, notes=notes)
 
 
 def _of_duration(duration: Duration, shape: str = "") -> Iterator[Figure]:
