@@ -591,7 +591,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         bulk_wait<0>();
         __syncwarp();
         named_arrive(BARRIER_DQ_EMPTY + 1, WARPGROUP + 32);
-        const long long sum_tile = ((long long)b * p.heads_q + next_h) * ceil_div(p.seq_q, BLOCK_Q) + next_tile;
+        const long long sum_tile = ((long long)b * p.heads_q + next_h) * ceil_div(p.seq_q, BLOCK_Q)
+                                   + next_tile;
         float* const sums = p.dq_sum + sum_tile * (BLOCK_Q * SUM_COLUMNS);
         UNROLL for (int i = 0; i < CONSUMERS; ++i) {
           named_wait(BARRIER_DQ_FULL + i, WARPGROUP + 32);
