@@ -305,6 +305,6 @@ def test_a_phase_that_ends_within_a_store_of_a_warp_is_reported(bytes_short: int
     """Lanes have no order: nothing tells whose bytes the waiting warps may read."""
     source = CUDA.replace("expect(&full, 256)", f"expect(&full, 256 - {bytes_short})")
     args = [TensorMap(VALUES, (32, 8)), VALUES, np.zeros(512, np.uint32)]
-    with pytest.raises(MbarrierMisuse, match="ends within an st.async") as caught:
+    with pytest.raises(MbarrierMisuse, match=r"ends within an st\.async") as caught:
         launch(hopper_ptx(source, True), "asynchronous_stores", 2, 64, args, cluster=2)
     assert f"phase 1: 1 of 1 arrivals pending, -{bytes_short} bytes" in caught.value.numbers
