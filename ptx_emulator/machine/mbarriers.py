@@ -333,7 +333,15 @@ class Mbarriers:
         rows = here.cohort.rows[place]
         if m.shared_races:
             m.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
-        self.deliver(numbers, blocks, size)
+        phases = self.deliver(numbers, blocks, size)
+        # Lanes have no order: a phase that ends between two of them shows the bytes of neither.
+        keys = np.stack((place, numbers, blocks))
+        _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        for which in np.flatnonzero(phases != phases[first][group.ravel()])[:1]:
+            what = "a phase of an mbarrier ends within an st.async of a warp"
+            text = self.state(int(numbers[which]), int(blocks[which]))
+            advice = "expect the bytes of all lanes"
+            m.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
 
     def expect(self, here: Execution, address: Any, size: Any) -> None:
         """mbarrier.expect_tx without an arrival; a negative size completes (complete_tx)."""

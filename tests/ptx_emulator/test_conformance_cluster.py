@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptx_emulator import LaunchArguments, TensorMap, launch
-from ptx_emulator.errors import DeadlockError, RaceError
+from ptx_emulator.errors import DeadlockError, MbarrierMisuse, RaceError
 from tests.ptx_emulator.test_conformance import Array
 from tests.ptx_emulator.test_conformance_planted import SEEDS, assert_reported, planted
 from tests.support.hopper_ptx import PREAMBLE, hopper_ptx
@@ -298,3 +298,13 @@ KERNEL(k) ARGS {
     assert "same_value" in str(caught.value)
     launch(hopper_ptx(source), "k", 2, 64, args, cluster=2, allow=("same_value",))
     assert (out == 5).all()
+
+
+@pytest.mark.parametrize("bytes_short", [4, 64])
+def test_a_phase_that_ends_within_a_store_of_a_warp_is_reported(bytes_short: int) -> None:
+    """Lanes have no order: nothing tells whose bytes the waiting warps may read."""
+    source = CUDA.replace("expect(&full, 256)", f"expect(&full, 256 - {bytes_short})")
+    args = [TensorMap(VALUES, (32, 8)), VALUES, np.zeros(512, np.uint32)]
+    with pytest.raises(MbarrierMisuse, match=r"ends within an st\.async") as caught:
+        launch(hopper_ptx(source, True), "asynchronous_stores", 2, 64, args, cluster=2)
+    assert f"phase 1: 1 of 1 arrivals pending, -{bytes_short} bytes" in caught.value.numbers
