@@ -105,8 +105,8 @@ _SPLITS = (
 )
 _OF_SPLITS = "[splits, {}"
 _KEY_SUMS = {
-    "dk": "[batch, heads_kv, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows",
-    "dv": "[batch, heads_kv, rows / 16, HEAD_DIM_V / 8, 4, 32], likewise",
+    "dk": "[batch, heads_kv, parts, rows / 16, HEAD_DIM / 8, 4, 32], unscaled",
+    "dv": "[batch, heads_kv, parts, rows / 16, HEAD_DIM_V / 8, 4, 32]",
 }
 _BACKWARD_ROWS = (Param("rows", "const float*", _ROWS), Param("lse", "const float*", _LSE))
 # The first tensors of a kernel, operands and O, and its fields with a value per row.

@@ -110,6 +110,7 @@ def test_a_part_of_all_heads_has_the_kernels_and_launches_of_a_whole_group() -> 
     assert "parts" not in fused.source.text
 
 
+@pytest.mark.slow
 def test_one_contribution_to_each_sum_gives_the_bits_of_a_whole_group() -> None:
     """Sums of one addend, converted as the whole group's epilogue rounds them."""
     call = causal(Case(150, 200, 1, 2, 2, "bfloat16", 64))
@@ -197,6 +198,7 @@ def test_compiled_calls_have_parts() -> None:
     assert torch.equal(dv, run.dv)
 
 
+@pytest.mark.slow
 def test_deterministic_calls_have_whole_groups() -> None:
     with parts_of(1):
         run = causal(Case(70, 90, 1, 2, 1, "float16", 64)).backward(deterministic=True)
