@@ -1,7 +1,7 @@
 // Edited by hand, from a file that flashgen 0.1.0 emits: two neighbouring blocks are a cluster.
 // FLASHGEN_OVERRIDE compiles it in place of that file; README.md beside it says what for.
 //
-// base      sha256 13ac6bb77adeea320a0b4661c6619ec7 of that file
+// base      sha256 25d517d417c9981dc05e95cd5217bffc of that file
 // change    Both blocks walk the query tiles of the first. Each loads one panel of Q and of dO for
 //           both. Of dQ each keeps one half of the queries, sends the other half to the other
 //           block, adds what arrives, and adds this sum to global memory.
@@ -679,7 +679,8 @@ causal_backward_fused_bf16_d128(const __grid_constant__ Params p) {
         bulk_wait<0>();
         __syncwarp();
         named_arrive(BARRIER_DQ_EMPTY + 1, WARPGROUP + 32);
-        const long long sum_tile = ((long long)b * p.heads_q + next_h) * ceil_div(p.seq_q, BLOCK_Q) + next_tile;
+        const long long sum_tile = ((long long)b * p.heads_q + next_h) * ceil_div(p.seq_q, BLOCK_Q)
+                                   + next_tile;
         float* const sums = p.dq_sum + sum_tile * (BLOCK_Q * SUM_COLUMNS);
         UNROLL for (int i = 0; i < CONSUMERS; ++i) {
           named_wait(BARRIER_DQ_FULL + i, WARPGROUP + 32);
