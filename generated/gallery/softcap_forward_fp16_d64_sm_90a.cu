@@ -19,6 +19,7 @@
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
+constexpr int FMA_COLUMNS = 40;  // exp2 on FMA units
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
@@ -88,8 +89,13 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#define BINARY(name, op) DEVICE float name(float a, float b) { \
+  float y; asm(op " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
+
+// The lesser and the greater float; NaN where one is NaN.
+BINARY(maximum, "max.NaN.f32")
 
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
@@ -312,6 +318,31 @@ UNARY(log2_approx, "lg2.approx.ftz.f32")
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
+}
+
+// 2^x on FMA units, for x < 127.5 and with an error below 2^-22 of the result: 2^n, for the whole
+// number n next to x, times a polynomial of the rest that is 1 at 0. From -126.5 down it is 0; NaN
+// stays NaN.
+DEVICE float exp2_on_fma(float x) {
+  constexpr float WHOLE = 0x1.8p23f + 127.0f;  // in a sum with it, n + 127 are the lowest bits
+  x = maximum(x, -127.0f);
+  const float sum = x + WHOLE;
+  const float rest = x - (sum - WHOLE);  // within +-1 / 2, exact
+  float y = 0x1.5bba14p-10f;
+  y = fmaf(y, rest, 0x1.3cea88p-7f);
+  y = fmaf(y, rest, 0x1.c6b752p-5f);
+  y = fmaf(y, rest, 0x1.ebf9bcp-3f);
+  y = fmaf(y, rest, 0x1.62e42ap-1f);
+  y = fmaf(y, rest, 1.0f);
+  return y * __int_as_float(__float_as_int(sum) << 23);
+}
+
+// P of a score in group n of 8 columns of a tile. Special-function units limit this kernel: FMA
+// units compute some groups. The group decides alone, so that the bits of a row do not depend on
+// anything but the position of its keys in their tiles.
+DEVICE float probability(float score, float scale, float base, int n) {
+  const bool on_fma = (n + 1) * FMA_COLUMNS / BLOCK_K > n * FMA_COLUMNS / BLOCK_K;
+  return on_fma ? exp2_on_fma(fmaf(score, scale, -base)) : probability(score, scale, base);
 }
 
 // A row's base is its maximum times the scale, rounded: P of the maximum is 2^e for the rounding
@@ -585,7 +616,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         float(&x)[4] = s[0][n];
         UNROLL for (int e = 0; e < 4; ++e) {
-          x[e] = probability(x[e], exp_scale, row_base[0][e / 2]);
+          x[e] = probability(x[e], exp_scale, row_base[0][e / 2], n);
           row_sum[0][e / 2] += x[e];
         }
       }
