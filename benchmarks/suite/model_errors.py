@@ -172,7 +172,7 @@ def launches_of(
             walks = [_whole_tiles(plan, walk) for walk in walks]
             if not plan.streams:
                 written = score_instructions(spec, plan.kernel, folds=False)
-                at = plan.quantities.copy() | {"score_ops": written}
+                at = plan.quantities.copy() | {"score_ops": written, "fma_columns": 0}
                 plan = replace(plan, quantities=Quantities(at))
         found.append(Launch(plan, tuple(walks), mask.growth != 0))
     return tuple(found)

@@ -9,22 +9,23 @@
 //   S = score_mod(scale Q K^T)    P = softmax(S)    O = P V    LSE = log(sum(exp(S)))
 //   score_mod = 50*tanh(score/50)
 //
-// plan      block_q 128  block_k 208  warps 8  stages 2  blocks per SM 1
-// limits    smem 122,984 of 232,448, smem_sm 124,008 of 233,472, registers 240 of 240 (binds)
-// refused   block_k 224: needs 252 registers per thread, 240 allowed
-// refused   block_q 192 by 12 warps: needs 240 registers per thread, 160 allowed
-// tiles     (ceil(seq_q / 128), heads_q, batch), drawn from a counter in global memory
-// launch    grid (blocks)  block 384  dynamic shared memory 122,984 B
+// plan      block_q 192  block_k 96  warps 12  stages 2  blocks per SM 1
+// limits    smem 73,840 of 232,448, smem_sm 74,864 of 233,472, registers 156 of 160 (binds)
+// refused   block_k 112: needs 168 registers per thread, 160 allowed
+// refused   block_q 384 by 24 warps: needs 24 warps, 12 allowed
+// tiles     (ceil(seq_q / 192), heads_q, batch), drawn from a counter in global memory
+// launch    grid (blocks)  block 512  dynamic shared memory 73,840 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-constexpr int BLOCK_Q = 128;  // query rows per block
-constexpr int BLOCK_K = 208;  // keys per step of the main loop
+constexpr int BLOCK_Q = 192;  // query rows per block
+constexpr int BLOCK_K = 96;  // keys per step of the main loop
+constexpr int FMA_COLUMNS = 40;  // exp2 on FMA units
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // float16
 constexpr int WARPGROUP = 128;  // threads
-constexpr int CONSUMERS = 2;  // warpgroups besides the producer
+constexpr int CONSUMERS = 3;  // warpgroups besides the producer
 constexpr int THREADS = WARPGROUP * CONSUMERS;  // consumer threads
 constexpr int STAGES = 2;  // buffers for K, and for V
 
@@ -42,11 +43,11 @@ constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V_BYTES;
 
 // Byte offsets into dynamic shared memory.
 constexpr int SMEM_Q = 0;  // Q, 64 rows for each consumer warpgroup
-constexpr int SMEM_K = 16384;  // STAGES tiles of K
-constexpr int SMEM_V = 69632;  // STAGES tiles of V
+constexpr int SMEM_K = 24576;  // STAGES tiles of K
+constexpr int SMEM_V = 49152;  // STAGES tiles of V
 constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;  // mbarriers of 8 bytes
 constexpr int SMEM_NEXT_TILE = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);  // its number
-constexpr int SMEM_BYTES = 122984;
+constexpr int SMEM_BYTES = 73840;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
@@ -88,8 +89,13 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#define BINARY(name, op) DEVICE float name(float a, float b) { \
+  float y; asm(op " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
+
+// The lesser and the greater float; NaN where one is NaN.
+BINARY(maximum, "max.NaN.f32")
 
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
@@ -268,19 +274,14 @@ DEVICE void multiply_columns(float (&d)[8][4], const unsigned (&a)[4], Descripto
 }
 
 // D (+)= A B^T, 16 columns of each: row-wise both, from shared memory.
-DEVICE void multiply_rows(float (&d)[26][4], Descriptor a, Descriptor b, bool add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %106, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n208k16.f32.f16.f16 {"
+DEVICE void multiply_rows(float (&d)[12][4], Descriptor a, Descriptor b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
-      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
-      "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "
-      "%92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"
-      "}, %104, %105, add, 1, 1, 0, 0;\n}"
-      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10), D8(11),
-        D8(12), D8(13), D8(14), D8(15), D8(16), D8(17), D8(18), D8(19), D8(20), D8(21), D8(22),
-        D8(23), D8(24), D8(25)
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+      "}, %48, %49, add, 1, 1, 0, 0;\n}"
+      : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10), D8(11)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
 }
 
@@ -317,6 +318,31 @@ UNARY(log2_approx, "lg2.approx.ftz.f32")
 // exp2(score * scale - base), where the base is a row's maximum or its LSE, in units of log2.
 DEVICE float probability(float score, float scale, float base) {
   return exp2_approx(fmaf(score, scale, -base));
+}
+
+// 2^x on FMA units, for x < 127.5 and with an error below 2^-22 of the result: 2^n, for the whole
+// number n next to x, times a polynomial of the rest that is 1 at 0. From -126.5 down it is 0; NaN
+// stays NaN.
+DEVICE float exp2_on_fma(float x) {
+  constexpr float WHOLE = 0x1.8p23f + 127.0f;  // in a sum with it, n + 127 are the lowest bits
+  x = maximum(x, -127.0f);
+  const float sum = x + WHOLE;
+  const float rest = x - (sum - WHOLE);  // within +-1 / 2, exact
+  float y = 0x1.5bba14p-10f;
+  y = fmaf(y, rest, 0x1.3cea88p-7f);
+  y = fmaf(y, rest, 0x1.c6b752p-5f);
+  y = fmaf(y, rest, 0x1.ebf9bcp-3f);
+  y = fmaf(y, rest, 0x1.62e42ap-1f);
+  y = fmaf(y, rest, 1.0f);
+  return y * __int_as_float(__float_as_int(sum) << 23);
+}
+
+// P of a score in group n of 8 columns of a tile. Special-function units limit this kernel: FMA
+// units compute some groups. The group decides alone, so that the bits of a row do not depend on
+// anything but the position of its keys in their tiles.
+DEVICE float probability(float score, float scale, float base, int n) {
+  const bool on_fma = (n + 1) * FMA_COLUMNS / BLOCK_K > n * FMA_COLUMNS / BLOCK_K;
+  return on_fma ? exp2_on_fma(fmaf(score, scale, -base)) : probability(score, scale, base);
 }
 
 // A row's base is its maximum times the scale, rounded: P of the maximum is 2^e for the rounding
@@ -433,7 +459,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
 
   // 2. The producer, ahead of the consumers: a warp searches, one lane copies.
   if (threadIdx.x < WARPGROUP) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x >= 32) return;
     const bool copies = threadIdx.x == 0;
     unsigned copied = 0;  // tiles of K, in all work tiles
@@ -487,7 +513,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   // 3. The consumers. Their state across work tiles:
   Stage stage;  // stage of K and V at the start of a work tile
   unsigned parities = 0;  // bit 0 of next_full, bit 1 of q_full: O leaves few registers
@@ -590,7 +616,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         float(&x)[4] = s[0][n];
         UNROLL for (int e = 0; e < 4; ++e) {
-          x[e] = probability(x[e], exp_scale, row_base[0][e / 2]);
+          x[e] = probability(x[e], exp_scale, row_base[0][e / 2], n);
           row_sum[0][e / 2] += x[e];
         }
       }

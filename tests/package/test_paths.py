@@ -85,10 +85,10 @@ from dataclasses import replace
 import flashgen as fg
 from flashgen.shared.paths import PATHS
 like = PATHS["sm_90a"]
-PATHS["sm_100a"] = replace(like, name="sm_100a", only_on=("sm_100a",))
+PATHS["sm_90f"] = replace(like, name="sm_90f", only_on=("sm_90f",))
 for name in ("causal", "t5_bias"):
     spec = fg.load(f"specs/{name}.py")
-    made, wanted = (fg.emit(spec, arch=arch) for arch in ("sm_100a", "sm_90a"))
+    made, wanted = (fg.emit(spec, arch=arch) for arch in ("sm_90f", "sm_90a"))
     for one, other in zip((made.forward, *made.backward), (wanted.forward, *wanted.backward)):
         code, as_there = (each.text.partition("// ---- plan")[2] for each in (one, other))
         assert code == as_there, one.name
@@ -97,6 +97,6 @@ for name in ("causal", "t5_bias"):
 
 
 def test_a_further_code_path_is_one_value() -> None:
-    """A path with another name and Hopper's templates has Hopper's kernels."""
+    """A path with another name and Hopper's templates and rates has Hopper's kernels."""
     found = set(run_python("-c", FURTHER).stdout.splitlines())
-    assert {f"{role} sm_100a" for role in ("forward", "fused", "captured")} <= found
+    assert {f"{role} sm_90f" for role in ("forward", "fused", "captured")} <= found

@@ -165,6 +165,11 @@ class Plan(LaunchRules):
         return max(1, MMA_ROWS * self.row_groups // max(lanes, self.queries_per_tile))
 
     @property
+    def fma_columns(self) -> int:
+        """Columns of a tile whose exponentials are computed on FMA units, a multiple of 8."""
+        return int(self.quantities.get("fma_columns", 0))
+
+    @property
     def loops_over_masks(self) -> bool:
         """Whether a costly mask is evaluated in a loop over all elements of a tile.
 

@@ -115,6 +115,10 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
         in_passes = "passes" in at
         folded = None if in_passes else folded_score(problem.spec, problem.kernel)
         yield f"score: {'; '.join(folded.notes) if folded else 'it is computed as written'}"
+    if "divided" in at:
+        columns = f"{at['fma_columns']} of {at['block_k']} columns on FMA units"
+        costs = f"{at['undivided']:.4f} clk with none, {at['divided']:.4f} with the best number"
+        yield f"exp2: {columns}; {costs} of 8 or more"
     rows, step = MMA_ROWS * found.tile.row_groups, found.tile.step
     for element, dims in problem.learned:
         window = window_of(element, dims, rows, step)

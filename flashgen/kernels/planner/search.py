@@ -21,6 +21,7 @@ from fractions import Fraction
 from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
+from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
@@ -28,6 +29,8 @@ from flashgen.kernels.planner.tile_problem import Tile, TileProblem
 from flashgen.shared.arch import WARP
 from flashgen.shared.launch_facts import head_places
 from flashgen.shared.paths import CodePath
+
+COLUMNS_OF_GROUP = 8  # an mma has 8 columns of scores
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,25 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         at["windows"] = window_bytes(
             problem.kernel, problem.spec.dtype, problem.learned, rows, tile.step
         )
-    at = model.costs(model.needs(at))
+    at = _with_divided_exponentials(model, model.costs(model.needs(at)))
     excesses = tuple(_excesses(problem, model, tile, at))
     return Evaluated(tile, model, at, float(at["cost"]), excesses)
+
+
+def _with_divided_exponentials(model: KernelModel, at: dict[str, Number]) -> dict[str, Number]:
+    """The costs of a tile with the best number of columns whose exponentials are on FMA units.
+
+    That is 0 where nothing waits for the special-function units, or where it saves too little.
+    """
+    if not model.divides_exponentials or at["special"] < at["busiest"]:
+        return at
+    numbers = range(COLUMNS_OF_GROUP, int(at["block_k"]), COLUMNS_OF_GROUP)
+    divided = min(
+        (model.costs({**at, "fma_columns": n}) for n in numbers), key=lambda each: each["cost"]
+    )
+    compared = {"undivided": at["cost"], "divided": divided["cost"]}
+    saves = compared["divided"] <= (1 - FMA_EXP2_GAIN) * compared["undivided"]
+    return (divided if saves else at) | compared
 
 
 def _excesses(

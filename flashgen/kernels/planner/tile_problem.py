@@ -147,6 +147,7 @@ def problem_of(
         "l2_rate": arch.l2_bytes_per_clock,
         "score_ops": spec_terms.score_instructions(spec, kernel),
         "special_ops": spec_terms.special_functions(spec, kernel),
+        "fma_columns": 0,
         "dropout_ops": dropout_ops,
         **constants_of(kernel, path),
     }

@@ -81,7 +81,11 @@ FORWARD = KernelModel(
             f"({fitted.FORWARD_STEP_INSTRUCTIONS} + {fitted.FORWARD_WGMMA_INSTRUCTIONS}"
             f"*(depth + block_k)/{DEPTH_STEP})/(block_k/2)",
         ),
-        Formula("rest", f"{fitted.FORWARD_INSTRUCTIONS} + score_ops + dropout_ops"),
+        Formula(
+            "rest",
+            f"{fitted.FORWARD_INSTRUCTIONS} + score_ops + dropout_ops"
+            f" + {fitted.FMA_EXP2_INSTRUCTIONS}*fma_columns/block_k",
+        ),
         Formula("tensor", "(depth + d_v)/tensor_rate", "clk"),
         # A warpgroup reads Q, K and V from shared memory for its 64 rows; TMA writes K and V.
         Formula(
@@ -90,7 +94,7 @@ FORWARD = KernelModel(
             f"/{SMEM_BYTES_PER_CLOCK}",
             "clk",
         ),
-        *rates("forward"),
+        *rates("forward", special="1 - fma_columns/block_k + special_ops"),
         ALONE,
         PACE,
         COST,

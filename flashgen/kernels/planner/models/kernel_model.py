@@ -71,17 +71,20 @@ def time_alone(tensor: str = "tensor") -> Formula:
     return Formula("alone", f"max(busiest, max({tensor}, shared) + special + issue)", "clk")
 
 
-def rates(kernel: str, computed: str = "1", tensor: str = "tensor") -> tuple[Formula, ...]:
+def rates(
+    kernel: str, computed: str = "1", tensor: str = "tensor", special: str = "1 + special_ops"
+) -> tuple[Formula, ...]:
     """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
 
     Args:
         computed: the number of times that each score is computed.
         tensor: the clocks of the products at the rate that kernels reach.
+        special: the functions of a score that the special-function units compute.
     """
     formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
         formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
-    formulas.append(Formula("special", f"{computed}*(1 + special_ops)/{SPECIAL_PER_CLOCK}", "clk"))
+    formulas.append(Formula("special", f"{computed}*({special})/{SPECIAL_PER_CLOCK}", "clk"))
     formulas.append(Formula("issue", f"(products + rest)/{SCHEDULERS * WARP}", "clk"))
     # Every resource must do its work: the busiest one sets the pace.
     names = ", ".join((tensor, "shared", *(formula.name for formula in formulas)))
@@ -177,6 +180,11 @@ class KernelModel:
     def walks(self) -> str:
         """The block size of the side that the main loop walks: "block_k" or "block_q"."""
         return sides(self.name)[1]
+
+    @functools.cached_property
+    def divides_exponentials(self) -> bool:
+        """Whether the kernel can compute exponentials of some columns on FMA units."""
+        return any("fma_columns" in formula.names for formula in self.cost_steps)
 
     @functools.cached_property
     def needs(self) -> FormulaSequence:
