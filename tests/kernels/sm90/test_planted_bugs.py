@@ -236,8 +236,8 @@ COMPUTED_CAPTURED = [
 
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 READ_ROWS = "      if (loads && query + 1 < p.seq_q) next = rows[1];\n"
-COPY_K = "barrier_announce(resident, K_BYTES + V_BYTES);"
-COPY_DQ = "  Element* dq_rows"
+COPY_K = "barrier_expect(q_full[0], K_BYTES + V_BYTES);"
+COPY_DQ = "  Element* rows = p.dq"
 EARLY = "what the launch before may still write"
 # Launches that do not wait for the one before; the last change of a kernel is made first.
 NO_WAIT = [
