@@ -132,6 +132,11 @@ class CheckedCall:
         }
 
     @property
+    def group(self) -> int:
+        """The query heads that share a key head; those of the call where it has no key head."""
+        return self.heads_q // max(self.heads_kv, 1)
+
+    @property
     def first_head(self) -> int:
         """The number of the first query head among those of the whole."""
         return heads_of(self.scalars, self.heads_q)[0]

@@ -60,9 +60,9 @@ def bind(
         PlanError: the number of blocks is impossible, or the kernel is not persistent.
     """
     facts, params = build.facts, build.facts.params
-    names, group = {param.name for param in params}, call.heads_q // max(1, call.heads_kv)
-    part_heads = part_heads or max(1, group)
-    parts = max(1, -(-group // part_heads))
+    names = {param.name for param in params}
+    part_heads = part_heads or max(1, call.group)
+    parts = max(1, -(-call.group // part_heads))
     bits = facts.head_bits(*call.sizes[1:], part_heads) if "head_bits" in names else 0
     own = {"head_bits": bits, "part_heads": part_heads, "parts": parts}
     numbers = {**numbers_of(call, tensors, captured), **numbers, **own}
@@ -142,7 +142,7 @@ def part_heads_of(facts: LaunchFacts, call: CheckedCall) -> int:
     """Query heads of each part of a group in a call; all of a group where blocks own whole ones."""
     if any(param.name == "part_heads" for param in facts.params):
         return facts.part_heads(*call.sizes)
-    return max(1, call.heads_q // max(1, call.heads_kv))
+    return max(1, call.group)
 
 
 def elements_of_sums(
@@ -155,8 +155,7 @@ def elements_of_sums(
     """
     rows = (call.heads_q, call.seq_q)
     if CONVERT_KERNELS.get(plan.kernel, "dq") != "dq":
-        group = call.heads_q // max(1, call.heads_kv)
-        rows = (call.heads_kv * -(-group // (part_heads or group)), call.seq_k)
+        rows = (call.heads_kv * -(-call.group // (part_heads or call.group)), call.seq_k)
     return plan.elements_of_sums(call.batch, *rows, packed=packed)
 
 

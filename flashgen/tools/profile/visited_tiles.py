@@ -89,9 +89,8 @@ def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
 def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
     """The walks of these heads; the heads of a group that one block serves are joined."""
     lengths = problem.seq_q, problem.seq_k
-    group = problem.heads_q // max(problem.heads_kv, 1)
     found: list[Walk] = []
-    together = group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
+    together = problem.group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
     for place in range(0, len(heads), together):
         each = heads[place]
         visited = steps = None
