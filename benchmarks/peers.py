@@ -4,7 +4,7 @@
     python benchmarks/peers.py --unpack DIR      join the pieces, and say what PYTHONPATH needs
     python benchmarks/peers.py --check           what can be imported here, and why the rest cannot
 
-Each group of packages is one archive, cut into pieces below 60 MiB that can be copied one by one;
+Each group of packages is one archive, cut into pieces of at most 40 MiB that can be copied one by one;
 ``manifest.json`` has their sizes and hashes. An archive whose pieces are not all there is left out.
 """
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 PYTHON = "3.12"
 """Of the GPU machines; they run Linux on x86-64."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64")
-PIECE = 60 * 2**20 - 2**16
+PIECE = 40 * 2**20
 MANIFEST = "manifest.json"
 SITE = "site"
 

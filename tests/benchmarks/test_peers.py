@@ -156,7 +156,7 @@ def test_a_package_that_the_index_lacks_is_named(
 
 
 def test_pieces_and_versions_are_what_a_gpu_machine_takes() -> None:
-    assert peers.PIECE < 60 * 2**20
+    assert peers.PIECE <= 40 * 2**20
     versions = [version for packages in peers.PINS.values() for version in packages.values()]
     assert all(version[0].isdigit() and "*" not in version for version in versions)
     dsl = {v for name, v in peers.PINS["fa4"].items() if name.startswith("nvidia-cutlass-dsl")}
