@@ -12,10 +12,10 @@
 //   mask_mod  = q >= k
 //
 // plan      dkdv  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 101,472 of 232,448, smem_sm 102,496 of 233,472, registers 228 of 240
+// limits    smem 100,448 of 232,448, smem_sm 101,472 of 233,472, registers 228 of 240
 // refused   block_q 144: needs 144 queries per step, 128 allowed
 // refused   block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 101,472 B
+// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 100,448 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
@@ -41,8 +41,7 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-// Base of each query, -delta of pairs, twice; a Tile.
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;
+constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4 + 16;  // base and delta of each query; a Tile
 
 // The elements that one warpgroup computes.
 constexpr int QUERIES = BLOCK_Q;  // scores of all queries, with 64 keys
@@ -57,7 +56,7 @@ constexpr int SMEM_DO = 65536;
 constexpr int SMEM_DS = 0;  // two buffers: one is read while one is written
 constexpr int SMEM_ROWS = 98304;  // a buffer for each buffer of Q
 constexpr int SMEM_BARRIERS = SMEM_ROWS + STAGES * ROWS_BYTES;
-constexpr int SMEM_BYTES = 101472;
+constexpr int SMEM_BYTES = 100448;
 
 static_assert(BLOCK_K == 64 * CONSUMERS, "plan and code disagree: keys per warpgroup");
 static_assert(SMEM_V == SMEM_K + K_BYTES, "plan and code disagree: K tile");
@@ -533,8 +532,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       if (loads) {
         const unsigned pair = to + of_columns(thread / 4) + thread % 4 * 16;
         store_pair(pair, first.x, next.x);
-        store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
-        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
+        store_pair(pair + 4 * BLOCK_Q, first.y, next.y);
       }
       const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
       const bool full_tile = !end && whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
@@ -582,7 +580,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     const int q_start = tile.start;
     const int h = tile.h;
 
-    // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, from -delta on
+    // 5a. S^T = K Q^T and dP^T = V dO^T
     float s[QUERIES / 8][4];
     float ds[QUERIES / 8][4];
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
@@ -595,14 +593,10 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
     }
     wgmma_commit();
-    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      read_four(ds[n], delta_lane + 64 * n);
-    }
     barrier_wait(do_full[stage.index], stage.parity);
-    pin(ds);
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
-      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), true);
+      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), c > 0);
     }
     wgmma_commit();
 
@@ -624,13 +618,17 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
         s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
       }
     }
+    float delta[QUERIES / 16][4];  // each of two n
+    UNROLL for (int n = 0; n < QUERIES / 16; ++n) read_four(delta[n], delta_lane + 64 * n);
     // This wait is over at once. The compiler leaves the exponentials before its loop; in
     // straight code it moves most of them behind the next wait, where nothing else runs.
     barrier_wait(q_full[stage.index], stage.parity);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
+      UNROLL for (int e = 0; e < 4; ++e) {
+        ds[n][e] = s[n][e] * (ds[n][e] - delta[n / 2][n % 2 * 2 + e % 2]);
+      }
     }
 
     // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
@@ -662,6 +660,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
       multiply_columns(dv, p_rows[n], do_here.rows(n));
     }
     wgmma_commit();
+    named_wait(BARRIER_CONSUMERS, THREADS);
 
     // 5f. dK += dS^T Q
     UNROLL for (int n = 0; n < BLOCK_Q / 16; ++n) {
@@ -671,11 +670,11 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
     // 5g. While that product runs, the buffer of dO is released.
     wgmma_wait<1>();
-    if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
+    if (thread_index() % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    if (lane == 0) barrier_arrive(q_empty[stage.index]);
+    if (thread_index() % 32 == 0) barrier_arrive(q_empty[stage.index]);
     stage.next();
   }
 

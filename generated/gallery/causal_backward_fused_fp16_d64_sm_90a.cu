@@ -12,10 +12,10 @@
 //   mask_mod  = q >= k
 //
 // plan      fused  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 199,776 of 232,448, smem_sm 200,800 of 233,472, registers 228 of 240
+// limits    smem 198,752 of 232,448, smem_sm 199,776 of 233,472, registers 228 of 240
 // refused   block_q 144: needs 144 queries per step, 128 allowed
 // refused   block_k 256 by 16 warps: needs 16 warps, 8 allowed
-// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 199,776 B
+// launch    grid (ceil(seq_k / 128), heads_kv, batch)  block 384  dynamic shared memory 198,752 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 128;  // query rows per step of the main loop
@@ -41,8 +41,7 @@ constexpr int K_BYTES = BLOCK_K * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int V_BYTES = BLOCK_K * PANELS_V * PANEL_V * ELEMENT_BYTES;
 constexpr int Q_BYTES = BLOCK_Q * PANELS * PANEL * ELEMENT_BYTES;
 constexpr int DO_BYTES = BLOCK_Q * PANELS_V * PANEL_V * ELEMENT_BYTES;
-// Base of each query, -delta of pairs, twice; a Tile.
-constexpr int ROWS_BYTES = 3 * BLOCK_Q * 4 + 16;
+constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4 + 16;  // base and delta of each query; a Tile
 constexpr int S_BYTES = BLOCK_Q * BLOCK_K * ELEMENT_BYTES;
 
 // The elements that one warpgroup computes.
@@ -66,7 +65,7 @@ constexpr int SMEM_DS = 98304;  // two buffers: one is read while one is written
 constexpr int SMEM_DQ = SMEM_DS + 2 * S_BYTES;
 constexpr int SMEM_ROWS = 196608;  // a buffer for each buffer of Q
 constexpr int SMEM_BARRIERS = SMEM_ROWS + STAGES * ROWS_BYTES;
-constexpr int SMEM_BYTES = 199776;
+constexpr int SMEM_BYTES = 198752;
 
 static_assert(BLOCK_K == 64 * CONSUMERS, "plan and code disagree: keys per warpgroup");
 static_assert(PANELS * PANEL >= 64 * DQ_BLOCKS, "plan and code disagree: columns of K");
@@ -620,8 +619,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       if (loads) {
         const unsigned pair = to + of_columns(thread / 4) + thread % 4 * 16;
         store_pair(pair, first.x, next.x);
-        store_pair(to + 4 * BLOCK_Q + 16 * thread, -first.y, -next.y);
-        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8, -first.y, -next.y);
+        store_pair(pair + 4 * BLOCK_Q, first.y, next.y);
       }
       const bool whole = q_start + BLOCK_Q <= p.seq_q && k_start + BLOCK_K <= p.seq_k;
       const bool full_tile = !end && whole && full.lo <= q_start && q_start + BLOCK_Q <= full.hi;
@@ -678,7 +676,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     const int q_start = tile.start;
     const int h = tile.h;
 
-    // 5a. S^T = K Q^T and (dP - delta)^T = V dO^T - delta, from -delta on
+    // 5a. S^T = K Q^T and dP^T = V dO^T
     float s[QUERIES / 8][4];
     float ds[QUERIES / 8][4];
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
@@ -691,14 +689,10 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
     }
     wgmma_commit();
-    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      read_four(ds[n], delta_lane + 64 * n);
-    }
     barrier_wait(do_full[stage.index], stage.parity);
-    pin(ds);
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
-      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), true);
+      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), c > 0);
     }
     wgmma_commit();
 
@@ -720,13 +714,17 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
       }
     }
+    float delta[QUERIES / 16][4];  // each of two n
+    UNROLL for (int n = 0; n < QUERIES / 16; ++n) read_four(delta[n], delta_lane + 64 * n);
     // This wait is over at once. The compiler leaves the exponentials before its loop; in
     // straight code it moves most of them behind the next wait, where nothing else runs.
     barrier_wait(q_full[stage.index], stage.parity);
     wgmma_wait<0>();
     pin(ds);
     UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      UNROLL for (int e = 0; e < 4; ++e) ds[n][e] *= s[n][e];
+      UNROLL for (int e = 0; e < 4; ++e) {
+        ds[n][e] = s[n][e] * (ds[n][e] - delta[n / 2][n % 2 * 2 + e % 2]);
+      }
     }
 
     // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
@@ -755,7 +753,6 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5e. dS to shared memory, for all warpgroups.
     const unsigned scores_here = scores_lane + exchange * S_BYTES;
     store_scores(scores_here + SMEM_DS, ds_rows);
-    proxy_fence();
     const auto ds_here = ds_operand.moved(exchange, S_BYTES);
 
     // 5f. dV += P^T dO
@@ -764,6 +761,8 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       multiply_columns(dv, p_rows[n], do_here.rows(n));
     }
     wgmma_commit();
+    // Tensor cores compute dV while the stores of dS end.
+    proxy_fence();
     named_wait(BARRIER_CONSUMERS, THREADS);
 
     // 5g. dQ^T = K^T dS^T of this tile
@@ -786,7 +785,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5i. While that product runs, the buffer of dO is released.
     //     A producer warp adds dQ, in the order of registers, to the sums.
     wgmma_wait<1>();
-    if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
+    if (thread_index() % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
     named_wait(BARRIER_DQ_EMPTY + warpgroup, WARPGROUP + 32);
     UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
       pin(dq[i]);
@@ -801,7 +800,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    if (lane == 0) barrier_arrive(q_empty[stage.index]);
+    if (thread_index() % 32 == 0) barrier_arrive(q_empty[stage.index]);
     stage.next();
     exchange ^= 1;
   }

@@ -207,10 +207,14 @@ def gate(built: Build) -> None:
     assert used.static_smem_bytes + plan.smem_bytes <= 227 * 1024
     assert f"SMEM_BYTES = {plan.smem_bytes};" in built.source.text  # and asserted in the kernel
     listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
-    found = {i.base for i in instructions(listing)}
+    order = [i.base for i in instructions(listing)]
+    found = set(order)
     assert {"HGMMA", "UTMALDG", "USETMAXREG"} <= found
     if plan.kernel == "fused":  # dQ is added from shared memory, or from registers
         assert ("UBLKRED" if plan.score_warps == 1 else "REDG") in found
+    if plan.kernel == "fused" and plan.score_warps == 1:  # dV is computed while stores of dS end
+        behind = order[order.index("STSM") :]
+        assert behind.index("HGMMA") < behind.index("MEMBAR")
     assert not found & {"LDL", "STL", "HMMA", "LDGSTS"}
     assert waiting_exponentials(built, listing) == 0
     assert {i.base for i in work_of(built, listing).full} >= {"HGMMA", "SYNCS", "MUFU"}

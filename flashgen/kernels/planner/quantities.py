@@ -44,7 +44,6 @@ QUANTITIES = {
     "searching": "registers of a producer thread that searches for live tiles; 0: none does",
     "producer": "registers of a thread of the producer warpgroup",
     "register_limit": "registers that a thread can have with this number of resident blocks",
-    "query_bytes": "bytes of shared memory for LSE and delta of a query",
     "extra": "registers that the spec, the architecture and unequal head dims add",
     "access": "bytes per access to global memory",
     "copy_ops": "instructions per access of a copy to shared memory",

@@ -124,7 +124,6 @@ def problem_of(
     model = MODELS[path.name][kernel, itemsize]
     limit = arch.smem_per_block if sram is None else sram
     copy_ops = (fitted_sm80.ELEMENT_COPY_INSTRUCTIONS, fitted_sm80.VECTOR_COPY_INSTRUCTIONS)
-    dropout_ops = spec_terms.dropout_instructions(spec, kernel)
     given: dict[str, Number] = {
         "stages": model.stages,
         "d_qk": spec.head_dim,
@@ -136,9 +135,6 @@ def problem_of(
         "reserved": SMEM_RESERVED,
         "R": arch.registers_per_sm,
         **model.registers_of(spec, arch, kernel, spare_registers),
-        # LSE and delta. Without dropout, -delta is stored twice: the dP accumulators of a pair of
-        # keys are initialised with it.
-        "query_bytes": 8 if dropout_ops else 12,
         "access": access_bytes,
         "windows": 0,
         "copy_ops": copy_ops[vectors],
@@ -148,7 +144,7 @@ def problem_of(
         "score_ops": spec_terms.score_instructions(spec, kernel),
         "special_ops": spec_terms.special_functions(spec, kernel),
         "fma_columns": 0,
-        "dropout_ops": dropout_ops,
+        "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("rounded_sums")
 ARCH = "sm_90a"
 
 WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
-GIVE_Q = "    if (lane == 0) barrier_arrive(q_empty[stage.index]);"
+GIVE_Q = "    if (thread_index() % 32 == 0) barrier_arrive(q_empty[stage.index]);"
 GIVE_LAST_K = "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);\n"
-GIVE_DO = "    if (thread % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);"
+GIVE_DO = "    if (thread_index() % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);"
 ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
 
 RESIDENT = "    barrier_wait(resident, 0);\n"
@@ -106,7 +106,7 @@ HANDED_ON = [
 FUSED = [
     NOT_FENCED,
     ("no fence before dS is read",
-     "    proxy_fence();\n    const auto ds_here", "    const auto ds_here", NO_FENCE),
+     "    proxy_fence();\n    named_wait(BARRIER_CONSUMERS", "    named_wait(BARRIER_CONSUMERS", NO_FENCE),
     ("no fence before dQ is added",
      "    proxy_fence();\n    named_arrive(BARRIER_DQ_FULL", "    named_arrive(BARRIER_DQ_FULL",
      NO_FENCE),

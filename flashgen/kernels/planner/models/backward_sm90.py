@@ -24,6 +24,7 @@ from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import backward_columns_sm90
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.backward_columns_sm90 import TILE_BYTES
+from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.kernels.planner.models.forward_sm90 import (
     ALONE,
     BUSY,
@@ -96,7 +97,7 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
         parts["smem_windows"] = "warps*windows"
         mine += " - warps*windows"
     if kernel in KEY_KERNELS:
-        of_row = f"({of_row} + query_bytes)"
+        of_row = f"({of_row} + {ROW_BYTES})"
         parts = {
             "smem_k": "e*block_k*depth",
             "smem_v": "e*block_k*depth_v",
@@ -105,7 +106,7 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
             # dS with two buffers, and the outgoing dQ tile.
             "smem_ds": f"{DS_BUFFERS}*e*block_q*block_k",
             "sums of dQ": "4*block_q*depth",
-            "smem_rows": f"stages*(query_bytes*block_q + {TILE_BYTES})",
+            "smem_rows": f"stages*({ROW_BYTES}*block_q + {TILE_BYTES})",
             "mbarriers": "32*stages",  # K and V arrive with the first Q
         }
         if kernel == "fused":
