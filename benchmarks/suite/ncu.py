@@ -77,7 +77,8 @@ def pages(
     for page in wanted:
         file = context.work / f"{name}-{page}.csv"
         file.unlink(missing_ok=True)
-        command = ["ncu", "-i", str(report), "--page", page, "--csv", "--print-units", "base"]
+        command = ["ncu", "-i", str(report), "--page", page, "--csv"]
+        command += ["--print-units", "base"] if page == "raw" else []
         watch(command, log=file, budget=context.budget.at_most(SECONDS), environment=environment())
         found[page] = file.read_text(encoding="utf-8", errors="replace")
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,15 @@ import pytest
 import flashgen as fg
 from benchmarks import sass
 from benchmarks.suite import ncu
+from benchmarks.suite.journal import entries
 from benchmarks.suite.one_kernel import keep
+from benchmarks.suite.parts import stalls
 from benchmarks.suite.parts.stalls import Profile, record, stand_in
 from benchmarks.suite.records import read
 from flashgen.kernels.compile.disassembly import find_nvdisasm
 from tests.benchmarks.test_contenders import context_in
+from tests.benchmarks.test_doctor import OnGpu
+from tests.benchmarks.test_numbers import NCU
 
 # The columns and their names are those of the source page of Nsight Compute.
 PAGE = """\
@@ -57,6 +63,46 @@ def test_a_kernel_without_a_text_has_totals_by_reason_and_its_instructions(tmp_p
     lines = (tmp_path / "stalls-1.txt").read_text().splitlines()
     assert lines[0] == f"==== {kernel}, here: 1017 samples; barrier 98%, wait 2%"
     assert "@!P0 BRA.DIV UR4, 0x7f00" in lines[-1]
+
+
+FAKE = """\
+#!/bin/sh
+echo "$@" >> {folder}/commands
+case "$*" in
+  *"-i "*"--page source"*) cat {folder}/source ;;
+  *"-i "*"--page raw"*) cat {folder}/raw ;;
+  *) while [ "$1" != "-o" ]; do shift; done; touch "$2.ncu-rep" ;;
+esac
+"""
+
+
+def test_nsight_compute_is_run_once_for_all_kernels_and_its_pages_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("ncu", FAKE.format(folder=tmp_path)), ("source", PAGE), ("raw", NCU)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(type(stalls.FA4), "missing", lambda self, device: "not installed")
+    context = replace(context_in(tmp_path, OnGpu(), "stalls"), tiny=False)
+    stalls.run(context)
+    collect, *imports = (tmp_path / "commands").read_text().splitlines()
+    assert "--clock-control none -k regex:_(forward|backward)_ --section SourceCounters" in collect
+    assert "--device gpu --family fused" in collect
+    assert "--spec causal full --head-dim 128 64" in collect
+    assert [words.split(" --page ")[1].split()[0] for words in imports] == ["source", "raw"]
+    rows = {(row["subject"], row["metric"]): row for row in read(tmp_path / "measures.csv")}
+    counted = rows["causal_forward_bf16_d64", "dram__bytes_read.sum"]
+    assert (counted["value"], counted["unit"]) == ("1.04858e+06", "byte")
+    assert rows["causal_forward_bf16_d128", "stall barrier"]["value"] == "1000"
+    skipped = [e["what"] for e in entries(context.journal.path) if e["event"] == "skipped"]
+    assert skipped[0] == "stalls of FlashAttention-4: not installed"
+    assert "stages of causal_forward_bf16_d128: nvdisasm" in skipped[1]
+    # Without samples there is nothing but a note.
+    (tmp_path / "ncu").write_text("#!/bin/sh\necho no permission; exit 1\n")
+    assert ncu.pages(context, "other", "x", (), ("true",)) == {}
+    last = entries(context.journal.path)[-1]["what"]
+    assert last.startswith("counters of other: ncu: exit code 1: no permission")
 
 
 TEXT = """\

@@ -32,9 +32,9 @@ PARTS = (
         times=False,
     ),
     Part(Share("correctness", 90, 20), "correctness", 90, "tests/gpu, the rest", times=False),
-    Part(Share("stalls", 40, 15), "stalls", 60, "where warps wait, where ncu works"),
+    Part(Share("stalls", 40, 15), "stalls", 150, "where warps wait, where ncu works"),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
-    Part(Share("forms", 45, 15), "forms", 60, "forms of one call: tiles, edited kernels"),
+    Part(Share("forms", 45, 15), "forms", 90, "forms of one call: tiles, edited kernels"),
     Part(
         Share("suite", 140, 20),
         "speed",
@@ -58,7 +58,7 @@ PARTS = (
         "time against the live share of a mask",
         needs=("ceilings",),
     ),
-    Part(Share("roofline", 15, 10), "roofline", 60, "counters beside the emulator's"),
+    Part(Share("roofline", 15, 10), "roofline", 90, "counters beside the emulator's"),
     Part(Share("sanitizer", 15, 10), "sanitizer", 90, "compute-sanitizer, where it works"),
 )
 """The summary, which every run ends with, is no part: it needs neither GPU nor time."""

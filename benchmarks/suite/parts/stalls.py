@@ -109,12 +109,14 @@ def _profiled(
 def stand_in(folder: Path) -> str:
     """In a dry run, ncu's source page of the kernels in a folder; its samples are invented."""
     page = []
-    for listing in sorted(folder.glob("*.sass")):
-        if not re.search(ncu.OURS, listing.name):
-            continue
-        page += [f'"Kernel Name","{listing.stem}"', '"Address","Source","# Samples","stall_wait"']
-        for number, each in enumerate(sass.instructions(listing.read_text(encoding="utf-8"))):
-            page.append(f'"{16 * number:#x}","{each.op} {each.operands}","{number % 7}","1"')
+    for kernel in sorted(path for path in folder.glob("*.cu") if re.search(ncu.OURS, path.name)):
+        page += [f'"Kernel Name","{kernel.stem}"', '"Address","Source","# Samples","stall_wait"']
+        listing, code = kernel.with_suffix(".sass"), ["NOP"]
+        if listing.exists():
+            known = sass.instructions(listing.read_text(encoding="utf-8"))
+            code = [f"{each.op} {each.operands}" for each in known]
+        for number, text in enumerate(code):
+            page.append(f'"{16 * number:#x}","{text}","{number % 7 + 1}","1"')
     return "\n".join(page)
 
 
