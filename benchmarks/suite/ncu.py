@@ -66,8 +66,17 @@ def pages(
     log = context.work / f"ncu-{name}.log"
     for file in (report, log):
         file.unlink(missing_ok=True)
-    command = ["ncu", "--clock-control", "none", "-k", f"regex:{kernels}", *options]
-    command += ["-f", "-o", str(report.with_suffix("")), *program]
+    # Without processes that the program starts, such as the trial of a code path.
+    command = ["ncu", "--clock-control", "none", "--target-processes", "application-only"]
+    command += [
+        "-k",
+        f"regex:{kernels}",
+        *options,
+        "-f",
+        "-o",
+        str(report.with_suffix("")),
+        *program,
+    ]
     ended = watch(command, log=log, budget=budget, environment=environment())
     if not report.exists():
         tail = log.read_text(encoding="utf-8", errors="replace")[-300:]

@@ -87,7 +87,10 @@ def test_nsight_compute_is_run_once_for_all_kernels_and_its_pages_are_recorded(
     context = replace(context_in(tmp_path, OnGpu(), "stalls"), tiny=False)
     stalls.run(context)
     collect, *imports = (tmp_path / "commands").read_text().splitlines()
-    assert "--clock-control none -k regex:_(forward|backward)_ --section SourceCounters" in collect
+    assert (
+        "--target-processes application-only -k regex:_(forward|backward)_ --section SourceCounters"
+        in collect
+    )
     assert "--device gpu --family fused" in collect
     assert "--spec causal full --head-dim 128 64" in collect
     assert [words.split(" --page ")[1].split()[0] for words in imports] == ["source", "raw"]

@@ -162,11 +162,13 @@ def compile_all(comparisons: Iterable[Comparison]) -> None:
     """Compiles the forms side by side; what fails here fails again where it is recorded."""
 
     def compiled(comparison: Comparison, form: Form) -> None:
-        spec = spec_of(comparison.case)
+        case, spec = comparison.case, spec_of(comparison.case)
+        sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
         with contextlib.suppress(FlashgenError):
             build(spec, ARCH, tile=form.tiles.get("forward"))
             if comparison.pass_ == "backward":
-                build_backward(spec, ARCH, deterministic=form.deterministic, tiles=form.tiles)
+                fixed = form.deterministic
+                build_backward(spec, ARCH, deterministic=fixed, tiles=form.tiles, sizes=sizes)
 
     with ThreadPoolExecutor(COMPILING) as pool:
         for comparison in comparisons:
