@@ -182,8 +182,8 @@ def _instruction(names: list[str], cells: list[str]) -> Sampled:
     stalls: Counter[str] = Counter()
     for name, cell in zip(names, cells, strict=True):
         # Beside each stands "stall_x (Not Issued)", a part of it.
-        if (match := STALL.fullmatch(name)) and number(cell):
-            stalls[match[1]] += number(cell)  # type: ignore[assignment]
+        if (match := STALL.fullmatch(name)) and (count := number(cell)):
+            stalls[match[1]] += int(count)
     text = cells[names.index("Source")].strip()
     executed = value("Instructions Executed", ".*Instructions Executed.*")
     return Sampled(text, value(*SAMPLES), executed, stalls)

@@ -84,11 +84,11 @@ def ran(options: argparse.Namespace, spec_name: str, head_dim: int) -> list[dict
         torch.autograd.grad(out, (q, k, v), inputs.dout)
         reports += op.backward_reports
     device.synchronize()
-    reports = [report for report in reports if report is not None and report.kernel is not None]
+    made = [report for report in reports if report is not None and report.kernel is not None]
     if options.keep is not None:
-        for report in reports:
+        for report in made:
             keep(report.kernel, options.keep)
-    return [{"kernel": r.kernel.source.name, **counted(r.counters)} for r in reports]
+    return [{"kernel": r.kernel.source.name, **counted(r.counters)} for r in made]
 
 
 def keep(build: Build, folder: Path) -> None:

@@ -56,7 +56,7 @@ def test_an_edited_kernel_of_a_folder_is_a_form_and_a_wrong_one_is_not_timed(
 ) -> None:
     name, text = emitted(SMALL)
     right, wrong, other = (
-        tmp_path / "overrides" / folder for folder in ("commented", "doubled", "elsewhere")
+        tmp_path / "overrides" / folder for folder in ("plan", "doubled", "elsewhere")
     )
     for folder in (right, wrong, other):
         folder.mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_an_edited_kernel_of_a_folder_is_a_form_and_a_wrong_one_is_not_timed(
     context = context_in(tmp_path, part="forms")
     forms.run(context, [SMALL])
     rows = rows_of(tmp_path)
-    assert rows["plan"]["metric"] == rows["commented"]["metric"] == "time"
+    assert rows["plan"]["metric"] == rows[f"plan/{name}"]["metric"] == "time"
     assert rows["plan"]["unit"] == "ms"
     assert rows["plan"]["note"].startswith("p20 ")
     assert rows["plan"]["subject"] == "forward full b1 h1/1 140x140 d32"
@@ -98,6 +98,23 @@ def test_without_a_folder_and_with_a_tile_that_does_not_fit_the_others_are_timed
     assert rows["plan"]["metric"] == "time"
     assert (rows["128x7"]["metric"], rows["128x7"]["value"]) == ("compiles", "0")
     assert "PlanError" in rows["128x7"]["note"]
+
+
+def test_a_call_that_fails_is_told_and_the_next_comparison_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __init__(self, *_: object) -> None:
+            raise MemoryError("90 GiB")
+
+    monkeypatch.setattr(forms, "Prepared", Broken)
+    context = context_in(tmp_path)
+    forms.run(context, [SMALL, compared("backward", "full", 2, (1, 1), 64, 32)])
+    failed = [e["what"] for e in entries(context.journal.path) if e["event"] == "failed"]
+    assert failed == [
+        f"forms of {pass_} full b1 h1/1 140x140 d32: MemoryError: 90 GiB"
+        for pass_ in ("forward", "backward")
+    ]
 
 
 def test_a_form_is_named_in_the_records_as_before() -> None:

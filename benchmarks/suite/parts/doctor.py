@@ -39,12 +39,12 @@ def run(context: Context) -> None:
     if context.device.kind == "gpu":
         ended = diagnose(context.device.torch.index or 0, seconds=seconds, tell=alive, each=each)
         (context.work / "doctor.log").write_text(str(ended), encoding="utf-8")
-        paths = {path.arch for path in ended.paths}
+        wrong, paths = ended.findings, {path.arch for path in ended.paths}
     else:
-        ended = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive, each)
+        wrong = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive, each).findings
         paths = {DRY_PATH}
     known = [f for results in found.values() for f in PathRun("", tuple(results)).findings]
-    for finding in ended.findings:
+    for finding in wrong:
         if finding not in known:
             context.journal.failed(f"doctor: {finding.what}; {finding.way_out}")
     for arch in sorted(paths):

@@ -141,8 +141,13 @@ def run(context: Context, comparisons: Sequence[Comparison] = COMPARISONS) -> No
         if context.budget.left < 3:
             context.journal.skipped(f"forms of {step}")
             continue
-        with context.journal.step(step):
-            emitted |= _compare(context, comparison)
+        try:
+            with context.journal.step(step):
+                emitted |= _compare(context, comparison)
+        except Exception as error:
+            context.usable()
+            context.journal.failed(f"forms of {step}: {first_line(error)}")
+        context.device.free()
     for path in edited():
         if emitted and path.name not in emitted:
             context.journal.skipped(f"edited kernel {path}: no comparison has a kernel of its name")
@@ -181,9 +186,14 @@ def _compare(context: Context, comparison: Comparison) -> set[str]:
     subject, device, write = comparison.subject, context.device, context.writer.measure
     inputs = make_inputs(comparison.case, device.torch, seed=0, learnt=False)
     first = Prepared(comparison, PLAN, inputs, device)
-    more = [Form(path.parent.name, override=path) for path in edited() if path.name in first.files]
-    calls = {}
-    for form in (*comparison.forms, *more):
+    forms = {form.name: form for form in comparison.forms}
+    for path in edited():
+        if path.name in first.files:  # one folder may have several kernels of a call
+            short, long = path.parent.name, f"{path.parent.name}/{path.name}"
+            name = long if short in forms else short
+            forms[name] = Form(name, override=path)
+    calls: dict[str, Prepared] = {}
+    for form in forms.values():
         try:
             call = first if form is PLAN else Prepared(comparison, form, inputs, device)
         except Exception as error:
@@ -197,7 +207,7 @@ def _compare(context: Context, comparison: Comparison) -> set[str]:
             distance(name, call.found[name], first.found[name]) for name in first.found
         )
         if verdict.ok:
-            calls[form.name] = call.run
+            calls[form.name] = call
         else:
             write(subject, "right", 0, "", form.name, verdict.text)
             context.journal.failed(f"{subject}, {form.name} is wrong: {verdict.text}")
@@ -205,7 +215,7 @@ def _compare(context: Context, comparison: Comparison) -> set[str]:
         return first.files
     found = measure(
         device,
-        {name: (lambda _, run=run: run()) for name, run in calls.items()},
+        calls,
         1,
         min(SECONDS, context.budget.left / 2),
         rounds=(1, 1) if context.tiny else (7, 60),
@@ -259,6 +269,9 @@ class Prepared:
             reports = list(backward.reports(record))
         device.synchronize()
         self.files = {report.kernel.source.filename for report in reports if report.kernel}
+
+    def __call__(self, _: int) -> None:
+        self.run()
 
 
 @contextlib.contextmanager

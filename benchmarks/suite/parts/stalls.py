@@ -187,11 +187,11 @@ def record(context: Context, profile: Profile, setting: str) -> None:
         note = f"{count / whole:.1%} of all"
         context.writer.measure(profile.kernel, f"stall {reason}", count, "samples", setting, note)
     for stage, code in profile.by_stage().items():
-        if stage and (count := total_of(code)):
+        if stage and (samples := total_of(code)):
             number, words = stage.split(". ", 1)
-            note = f"{count / whole:.1%} of all; {most(code)}; {words}"
+            note = f"{samples / whole:.1%} of all; {most(code)}; {words}"
             metric = f"stage {number}"
-            context.writer.measure(profile.kernel, metric, count, "samples", setting, note)
+            context.writer.measure(profile.kernel, metric, samples, "samples", setting, note)
     with (context.out / f"stalls-{context.run}.txt").open("a", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in table(profile, setting))
 
