@@ -37,9 +37,9 @@ MINUTES = 9.0
 DRY_MINUTES = 2.9
 DRY = "dry"
 DRY_SECONDS = {
-    "doctor": 30, "boxes": 12, "paths": 14, "packed": 12, "ceilings": 5, "suite": 36,
-    "overhead": 10, "models": 25, "compile": 20, "memory": 8, "sparsity": 10, "blocks": 8,
-    "roofline": 8, "sanitizer": 8, "correctness": 40,
+    "doctor": 30, "boxes": 12, "paths": 14, "packed": 12, "stalls": 12, "ceilings": 5, "forms": 12,
+    "suite": 36, "overhead": 10, "models": 25, "compile": 20, "memory": 8, "sparsity": 10,
+    "roofline": 6, "sanitizer": 8, "correctness": 40,
 }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _tell(line: str) -> None:
 def keep_logs(work: Path, target: Path) -> None:
     """All logs of a run in one file, because the folder with the logs is removed."""
     with target.open("w", encoding="utf-8") as file:
-        for log in sorted([*work.glob("*.log"), *work.glob("*.jsonl"), *work.glob("ncu-*.csv")]):
+        for log in sorted([*work.glob("*.log"), *work.glob("*.jsonl"), *work.glob("*-raw.csv")]):
             file.write(f"==== {log.name}\n")
             file.write(log.read_text(encoding="utf-8", errors="replace")[-1_000_000:])
 

@@ -59,16 +59,6 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
         "plot",
         _lines(windows, "contender", lambda r: r["live"], "ms_p50"),
     )
-    blocks = [r for r in measures if r["part"] == "blocks" and r["metric"] == "ms_p50"]
-    for row in blocks:
-        row["line"] = f"{_setting(row, 'case')}, {_setting(row, 'policy')}"
-    found["blocks"] = (
-        "forward against block size",
-        "elements of a tile",
-        "ms",
-        "loglog",
-        _lines(blocks, "line", _tile, "value"),
-    )
     memory = [r for r in measures if r["part"] == "memory"]
     for row in memory:
         row["line"] = f"{row['subject']}, {row['metric']}"
@@ -84,10 +74,6 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
 
 def _setting(row: Row, name: str) -> str:
     return dict(word.split("=", 1) for word in row["setting"].split() if "=" in word)[name]
-
-
-def _tile(row: Row) -> str:
-    return str(int(_setting(row, "block_q")) * int(_setting(row, "block_k")))
 
 
 def _lines(rows: Iterable[Row], line: str, x: Callable[[Row], str], y: str) -> Lines:

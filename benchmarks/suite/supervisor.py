@@ -210,7 +210,7 @@ class Settings:
         out: folder of the records.
         work: folder of logs and journals.
         device: "gpu" or "emulator".
-        warm: compile in the background of a part that measures no time.
+        warm: compile in the background of parts that measure no time, behind the first of them.
     """
 
     minutes: float
@@ -344,33 +344,39 @@ def run_all(
 
     On a GPU, consecutive parts that measure no time run side by side, because the host spends most
     of their time on compilation and on reference results. They get the share of the largest one.
+    The kernels of later parts are compiled beside them when the first part, doctor, has ended: its
+    verdicts are more important.
     """
     settings.work.mkdir(parents=True, exist_ok=True)
     whole = Budget(time.time() + 60 * settings.minutes)
     groups = groups_of(parts) if settings.device == "gpu" else [[part] for part in parts]
     outcomes: list[Outcome] = []
 
+    background = contextlib.ExitStack()
+
     def ended(part: Part, seconds: float) -> Outcome:
         outcome = run_part(part, settings, seconds, command, min(grace, whole.left / 4))
         tell(str(outcome))
+        if settings.warm and part is parts[0] and not part.times and len(parts) > 1:
+            background.enter_context(warming(settings))
         return outcome
 
-    for place, group in enumerate(groups):
-        share = _share_of(group)
-        seconds = allowed(share, [_share_of(later) for later in groups[place + 1 :]], whole.left)
-        if seconds > 0:
-            warm = settings.warm and not group[0].times and len(parts) > 1
-            with (
-                warming(settings) if warm else contextlib.nullcontext(),
-                ThreadPoolExecutor(len(group)) as pool,
-            ):
-                outcomes += pool.map(ended, group, itertools.repeat(seconds))
-        else:
-            note = f"needs {share.least:.0f} s, {whole.left:.0f} s were left"
-            left_out = [Outcome(part.name, "skipped", note=note) for part in group]
-            outcomes += left_out
-            for outcome in left_out:
-                tell(str(outcome))
+    with background:
+        for place, group in enumerate(groups):
+            if group[0].times:
+                background.close()
+            share = _share_of(group)
+            later = [_share_of(other) for other in groups[place + 1 :]]
+            seconds = allowed(share, later, whole.left)
+            if seconds > 0:
+                with ThreadPoolExecutor(len(group)) as pool:
+                    outcomes += pool.map(ended, group, itertools.repeat(seconds))
+            else:
+                note = f"needs {share.least:.0f} s, {whole.left:.0f} s were left"
+                left_out = [Outcome(part.name, "skipped", note=note) for part in group]
+                outcomes += left_out
+                for outcome in left_out:
+                    tell(str(outcome))
     return outcomes
 
 

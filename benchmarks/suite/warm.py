@@ -1,4 +1,4 @@
-"""Fills the caches of compiled kernels for the suite, in the background of the first part.
+"""Fills the caches of compiled kernels for the suite, beside parts that measure no time.
 
     python -m benchmarks.suite.warm --device gpu [--tiny]
 

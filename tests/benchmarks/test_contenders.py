@@ -31,7 +31,6 @@ from benchmarks.suite.context import Context, Unusable
 from benchmarks.suite.device import Device
 from benchmarks.suite.journal import Journal, entries
 from benchmarks.suite.one_case import run_case
-from benchmarks.suite.parts.blocks import forced
 from benchmarks.suite.parts.sparsity import with_share
 from benchmarks.suite.records import Stamp, Writer, read
 from benchmarks.suite.supervisor import Budget
@@ -129,15 +128,6 @@ def test_the_dry_run_has_a_case_that_every_contender_of_decoding_takes() -> None
     (case,) = [case for case in tiny_list() if case.group == "decode"]
     for paged in (False, True):
         assert Served("sm_80", paged=paged).supports(case, DEVICE) is None
-
-
-@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
-def test_a_kernel_of_a_given_tile_runs_by_itself(arch: str) -> None:
-    case = make("blocks", "causal", 1, 2, 1, 96, 96, 64, dtype="float16")
-    inputs = check.make_inputs(case, CPU, seed=4, learnt=False)
-    out = forced(fg.build(spec_of(case), arch), case, inputs, "emulator")()
-    verdict = check.Oracle(case, inputs, backward=False).verdict({"out": out}, ours=True)
-    assert verdict.ok, verdict.text
 
 
 def test_flash_takes_no_mask_and_efficient_no_groups() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.suite.cases import Case, flops, grid, llama, make
 from benchmarks.suite.device import Device, Span
-from benchmarks.suite.parts.roofline import parse
+from benchmarks.suite.ncu import raw
 from benchmarks.suite.parts.sanitizer import errors_in
 from benchmarks.suite.parts.sparsity import window_of
 from benchmarks.suite.statistics import quantile, timing_of
@@ -179,7 +179,7 @@ NCU = """\
 
 
 def test_the_raw_page_of_ncu_is_read_by_name_with_units() -> None:
-    assert parse(NCU) == [
+    assert raw(NCU) == [
         {
             "kernel": "causal_forward_bf16_d64",
             "dram__bytes_read.sum": (1048576.0, "byte"),
@@ -187,7 +187,7 @@ def test_the_raw_page_of_ncu_is_read_by_name_with_units() -> None:
         },
         {"kernel": "causal_backward_fused_bf16_d64", "dram__bytes_read.sum": (2048.0, "byte")},
     ]
-    assert parse("==ERROR== Failed to initialize the profiler") == []
+    assert raw("==ERROR== Failed to initialize the profiler") == []
 
 
 def test_the_last_line_of_a_sanitizer_is_counted_and_its_absence_is_no_zero() -> None:

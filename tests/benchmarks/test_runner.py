@@ -59,10 +59,9 @@ def test_a_budget_knows_what_is_left() -> None:
 
 def test_the_default_run_has_all_parts_in_order_of_importance_and_fits_nine_minutes() -> None:
     names = [part.name for part in PARTS]
-    first = ["doctor", "boxes", "paths", "packed", "correctness", "ceilings", "suite"]
-    assert names[: len(first)] == first
-    assert names[len(first) :] == [
-        *("overhead", "models", "compile", "memory", "sparsity", "blocks", "roofline", "sanitizer")
+    assert names == [
+        *("doctor", "boxes", "paths", "packed", "correctness", "stalls", "ceilings", "forms"),
+        *("suite", "overhead", "models", "compile", "memory", "sparsity", "roofline", "sanitizer"),
     ]
     # Parts that run side by side take the time of the longest.
     groups = [[part.share.weight for part in group] for group in groups_of(PARTS)]
@@ -185,27 +184,29 @@ def test_parts_without_time_are_skipped_and_listed_in_the_summary(tmp_path: Path
     assert text.index("== failed") < text.index("== slower than a peer") < text.index("== left")
 
 
-def test_nothing_is_compiled_beside_a_part_that_times(
+def test_kernels_are_compiled_behind_the_first_part_and_never_beside_one_that_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed = []
+    told: list[str] = []
 
     @contextlib.contextmanager
     def warming(settings: Settings) -> Iterator[None]:
-        warmed.append(time.monotonic())
+        told.append("compiling")
         yield
+        told.append("stopped")
 
     monkeypatch.setattr(supervisor, "warming", warming)
-    parts = [fake("tests"), fake("ceilings"), fake("suite")]
     given = replace(settings(tmp_path, 60), warm=True)
-    for first in (parts[0], replace(parts[0], times=False)):
+    names = ("doctor", "tests", "ceilings", "suite")
+    for untimed in (0, 2):
+        parts = [replace(fake(name), times=n >= untimed) for n, name in enumerate(names)]
         run_all(
-            [first, *parts[1:]],
+            parts,
             given,
             command=lambda *_: [sys.executable, "-c", "pass"],
-            tell=lambda line: None,
+            tell=lambda line: told.append(line.split()[0]),
         )
-    assert len(warmed) == 1
+    assert told == [*names, "doctor", "compiling", "tests", "stopped", "ceilings", "suite"]
     assert [part.name for part in PARTS if not part.times] == [
         "doctor", "boxes", "paths", "packed", "correctness",
     ]  # fmt: skip

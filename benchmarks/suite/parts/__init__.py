@@ -9,7 +9,7 @@ from benchmarks.suite.context import Context
 from benchmarks.suite.supervisor import Part, Share
 
 PARTS = (
-    Part(Share("doctor", 90, 20), "doctor", 120, "flashgen doctor on each code path", times=False),
+    Part(Share("doctor", 120, 20), "doctor", 120, "flashgen doctor on each code path", times=False),
     Part(
         Share("boxes", 15, 10),
         "correctness:run_boxes",
@@ -32,7 +32,9 @@ PARTS = (
         times=False,
     ),
     Part(Share("correctness", 90, 20), "correctness", 90, "tests/gpu, the rest", times=False),
+    Part(Share("stalls", 40, 15), "stalls", 150, "where warps wait, where ncu works"),
     Part(Share("ceilings", 10, 5), "ceilings", 30, "copy bandwidth and matmul rate"),
+    Part(Share("forms", 45, 15), "forms", 90, "forms of one call: tiles, edited kernels"),
     Part(
         Share("suite", 140, 20),
         "speed",
@@ -47,18 +49,17 @@ PARTS = (
         120,
         "three whole models on each attention backend, trained and decoding",
     ),
-    Part(Share("compile", 35, 12), "compiling", 100, "first call of a new variant"),
-    Part(Share("memory", 12, 6), "memory", 40, "peak memory against N"),
+    Part(Share("compile", 25, 12), "compiling", 100, "first call of a new variant"),
+    Part(Share("memory", 10, 6), "memory", 40, "peak memory against N"),
     Part(
-        Share("sparsity", 20, 8),
+        Share("sparsity", 15, 8),
         "sparsity",
         60,
         "time against the live share of a mask",
         needs=("ceilings",),
     ),
-    Part(Share("blocks", 15, 8), "blocks", 40, "time against block size"),
-    Part(Share("roofline", 25, 10), "roofline", 60, "hardware counters, where ncu works"),
-    Part(Share("sanitizer", 20, 10), "sanitizer", 90, "compute-sanitizer, where it works"),
+    Part(Share("roofline", 15, 10), "roofline", 90, "counters beside the emulator's"),
+    Part(Share("sanitizer", 15, 10), "sanitizer", 90, "compute-sanitizer, where it works"),
 )
 """The summary, which every run ends with, is no part: it needs neither GPU nor time."""
 

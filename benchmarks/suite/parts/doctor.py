@@ -1,16 +1,18 @@
 """`flashgen doctor`: every code path on its problems, against float64 and against the emulator.
 
-A path that passes all of them is recorded as passed, which `benchmarks.suite.proven` reads. In a
-dry run the emulator takes the GPU's place, with one problem on Hopper's path; the part "packed" has
-one on the other.
+Each problem is recorded when it ends, and a path that has passed all of them as passed, which
+`benchmarks.suite.proven` reads. In a dry run the emulator takes the GPU's place, with one problem
+on Hopper's path; the part "packed" has one on the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.suite.context import Context
 from flashgen.kernels.codegen.environment import template_digest
 from flashgen.tools.doctor.check import ProblemResult
-from flashgen.tools.doctor.diagnosis import NO_DEVICE, diagnose, run_path
+from flashgen.tools.doctor.diagnosis import NO_DEVICE, PathRun, diagnose, run_path
 from flashgen.tools.doctor.problems import PROBLEMS
 
 DRY_PATH = "sm_90a"
@@ -19,27 +21,42 @@ DRY_PATH = "sm_90a"
 def run(context: Context) -> None:
     # For each path; the second one seldom needs all that the first one left.
     seconds = 0.6 * context.budget.left
+    found: dict[str, list[ProblemResult]] = {}
 
     def alive(text: str) -> None:
         context.journal.path.touch()
 
-    if context.device.kind == "gpu":
-        found = diagnose(context.device.torch.index or 0, seconds=seconds, tell=alive)
-        (context.work / "doctor.log").write_text(str(found), encoding="utf-8")
-        results, wrong = found.results, found.findings
-        paths = {path.arch for path in found.paths}
-    else:
-        ran = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive)
-        results, wrong, paths = ran.results, ran.findings, {DRY_PATH}
-    for result in results:
+    def each(result: ProblemResult) -> None:
+        """Its rows at once: this process may be stopped before the next problem ends."""
+        of_path = found.setdefault(result.arch, [])
+        of_path.append(result)
         record(context, result)
+        if not result.ok:
+            context.journal.failed(f"doctor: {result.arch}, {result.problem}: {result.text}")
+        if len(of_path) == len(PROBLEMS):
+            passed(context, result.arch, of_path)
+
+    if context.device.kind == "gpu":
+        ended = diagnose(context.device.torch.index or 0, seconds=seconds, tell=alive, each=each)
+        (context.work / "doctor.log").write_text(str(ended), encoding="utf-8")
+        wrong, paths = ended.findings, {path.arch for path in ended.paths}
+    else:
+        wrong = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive, each).findings
+        paths = {DRY_PATH}
+    known = [f for results in found.values() for f in PathRun("", tuple(results)).findings]
     for finding in wrong:
-        context.journal.failed(f"doctor: {finding.what}; {finding.way_out}")
+        if finding not in known:
+            context.journal.failed(f"doctor: {finding.what}; {finding.way_out}")
     for arch in sorted(paths):
-        right = [result.ok for result in results if result.arch == arch]
-        passed = len(right) == len(PROBLEMS) and all(right)
-        note, setting = f"{len(right)} problems", f"templates={template_digest()}"
-        context.writer.measure(arch, "path passed", int(passed), "", setting, note)
+        if len(found.get(arch, ())) < len(PROBLEMS):
+            passed(context, arch, found.get(arch, ()))
+
+
+def passed(context: Context, arch: str, results: Sequence[ProblemResult]) -> None:
+    """The row that says whether a path has passed all problems."""
+    right = len(results) == len(PROBLEMS) and all(result.ok for result in results)
+    setting, note = f"templates={template_digest()}", f"{len(results)} problems"
+    context.writer.measure(arch, "path passed", int(right), "", setting, note)
 
 
 def record(context: Context, result: ProblemResult) -> None:

@@ -29,6 +29,7 @@ _REPORT = "report the output of `flashgen doctor --json`; FLASHGEN_ARCH chooses 
 _TRY_AGAIN = "flashgen doctor, while no other process uses the GPU"
 
 Tell = Callable[[str], None]
+Each = Callable[[ProblemResult], None]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def diagnose(
     seconds: float = SECONDS,
     driver: Any = None,
     tell: Tell = lambda text: None,
+    each: Each = lambda result: None,
 ) -> Diagnosis:
     """Checks versions, then runs the problems of `flashgen.tools.doctor.problems`.
 
@@ -94,6 +96,7 @@ def diagnose(
         seconds: the time limit for the problems of one code path.
         driver: replaces ``cuda.bindings.driver``.
         tell: called with a line for each step.
+        each: called with the outcome of each problem when it ends.
     """
     machine = inspect(driver)
     gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
@@ -104,12 +107,12 @@ def diagnose(
     if findings:  # the problems would only fail for the same reasons
         return Diagnosis(machine, gpu, findings=tuple(findings))
     if gpu is None:
-        ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell)
+        ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell, each)
         path = PathOfGpu(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
         return Diagnosis(machine, None, (path,), ran.results, ran.findings)
     results: list[ProblemResult] = []
     for arch in paths_of(gpu.arch):
-        ran = run_path(arch, device, PROBLEMS, seconds, tell)
+        ran = run_path(arch, device, PROBLEMS, seconds, tell, each)
         results += ran.results
         findings += ran.findings
         if ran.verdict is not None:
@@ -151,36 +154,46 @@ class PathRun:
 
 
 def run_path(
-    arch: str, device: int, problems: Sequence[Problem], seconds: float, tell: Tell
+    arch: str,
+    device: int,
+    problems: Sequence[Problem],
+    seconds: float,
+    tell: Tell,
+    each: Each = lambda result: None,
 ) -> PathRun:
     """Runs the problems in a child process; if it crashes, starts another for the remaining ones.
 
     Args:
         device: the number of the CUDA device, or `NO_DEVICE`.
         seconds: the time limit for all of them.
+        tell, each: as for `diagnose`.
     """
     deadline = time.monotonic() + seconds
     left = [problem.name for problem in problems]
     found: list[ProblemResult] = []
 
+    def add(result: ProblemResult) -> None:
+        found.append(result)
+        each(result)
+
     def progress(event: trial.Event) -> None:
         tell(f"{arch}: {event['event']} {event.get('problem', '')}")
+        if event["event"] == "result":
+            add(ProblemResult(**{f.name: event[f.name] for f in fields(ProblemResult)}))
 
     while left:
+        before = len(found)
         options = [word for name in left for word in ("--problem", name)]
         ended = trial.run(
             trial.command(arch, device, "--emulate", *options),
             seconds=max(1.0, deadline - time.monotonic()),
             tell=progress,
         )
-        names = [each.name for each in fields(ProblemResult)]
-        new = [ProblemResult(**{n: event[n] for n in names}) for event in ended.results]
         if ended.lost is not None:
-            new.append(ProblemResult(ended.lost, arch, False, ended.reason))
-        found += new
-        if not new:
+            add(ProblemResult(ended.lost, arch, False, ended.reason))
+        if len(found) == before:
             return PathRun(arch, tuple(found), ended.reason or "the child process ran nothing")
-        left = left[len(new) :]
+        left = left[len(found) - before :]
     return PathRun(arch, tuple(found))
 
 
