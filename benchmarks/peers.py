@@ -4,8 +4,9 @@
     python benchmarks/peers.py --unpack DIR      join the pieces, and say what PYTHONPATH needs
     python benchmarks/peers.py --check           what can be imported here, and why the rest cannot
 
-Each group of packages is one archive, cut into pieces of at most 40 MiB that can be copied one by one;
-``manifest.json`` has their sizes and hashes. An archive whose pieces are not all there is left out.
+Each group of packages is one archive, cut into pieces of at most 40 MiB that can be copied one by
+one; ``manifest.json`` has their sizes and hashes. An archive whose pieces are not all there is left
+out.
 """
 
 from __future__ import annotations
