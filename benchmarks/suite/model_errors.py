@@ -51,6 +51,8 @@ DETERMINISTIC = " deterministic"
 ONE_RANGE = "one range of keys for each row"
 """The masks that decide most constants."""
 
+OTHERS = "all others, block layouts"
+
 EARLIER = ("20261126T032114Z", "20261126T172208Z")
 
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
@@ -77,6 +79,15 @@ class Launch:
     plan: Plan
     walks: tuple[Walk, ...]
     uneven: bool
+
+    @property
+    def exceeds_l2(self) -> bool:
+        """Whether the kernel walked whole groups where a call of today divides them, because the
+        heads that run at the same time do not fit in L2."""
+        plan, sizes = self.plan, self.walks[0].sizes
+        if plan.in_parts or not (self.uneven and plan.divides_groups):
+            return False
+        return plan.part_heads(*sizes) < sizes.heads_q // sizes.heads_kv
 
     def seconds(self, constants: Constants) -> float:
         """The predicted duration with these constants of the time model."""
@@ -119,9 +130,11 @@ class Point:
         """What the mask of the case is to the model."""
         if self.case.seq_q == 1:
             return "one query"
+        if any(launch.exceeds_l2 for launch in self.launches):
+            return "whole groups of query heads beyond L2"
         spec = spec_of(self.case)
         one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
-        return ONE_RANGE if one_range else "all others, block layouts"
+        return ONE_RANGE if one_range else OTHERS
 
 
 def points(results: Path = RESULTS) -> list[Point]:
