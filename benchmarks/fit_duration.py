@@ -5,8 +5,8 @@ of flashgen's own kernels (`benchmarks/suite/model_errors.py`) and prints them. 
 are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Each record
 has one tile, so that the forms of kernels which were measured in turns (`comparisons` there) say
 what other tiles of the same call cost: each counts as `FORM_WEIGHT` records, since clocks and
-temperatures of a GPU change all forms of a call alike. Calls with one query are bound by global
-memory and decide nothing.
+temperatures of a GPU change all forms of a call alike. Calls with one query, which are bound by
+global memory, and gradients of whole groups of query heads that L2 has no room for decide nothing.
 
 Without `--fit` it predicts the durations of other libraries' kernels, whose tiles and speeds are
 published (benchmarks/published.json), by the planner's formulas, and prints the errors: how far
