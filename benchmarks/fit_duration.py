@@ -3,9 +3,10 @@
 Fits those of `flashgen.kernels.planner.models.fitted_time` for the code path sm_90a to the records
 of flashgen's own kernels (`benchmarks/suite/model_errors.py`) and prints them. Calls whose masks
 are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Each record
-has one tile, so that the times of other tiles of the same call (`COMPARED`) count as several
-records: they alone decide `queued`. Calls with one query are bound by global memory and decide
-nothing.
+has one tile, so that the forms of kernels which were measured in turns (`comparisons` there) say
+what other tiles of the same call cost: each counts as `FORM_WEIGHT` records, since clocks and
+temperatures of a GPU change all forms of a call alike. Calls with one query, which are bound by
+global memory, and gradients of whole groups of query heads that L2 has no room for decide nothing.
 
 Without `--fit` it predicts the durations of other libraries' kernels, whose tiles and speeds are
 published (benchmarks/published.json), by the planner's formulas, and prints the errors: how far
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import sys
@@ -39,7 +41,6 @@ from rich.table import Table  # noqa: E402
 
 import flashgen as fg  # noqa: E402
 from benchmarks.suite import model_errors  # noqa: E402
-from benchmarks.suite.cases import grid  # noqa: E402
 from benchmarks.suite.model_errors import Constants  # noqa: E402
 from flashgen.kernels.planner import Plan, Tile  # noqa: E402
 from flashgen.kernels.planner.duration import duration_of  # noqa: E402
@@ -59,17 +60,8 @@ PUBLISHED = ROOT / "benchmarks" / "published.json"
 LEAST = 1024
 PATH = "sm_90a"  # the code path whose constants are fitted
 
-# Forward kernels of the same call with two tiles, and the time of the first over that of the second
-# on an H200: single calls between other kernels, at 8,192 positions (NOTES.md), of kernels whose
-# warpgroups skip no tiles.
-COMPARED = (
-    ("causal", 128, "192x80 12 warps", "128x176 8 warps", 0.963),
-    ("full", 128, "192x80 12 warps", "128x176 8 warps", 1.013),
-    ("causal", 128, "128x160 8 warps", "128x176 8 warps", 0.98),
-    ("causal", 128, "128x128 8 warps", "128x176 8 warps", 0.98),
-    ("causal", 64, "192x96 12 warps", "192x112 12 warps", 0.975),
-)
-COMPARED_WEIGHT = 4
+FORM_WEIGHT = 2
+MEASURED = ("atomic_share",)  # constants that are measured by themselves
 
 DELTA = 0.01  # relative change of a constant for a difference quotient
 
@@ -212,30 +204,28 @@ def counted(of: Sequence[Point]) -> list[Point]:
     return [point for point in of if not point.short]
 
 
-def tile_errors(constants: Constants = CONSTANTS) -> list[float]:
-    """Predicted over measured relative times of compared tiles, minus 1."""
-    found = []
-    for spec, head_dim, *tiles, measured in COMPARED:
-        case = grid(spec, 8192, head_dim)
-        names = (f"forward {tile} 2 stages 1 blocks/SM" for tile in tiles)
-        launches = (model_errors.launches_of(case, PATH, "forward", False, n, True) for n in names)
-        one, other = (sum(each.seconds(constants) for each in of) for of in launches)
-        found.append(one / other / measured - 1)
-    return found
+def form_errors(forms: list[model_errors.Point], constants: Constants = CONSTANTS) -> list[float]:
+    """The logarithms of predicted over measured times of the forms of one call, less their mean."""
+    found = [math.log1p(form.error(constants)) for form in forms]
+    return [each - statistics.mean(found) for each in found]
 
 
 def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
     """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
+    calls = model_errors.comparisons()
     for by_range in (True, False):
         some = [point for point in of if (point.kind == model_errors.ONE_RANGE) == by_range]
         own = constants[PATH]
-        names = [name for name in own if (name != "mask_stall") == by_range]
+        names = [
+            name for name in own if (name != "mask_stall") == by_range and name not in MEASURED
+        ]
 
         def residuals(
             at: Constants, some: list[model_errors.Point] = some, by_range: bool = by_range
         ) -> np.ndarray[Any, np.dtype[np.float64]]:
-            tiles = np.log1p(tile_errors(at)) if by_range else np.zeros(0)
-            return np.append(np.log1p([each.error(at) for each in some]), COMPARED_WEIGHT * tiles)
+            forms = [each for forms in calls for each in form_errors(forms, at) if by_range]
+            records = [math.log1p(each.error(at)) for each in some]
+            return np.array(records + [FORM_WEIGHT * each for each in forms])
 
         base = residuals(constants)
         columns = []
@@ -243,15 +233,21 @@ def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
             changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
             columns.append((residuals(changed) - base) / DELTA)
         change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
-        factors = 1 + np.clip(change, -0.5, 0.5)
-        better = {name: own[name] * float(by) for name, by in zip(names, factors, strict=True)}
-        constants = {**constants, PATH: {**own, **better}}
+        change = np.clip(change, -0.5, 0.5)
+        for share in (1, 1 / 2, 1 / 4, 1 / 8):  # the model has kinks: a whole step may go too far
+            factors = zip(names, 1 + share * change, strict=True)
+            changed = {**own, **{name: own[name] * float(by) for name, by in factors}}
+            better = {**constants, PATH: changed}
+            if np.sum(residuals(better) ** 2) < np.sum(base**2):
+                constants = better
+                break
     return constants
 
 
 def records() -> list[model_errors.Point]:
     """The records that are fitted to."""
-    return [point for point in model_errors.points() if point.path == PATH and point.case.seq_q > 1]
+    kinds = (model_errors.ONE_RANGE, model_errors.OTHERS)
+    return [each for each in model_errors.points() if each.path == PATH and each.kind in kinds]
 
 
 def table_of_errors() -> str:
@@ -292,6 +288,9 @@ def main() -> int:
             constants = step(of, constants)
             console.print({name: round(value, 4) for name, value in constants[PATH].items()})
         console.print(in_words([point.error(constants) for point in of]))
+        calls = model_errors.comparisons()
+        forms = [math.expm1(each) for forms in calls for each in form_errors(forms, constants)]
+        console.print(f"forms of one call beside each other: {in_words(forms)}")
         return 0
     every = points()
     table = Table("kernel", "GPU", "pass", "d", "mask", "predicted / measured - 1, by length")

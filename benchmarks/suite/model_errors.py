@@ -4,12 +4,16 @@ The records name the tiles of each call, so that a call is predicted with the ti
 whichever the planner chooses today. The kernels of the runs in `EARLIER` computed every tile for
 all rows of a block and score functions as they are written; since then, warpgroups of forward
 kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
+
+Each of these records has one tile. `comparisons` has calls whose kernels with different tiles took
+turns in one process.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -18,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import flashgen as fg
-from benchmarks.suite.cases import Case
+from benchmarks.suite.cases import Case, make
 from benchmarks.suite.contenders.ours import in_short, spec_of
 from benchmarks.suite.records import RESULTS, read
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
-from flashgen.kernels.planner import Plan, feasible, plan_backward
+from flashgen.kernels.pipeline import divides_groups
+from flashgen.kernels.planner import Plan, feasible
+from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS, constants_of
 from flashgen.kernels.planner.models.spec_terms import score_instructions
 from flashgen.kernels.planner.quantities import Number, Quantities
+from flashgen.kernels.planner.requests import BackwardPlanRequest
 from flashgen.kernels.planner.traffic import StepKind, Steps, Walk
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import STREAMING_KERNELS
@@ -44,9 +51,20 @@ DETERMINISTIC = " deterministic"
 ONE_RANGE = "one range of keys for each row"
 """The masks that decide most constants."""
 
+OTHERS = "all others, block layouts"
+
 EARLIER = ("20261126T032114Z", "20261126T172208Z")
 
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
+
+FORM = re.compile(r"(\w+) (\w+) b(\d+) h(\d+)/(\d+) (\d+)x(\d+) d(\d+)")
+"""The subject of a form's record: its pass, its spec and its `SIZES`."""
+
+FORM_PLANS = re.compile(r"p20 \S+, p80 \S+; (.*?)(?: (\d+) FMA columns)?")
+"""Its note, where it names the plans: the plans, and the columns of exponentials on FMA units."""
+
+PATH = "sm_90a"
+"""The code path whose forms were compared, and the architecture."""
 
 Constants = Mapping[str, Mapping[str, Number]]
 """Values of the time model's constants, by code path and name."""
@@ -61,6 +79,15 @@ class Launch:
     plan: Plan
     walks: tuple[Walk, ...]
     uneven: bool
+
+    @property
+    def exceeds_l2(self) -> bool:
+        """Whether the kernel walked whole groups where a call of today divides them, because the
+        heads that run at the same time do not fit in L2."""
+        plan, sizes = self.plan, self.walks[0].sizes
+        if plan.in_parts or not (self.uneven and plan.divides_groups):
+            return False
+        return plan.part_heads(*sizes) < sizes.heads_q // sizes.heads_kv
 
     def seconds(self, constants: Constants) -> float:
         """The predicted duration with these constants of the time model."""
@@ -103,13 +130,15 @@ class Point:
         """What the mask of the case is to the model."""
         if self.case.seq_q == 1:
             return "one query"
+        if any(launch.exceeds_l2 for launch in self.launches):
+            return "whole groups of query heads beyond L2"
         spec = spec_of(self.case)
         one_range = row_interval(spec.mask) is not None and spec.block_sparse is None
-        return ONE_RANGE if one_range else "all others, block layouts"
+        return ONE_RANGE if one_range else OTHERS
 
 
 def points(results: Path = RESULTS) -> list[Point]:
-    """The records of all GPUs, but for those of captured tensors, whose values a record lacks."""
+    """The records of all GPUs, of cases that are `recorded` whole."""
     return [
         point_of(row)
         for row in read(results / "speed.csv")
@@ -118,8 +147,32 @@ def points(results: Path = RESULTS) -> list[Point]:
         and row["ms_p50"]
         and row["contender"].removesuffix(DETERMINISTIC) in ARCHS
         and row["pass"] != "both"
-        and not spec_of(case_of(row)).tensors
+        and recorded(case_of(row))
     ]
+
+
+def recorded(case: Case) -> bool:
+    """Whether records say all that a prediction needs: not the values of captured tensors, and not
+    the plans with dropout, in whose place they have those of a call that drops nothing."""
+    spec = spec_of(case)
+    return not spec.tensors and not spec.dropout
+
+
+def comparisons(results: Path = RESULTS) -> list[list[Point]]:
+    """The forms of kernels whose plans the records name, those of one call together."""
+    found: dict[tuple[str, ...], list[Point]] = {}
+    for row in read(results / "measures.csv"):
+        named, of = FORM_PLANS.fullmatch(row["note"]), FORM.fullmatch(row["subject"])
+        if row["part"] != "forms" or named is None or of is None:
+            continue
+        plans, columns = named.groups()
+        pass_, spec, *sizes = of.groups()
+        case = make("forms", spec, *map(int, sizes))
+        fixed = pass_ == "backward" and not plans.startswith("fused")
+        launches = launches_of(case, PATH, pass_, fixed, plans, fma_columns=int(columns or 0))
+        point = Point(case, pass_, PATH, fixed, row["gpu"], float(row["value"]) / 1e3, launches)
+        found.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
+    return list(found.values())
 
 
 def point_of(row: Row) -> Point:
@@ -127,7 +180,8 @@ def point_of(row: Row) -> Point:
     name, case = row["contender"].removesuffix(DETERMINISTIC), case_of(row)
     fixed = name != row["contender"]
     earlier = row["run"] in EARLIER
-    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier)
+    columns = 0 if earlier else None
+    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier, columns)
     seconds = float(row["ms_p50"]) / 1e3
     return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
 
@@ -137,7 +191,8 @@ def case_of(row: Row) -> Case:
     pairs = (pair.split("=") for pair in row["scalars"].split())
     scalars: tuple[tuple[str, Any], ...] = tuple((name, json.loads(x)) for name, x in pairs)
     sizes = (int(row[name]) for name in SIZES)
-    return Case(row["group"], row["spec"], *sizes, row["dtype"], scalars)
+    dim_v = int(row["head_dim_v"])
+    return Case(row["group"], row["spec"], *sizes, row["dtype"], scalars, dim_v=dim_v)
 
 
 @functools.cache
@@ -148,19 +203,21 @@ def launches_of(
     deterministic: bool = False,
     plans: str = "",
     earlier: bool = False,
+    fma_columns: int | None = None,
 ) -> tuple[Launch, ...]:
     """The launches of a pass.
 
     Args:
         plans: the plans of the call's kernels in the words of the records; those of today without.
         earlier: whether the kernels were those of the runs in `EARLIER`.
+        fma_columns: columns of a tile whose exponentials are on FMA units; None for today's number.
     """
     spec = spec_of(case)
     sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
-    dims = case.head_dim, case.head_dim
+    dims = case.head_dim, case.head_dim_v
     call = CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
     found = []
-    for plan in plans_of(spec, arch, pass_, deterministic, plans):
+    for plan in plans_of(spec, arch, pass_, sizes, deterministic, plans):
         if plan.kernel == "forward":
             heads = heads_of_call(spec, plan, call, {}).heads
             if heads > 1:  # heads that share a tile may have another one
@@ -172,22 +229,31 @@ def launches_of(
             walks = [_whole_tiles(plan, walk) for walk in walks]
             if not plan.streams:
                 written = score_instructions(spec, plan.kernel, folds=False)
-                at = plan.quantities.copy() | {"score_ops": written, "fma_columns": 0}
-                plan = replace(plan, quantities=Quantities(at))
+                plan = _with(plan, score_ops=written)
+        if fma_columns is not None and not plan.streams:
+            plan = _with(plan, fma_columns=fma_columns)
         found.append(Launch(plan, tuple(walks), mask.growth != 0))
     return tuple(found)
 
 
 def plans_of(
-    spec: fg.AttentionSpec, arch: str, pass_: str, deterministic: bool, recorded: str
+    spec: fg.AttentionSpec,
+    arch: str,
+    pass_: str,
+    sizes: tuple[int, int, int, int, int],
+    deterministic: bool,
+    recorded: str,
 ) -> tuple[Plan, ...]:
     """The plans of a pass with the tiles of a record; today's without one."""
     texts = {text.split()[0]: text for text in recorded.split("; ") if text}
     forward = pass_ == "forward"
+    request = BackwardPlanRequest(spec, arch, deterministic=deterministic)
     if forward:
         today: tuple[Plan, ...] = (fg.plan(spec, arch),)
     else:
-        today = plan_backward(spec, arch, deterministic=deterministic).kernels
+        parts = "convert_dk" in texts if recorded else divides_groups(request, sizes)
+        request = replace(request, in_parts=parts)
+        today = plan_schemes(request).kernels
     same = (in_short(plan) == texts.get(plan.kernel) for plan in today if not plan.streams)
     if not recorded or all(same):
         return today
@@ -198,7 +264,12 @@ def plans_of(
     }
     if forward:
         return (fg.plan(spec, arch, tile=tiles["forward"]),)
-    return plan_backward(spec, arch, deterministic=deterministic, tiles=tiles).kernels
+    return plan_schemes(replace(request, tiles=tuple(sorted(tiles.items())))).kernels
+
+
+def _with(plan: Plan, **quantities: Number) -> Plan:
+    """The plan with other values of these quantities, which its cost is computed from."""
+    return replace(plan, quantities=Quantities(plan.quantities.copy() | quantities))
 
 
 def _whole_tiles(plan: Plan, walk: Walk) -> Walk:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.suite.cases import flops
-from benchmarks.suite.contenders.ours import spec_of
-from benchmarks.suite.model_errors import ARCHS, case_of, launches_of, point_of
+from benchmarks.suite.model_errors import ARCHS, case_of, launches_of, point_of, recorded
 from benchmarks.suite.records import RESULTS, read
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS, STATED_ERROR
 from flashgen.shared.arch import facts
@@ -28,7 +27,7 @@ def table(results: Path = RESULTS) -> str:
         if not timed or row["contender"] != CONTENDER or row["pass"] == "both":
             continue
         case = case_of(row)
-        if spec_of(case).tensors:
+        if not recorded(case):
             continue
         milliseconds = 1e3 * sum(
             launch.seconds(CONSTANTS) for launch in launches_of(case, arch, row["pass"])

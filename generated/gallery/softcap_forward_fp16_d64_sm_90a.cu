@@ -19,7 +19,7 @@
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
-constexpr int FMA_COLUMNS = 40;  // exp2 on FMA units
+constexpr int FMA_COLUMNS = 16;  // exp2 on FMA units
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns

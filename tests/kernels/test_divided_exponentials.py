@@ -107,10 +107,12 @@ def test_kernels_compute_that_function() -> None:
 @pytest.mark.parametrize(
     ("name", "head_dim", "divides"),
     [
+        ("softcap", 32, True),
         ("softcap", 64, True),
-        ("softcap", 96, True),
-        ("full", 32, True),
+        ("full", 8, True),
+        ("softcap", 96, False),  # three warpgroups take as long for all that they do in turns
         ("softcap", 128, False),  # tensor cores have as much work
+        ("full", 32, False),
         ("full", 64, False),
         ("full", 128, False),
     ],
@@ -134,7 +136,7 @@ def test_exponentials_are_divided_where_that_saves_clocks(
 
 
 def test_every_kernel_of_split_keys_divides_alike() -> None:
-    spec = fg.load(spec_path("softcap")).replace(head_dim=32, head_dim_v=32)
+    spec = fg.load(spec_path("softcap")).replace(head_dim=8, head_dim_v=8)
     plans = [plan(split(spec), ARCH, heads_per_tile=heads) for heads in (1, 2, 4, 8)]
     assert len({(each.block_k, each.fma_columns) for each in plans}) == 1
     assert plans[0].fma_columns > 0
@@ -168,10 +170,9 @@ def has_share(run: ForwardRun) -> bool:
     ("name", "head_dim", "dtype"),
     [
         ("softcap", 64, "float16"),
-        slow("empty_rows", 32, "bfloat16"),
-        *(slow("softcap", d, t) for d in (16, 32, 64, 96) for t in ("float16", "bfloat16")),
-        *(slow(name, 32, "float16") for name in ("full", "causal", "sink", "sliding_window")),
-        *(slow(name, 32, "bfloat16") for name in ("document", "natten_2d", "packed_causal")),
+        slow("empty_rows", 8, "bfloat16"),
+        *(slow("softcap", d, t) for d in (8, 16, 32, 64) for t in ("float16", "bfloat16")),
+        *(slow(name, 8, "float16") for name in ("full", "causal", "sink", "sliding_window")),
     ],
 )
 def test_results_meet_the_error_rule(name: str, head_dim: int, dtype: str) -> None:
@@ -181,7 +182,7 @@ def test_results_meet_the_error_rule(name: str, head_dim: int, dtype: str) -> No
 @pytest.mark.parametrize("factor", [slow(1e2), slow(1e4), slow(3e4)])
 @pytest.mark.parametrize("name", ["full", "softcap"])
 def test_large_scores_meet_the_error_rule(name: str, factor: float) -> None:
-    call = call_of(name, 32)
+    call = call_of(name, 8)
     q, k, v = call.qkv
     q = (q * factor).clamp(-6e4, 6e4)
     assert has_share(Call(call.spec, (q, k, v), call.numbers, arch=ARCH).judged_forward())
@@ -189,7 +190,7 @@ def test_large_scores_meet_the_error_rule(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize("key", [3, *map(slow, (64, 71, 72, 79))])
 def test_an_undefined_score_makes_its_rows_undefined_and_no_others(key: int) -> None:
-    call = call_of("full", 32)
+    call = call_of("full", 8)
     q, k, v = call.qkv
     whole = call.forward()
     for value in (math.nan, math.inf):
@@ -205,7 +206,7 @@ def test_an_undefined_score_makes_its_rows_undefined_and_no_others(key: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "head_dim"), [("softcap", 64), ("full", 32)])
+@pytest.mark.parametrize(("name", "head_dim"), [("softcap", 64), ("full", 8)])
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(name: str, head_dim: int) -> None:
     call = call_of(name, head_dim)
     q, k, v = call.qkv
@@ -225,8 +226,8 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(name: str, head_dim: 
 
 @pytest.mark.slow
 def test_decoding_with_split_keys_gives_the_bits_of_the_row_in_a_prefill() -> None:
-    spec = fg.load(spec_path("softcap")).replace(mask_mod=before, head_dim=32, head_dim_v=32)
-    q, k, v = Case(600, 600, 2, 4, 1, head_dim=32).tensors(seed=5)
+    spec = fg.load(spec_path("softcap")).replace(mask_mod=before, head_dim=8, head_dim_v=8)
+    q, k, v = Case(600, 600, 2, 4, 1, head_dim=8).tensors(seed=5)
     k[..., 0], q[..., 0] = torch.linspace(0, 40, 600), 0.7
     q[:, :, ::2, 0] = 20
     how: dict[str, Any] = {"backend": "emulator", "arch": ARCH, "split_size": 240}

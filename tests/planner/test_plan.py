@@ -12,13 +12,14 @@ from dataclasses import fields, replace
 import pytest
 
 import flashgen as fg
-from flashgen.kernels.planner import api, plan, plan_errors, search
+from flashgen.kernels.planner import api, plan, plan_backward, plan_errors, search
 from flashgen.kernels.planner.plan_errors import no_tile_fits
 from flashgen.kernels.planner.quantities import Quantities
 from flashgen.kernels.planner.search import cheapest, evaluated, occupancies, shapes
 from flashgen.kernels.planner.tile_problem import problem_of
 from flashgen.shared.arch import facts, known
 from flashgen.shared.launch_facts import LaunchRules
+from tests.support.paths import ROOT
 from tests.support.plan_problems import (
     DTYPES,
     backward_of,
@@ -267,25 +268,40 @@ def test_the_model_finds_the_tiles_that_flashattention_3_was_tuned_to(head_dim, 
 
 
 def test_at_head_dim_128_the_model_finds_the_tile_that_was_faster_on_an_h200():
-    """192 x 80 took 5 % less time than FlashAttention-3's 128 x 176, causal, 1 % more without."""
+    """192 x 80 took 10 % less time than FlashAttention-3's 128 x 176, causal, and 7 % less without
+    a mask."""
     found = plan_of(128, arch="sm_90a")
     assert (found.block_q, found.block_k) == (192, 80)
 
 
-@pytest.mark.parametrize(("head_dim", "share"), [(128, 0.72), (256, 0.83)])
+def test_at_head_dim_192_the_backward_pass_has_the_form_that_was_faster_on_an_h200():
+    """Two kernels took 5 % less time than one, causal, in 2 x 8 heads of 8,192 positions."""
+    spec = fg.AttentionSpec(head_dim=192, dtype="bfloat16")
+    assert plan_backward(spec, "sm_90a").scheme == "split"
+
+
+def test_with_a_costly_score_fewer_rows_with_more_keys_are_chosen_as_on_an_h200():
+    """Softcap at head dim 128: 128 x 160 took 1 % less time than 192 x 48."""
+    spec = fg.load(ROOT / "specs" / "softcap.py").replace(head_dim=128, dtype="bfloat16")
+    found = fg.plan(spec, "sm_90a")
+    assert (found.block_q, found.block_k) == (128, 160)
+
+
+@pytest.mark.parametrize(("head_dim", "share"), [(128, 0.79), (256, 0.83)])
 def test_the_tensor_cores_are_predicted_as_busy_as_they_were(head_dim, share):
-    """The speeds recorded without a mask at 8,192 positions on an H100: 716 and 817 TFLOP/s."""
+    """The speeds recorded without a mask at 8,192 positions on an H200: 778 and 825 TFLOP/s."""
     hopper = plan_of(head_dim, arch="sm_90a")
     assert hopper.quantities["tensor"] / hopper.cost == pytest.approx(share, rel=0.1)
 
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(64, 192), (96, 192), (192, 128), (256, 128)])
 def test_three_warpgroups_compute_where_the_softmax_outlasts_the_products(head_dim, rows):
-    """As in FlashAttention-3 and -4, which were tuned on H100."""
+    """As in FlashAttention-3 and -4, which were tuned on H100. Beyond head dim 128 a third one
+    would leave room for few keys, where two all but suffice."""
     hopper = plan_of(head_dim, arch="sm_90a")
     assert hopper.block_q == rows
     at = hopper.quantities
-    two_suffice = at["alone"] / 2 <= at["busiest"]
+    two_suffice = at["alone"] / 2 <= 1.1 * at["busiest"]
     assert two_suffice == (rows == 128)
 
 

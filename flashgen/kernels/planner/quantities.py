@@ -52,7 +52,7 @@ QUANTITIES = {
     "l2_rate": "bytes per clock that an SM reads from L2",
     "atomic_share": "rate of atomic additions to L2, as a share of the rate of reads from it",
     "barrier": "clocks for which a block stands still at a barrier",
-    "queued": "share of the clocks of L2 for which products wait, although copies run ahead",
+    "handover": "clocks of a step in which a warpgroup stands still",
     "exposed": "share of what a warp does besides the busiest resource's work that nothing hides",
     "mask_stall": "instructions that take as long as one of a mask, which waits for the one before",
     "hbm_rate": "bytes per clock of global memory, per SM",

@@ -21,16 +21,16 @@ from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.kernels.planner.models.forward_sm90 import (
-    ALONE,
     BUSY,
     CONSUMER,
     COST,
     LAUNCHED,
+    OWN_ISSUE,
     PACE,
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of
+from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, WARP
@@ -105,6 +105,20 @@ REPEATS = Formula("repeats", "passes*pass_keys*warps/(4*block_k)")
 TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
 
 
+def time_of_step(kernel: str, waits: str = "") -> tuple[Formula, ...]:
+    """The time of a warpgroup, what others hide of it, and the cost, of both forms of a kernel.
+
+    In "fused" dQ is a product of all keys of the block: the warpgroups exchange dS in every step,
+    and therefore compute P and dS at the same time and multiply at the same time.
+
+    Args:
+        waits: a further summand of the cost.
+    """
+    if kernel == "fused":
+        return time_alone(), Formula("cost", f"alone{waits}", "clk")
+    return time_alone(between=OWN_ISSUE), PACE, Formula("cost", f"{COST.text}{waits}", "clk")
+
+
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     """The formulas of the cost of one kernel."""
     fused = kernel == "fused"
@@ -142,9 +156,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         TENSOR,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
-        ALONE,
-        PACE,
-        COST,
+        *time_of_step(kernel),
         BUSY,
     )
 

@@ -23,20 +23,17 @@ from __future__ import annotations
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import backward_columns_sm90
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
-from flashgen.kernels.planner.models.backward_columns_sm90 import TILE_BYTES
+from flashgen.kernels.planner.models.backward_columns_sm90 import TILE_BYTES, time_of_step
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.kernels.planner.models.forward_sm90 import (
-    ALONE,
     BUSY,
     CONSUMER,
     DEPTH,
     DEPTH_V,
     LAUNCHED,
-    PACE,
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.kernels.planner.models.forward_sm90 import COST as FORWARD_COST
 from flashgen.kernels.planner.models.kernel_model import (
     LEARNED_KERNELS,
     KernelModel,
@@ -140,7 +137,6 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
 TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
-COST = Formula("cost", f"{FORWARD_COST.text} + waits", "clk")
 
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
@@ -161,7 +157,8 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         macs += " + dq_columns"
         reads += f" + e*dq_columns*(dq_groups/block_q + 1/{GROUP_ROWS})"
         rest += " + 1/2 + dq_columns/block_k"  # a store for dS, and sums of dQ
-        shared += " + e + 8*dq_columns/block_k"
+        # Warps store whole strips of 64 columns of dQ, of which those that exist are added.
+        shared += f" + e + 4*(dq_columns + {DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP}))/block_k"
     per_step = fitted.BACKWARD_STEP_INSTRUCTIONS
     per_wgmma = fitted.BACKWARD_WGMMA_INSTRUCTIONS
     return (
@@ -173,11 +170,9 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         TENSOR,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
-        ALONE,
-        PACE,
         # With one buffer, a step waits for its Q (where a block owns queries: for its K) to arrive.
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
-        COST,
+        *time_of_step(kernel, " + waits"),
         BUSY,
     )
 

@@ -16,7 +16,7 @@ from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
-from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.shared.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
 
 PRODUCER_WARPS = 4
 BARRIER_BYTES = 8
@@ -57,11 +57,15 @@ BLOCK_K_BY_REGISTERS = Formula("block_k", f"(register_limit - {_OWN} - extra - d
 
 # ---- what a tile costs: clocks per score element of one SM --------------------------------------
 
-ALONE = time_alone()
+# The instructions of the products are issued while tensor cores work.
+OWN_ISSUE = f"rest/{SCHEDULERS * WARP}"
+# In each step a warpgroup stands still until it has its turn with the tensor cores and their first
+# product is through the pipeline.
+ALONE = time_alone(between=f"{OWN_ISSUE} + handover/({GROUP_ROWS}*block_k)")
 # Warpgroups take turns with the tensor cores. Where the softmax takes longer than the products, two
 # of them cannot keep the tensor cores busy.
 PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
-COST = Formula("cost", "pace + exposed*(alone - pace) + queued*l2", "clk")
+COST = Formula("cost", "pace + exposed*(alone - pace)", "clk")
 # The predicted share of the time in which the tensor cores multiply.
 BUSY = Formula("busy", "tensor/cost")
 

@@ -60,15 +60,17 @@ def sides(kernel: str) -> tuple[str, str]:
     return ("block_k", "block_q") if kernel in KEY_KERNELS else ("block_q", "block_k")
 
 
-def time_alone(tensor: str = "tensor") -> Formula:
+def time_alone(tensor: str = "tensor", between: str = "issue") -> Formula:
     """Clocks of a warp that nothing overlaps but the copies, which run ahead.
 
     It waits for its products, then computes the softmax, or P and dS, and issues the next products.
 
     Args:
         tensor: as in `rates`.
+        between: the clocks between its products but for those of special-function units.
     """
-    return Formula("alone", f"max(busiest, max({tensor}, shared) + special + issue)", "clk")
+    own = f"max({tensor}, shared) + special + {between}"
+    return Formula("alone", f"max(busiest, {own})", "clk")
 
 
 def rates(
