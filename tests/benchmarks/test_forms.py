@@ -61,7 +61,7 @@ def test_an_edited_kernel_of_a_folder_is_a_form_and_a_wrong_one_is_not_timed(
     for folder in (right, wrong, other):
         folder.mkdir(parents=True)
     (right / name).write_text(text + "// edited\n")
-    scaled = text.replace("exp2_approx(", "2.0f * exp2_approx(", 1)
+    scaled = text.replace("exp2_approx(", "1.0f + exp2_approx(", 1)
     assert scaled != text
     (wrong / name).write_text(scaled)
     (other / "no_such_kernel.cu").write_text(text)

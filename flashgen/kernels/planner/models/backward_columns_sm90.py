@@ -23,7 +23,6 @@ from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.kernels.planner.models.forward_sm90 import (
     BUSY,
     CONSUMER,
-    COST,
     LAUNCHED,
     OWN_ISSUE,
     PACE,
@@ -116,7 +115,8 @@ def time_of_step(kernel: str, waits: str = "") -> tuple[Formula, ...]:
     """
     if kernel == "fused":
         return time_alone(), Formula("cost", f"alone{waits}", "clk")
-    return time_alone(between=OWN_ISSUE), PACE, Formula("cost", f"{COST.text}{waits}", "clk")
+    cost = f"pace + exposed*(alone - pace){waits}"
+    return time_alone(between=OWN_ISSUE), PACE, Formula("cost", cost, "clk")
 
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
