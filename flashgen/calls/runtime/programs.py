@@ -240,6 +240,8 @@ class SpecProgram(CallProgram):
         one_head = plan(self.spec, arch, **options)
         heads = heads_of_call(self.spec, one_head, request.call, request.captured)
         options |= {"heads_per_tile": heads.heads, "ranges": request.ranges}
+        if "forward" not in launch.tiles:
+            options["few_rows"] = heads.few_rows
         return build(self.spec, arch, **options), heads.reason
 
     def backward(

@@ -154,7 +154,7 @@ def plan_decoding(
         scalars = {**scalars, **whole, SPLIT: size}
         call = replace(call, scalars=scalars, splits=-(-capacity // size))
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
-    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads)
+    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
     return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted)
