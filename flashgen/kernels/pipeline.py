@@ -195,6 +195,7 @@ def build(
     access_bytes: int | None = None,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
+    few_rows: bool = False,
     ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
@@ -211,6 +212,7 @@ def build(
         access_bytes: 16, or the operand size in bytes.
         tile: tile of the kernel, instead of the policy's.
         heads_per_tile: number of query heads that share one tile.
+        few_rows: as in `flashgen.plan`.
         ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
             for a call whose values are within int32.
 
@@ -224,7 +226,10 @@ def build(
         CompileError: NVRTC is missing or rejects the source.
     """
     request = PlanRequest(
-        spec, arch, sram, policy, access_bytes, tile=tile, heads_per_tile=heads_per_tile
+        *(spec, arch, sram, policy, access_bytes),
+        tile=tile,
+        heads_per_tile=heads_per_tile,
+        few_rows=few_rows,
     )
     return _build_forward(request, _needs_wide(request, ranges))
 

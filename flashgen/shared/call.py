@@ -74,6 +74,8 @@ class CallOptions(NamedTuple):
 
     Attributes:
         q_offset, k_offset: ints; before `calls.runtime.arguments.call.Call.of`, tensors too.
+        split_size: the keys of a split; 0: one thread block has all keys of a row; None: the plan
+            chooses.
         scalars: values of the run-time scalars, in the order of the signature.
         dropout_p: a number or a CPU tensor of one number.
     """
@@ -84,6 +86,7 @@ class CallOptions(NamedTuple):
     backend: str | None = None
     arch: str | None = None
     deterministic: bool | None = None
+    split_size: Any = None
     scalars: tuple[Any, ...] = ()
     dropout_p: Any = 0.0
 
@@ -135,6 +138,11 @@ class CheckedCall:
     def group(self) -> int:
         """The query heads that share a key head; those of the call where it has no key head."""
         return self.heads_q // max(self.heads_kv, 1)
+
+    @property
+    def query_rows(self) -> int:
+        """The query rows of the heads that share a key head."""
+        return self.group * self.seq_q
 
     @property
     def first_head(self) -> int:

@@ -45,10 +45,12 @@ class HeadsPerTile:
     Attributes:
         heads: query heads per tile.
         reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
+        few_rows: whether the rows of a call fit in a tile of one warpgroup.
     """
 
     heads: int
     reason: str
+    few_rows: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchRules
 
 LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
 """Numbers of keys of one sequence for which the SMs are kept busy."""
 
-LEAST_BUSY = 0.9
-"""The wanted share of the time in which an SM has work, for each of `LENGTHS`."""
+LEAST_BUSY = 0.875
+"""The wanted share of the time in which an SM has work, for each of `LENGTHS`. Multiples of the 160
+keys of a tile do not reach 0.9 for 8 key heads on 132 SMs."""
 
 MOST_OVER_BOUND = 1.05
 """The bytes of a split over those of its keys and values, at most."""
@@ -26,10 +28,8 @@ GROUP = 4
 and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
 STEP = 16
-"""A split is a multiple of the keys of one matrix product."""
-
-SHORTER = 0.9
-"""How much shorter than the longest that keeps SMs busy a split may be to fill its tiles better."""
+"""A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
+behind its border is computed. It has two tiles at least, so that one is loaded during another."""
 
 _MOST_KEYS = 1 << 14
 
@@ -57,23 +57,30 @@ class SplitPlan:
     """The splits of a call with one sequence and one query.
 
     Attributes:
-        size: the keys of a split, a multiple of 16.
-        block_k: keys of a tile; the last tile of a split is cut at its border.
+        size: the keys of a split, a multiple of `block_k` and of 16.
+        block_q, block_k: query rows and keys of a tile.
         heads_kv: key heads, whose splits are work tiles each.
         slots: blocks that run at the same time.
         bytes: the bytes of a split.
     """
 
     size: int
+    block_q: int
     block_k: int
     heads_kv: int
     slots: int
     bytes: SplitBytes
 
-    @property
-    def waste(self) -> float:
-        """The keys of the tiles of a split over the keys of the split."""
-        return math.ceil(self.size / self.block_k) * self.block_k / self.size
+    def size_of(self, call: CheckedCall, *, paged: bool) -> int:
+        """The split_size of a call that gives none; 0: its keys are not split.
+
+        With contiguous keys, a call has few query rows if those of all heads that share a key head
+        fit in one tile, and are not more than the keys of a split: one thread block would have all
+        keys of a key head. Keys of one split are not divided. With pages the keys of every call are
+        split, because a row has the same bits in all of them. The batch decides in neither case.
+        """
+        few = call.query_rows <= min(self.block_q, self.size) and call.seq_k > self.size
+        return self.size if paged or few else 0
 
     @property
     def over_bound(self) -> float:
@@ -108,7 +115,7 @@ class SplitPlan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        tiles = math.ceil(self.size / self.block_k)
+        tiles = self.size // self.block_k
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
         if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
             why = f"about the most that keeps {wanted}"
@@ -130,7 +137,7 @@ class SplitPlan:
 
 
 def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
-    """The splits of a call with a paged cache that gives no split_size.
+    """The splits of a call that gives no split_size.
 
     Args:
         kernel: the plan or the facts of the forward kernel, with one query head in a tile.
@@ -138,17 +145,17 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
         sms: SMs of the GPU.
     """
     of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
+    step = math.lcm(STEP, kernel.block_k)
     few_bytes = [
-        SplitPlan(size, kernel.block_k, heads_kv, slots, of_split)
-        for size in range(4 * STEP, _MOST_KEYS, STEP)
+        SplitPlan(size, kernel.block_q, kernel.block_k, heads_kv, slots, of_split)
+        for size in range(2 * step, _MOST_KEYS, step)
         if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
-    least = {each: min(map(each.busy, LENGTHS)) for each in few_bytes}
-    busy = [each for each in few_bytes if least[each] >= LEAST_BUSY]
+    shares = {each: sorted(map(each.busy, LENGTHS)) for each in few_bytes}
+    busy = [each for each in few_bytes if shares[each][0] >= LEAST_BUSY]
     if not busy:  # few key heads, or so many SMs that no split suffices
-        return max(few_bytes, key=lambda each: (least[each], each.size))
-    long = [each for each in busy if each.size >= SHORTER * busy[-1].size]
-    return min(long, key=lambda each: (each.waste, -each.size))
+        return max(few_bytes, key=lambda each: shares[each])
+    return busy[-1]
 
 
 def _bytes_of(kernel: LaunchRules) -> SplitBytes:

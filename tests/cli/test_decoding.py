@@ -56,7 +56,7 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
 def test_keys_are_copied_to_shuffled_pages_between_slots_of_nan() -> None:
     arguments = RunArguments(path=CAUSAL, decode=True, page=8, split_size=32)
     call = random_call(loaded("causal"), arguments, Shape(2, 4, 2, 1, 30), q_offset=29)
-    served = served_call(loaded("causal"), call, arguments, "emulator")
+    served = served_call(loaded("causal"), call, arguments)
     assert served.spec.paged
     q, *caches = served.operands
     assert q is call.operands[0]
@@ -143,3 +143,18 @@ def test_packed_sequences_are_refused() -> None:
         result = flashgen("plan", packed, "--decode", *options)
         assert result.exit_code == 2
         assert "packed" in result.stderr
+
+
+def test_calls_with_few_query_rows_have_the_plan_of_split_keys_in_every_command() -> None:
+    few = ["--shape", "1,4,1,1,700"]
+    assert "\nsplit_size  240, by the plan" in flashgen("plan", CAUSAL, *few).stdout
+    assert "split_size" not in flashgen("plan", CAUSAL, "--shape", "1,4,1,70,700").stdout
+    assert (
+        "tuned tiles do not apply to calls with split keys" in flashgen("tune", CAUSAL, *few).stderr
+    )
+    run = ["--q-offset", "699", "--backend", "emulator", "--no-check"]
+    table = rows(flashgen("run", CAUSAL, *few, *run).stdout)
+    assert table["split"] == "240 keys, the plan's choice"
+    assert "merge" in table
+    profile = flashgen("profile", CAUSAL, *few, "--lines", "0").stdout
+    assert profile.count("\nkernel ") == 2

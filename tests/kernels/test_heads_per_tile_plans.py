@@ -259,7 +259,7 @@ def test_run_prints_how_many_heads_share_a_tile() -> None:
 
 
 def test_plan_predicts_the_launch_that_a_call_has() -> None:
-    shape = ("--shape", "2,8,2,5,1000")
+    shape = ("--shape", "2,8,2,5,300")
     text = said("plan", "specs/causal.py", "--arch", ARCH, *shape)
     causal = loaded("causal")
     alone, shared = fg.plan(causal, ARCH), fg.plan(causal, ARCH, heads_per_tile=4)
@@ -276,4 +276,4 @@ def test_plan_predicts_the_launch_that_a_call_has() -> None:
     assert float(found[1]) == pytest.approx(steps * masked, rel=1e-3)
     text = said("plan", "specs/causal.py", *shape)
     assert "heads_per_tile 4 of 4 that share K and V: 4 tiles instead of 16" in text
-    assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,1000")
+    assert "heads_per_tile" not in said("plan", "specs/causal.py", "--shape", "2,8,8,5,200")

@@ -11,7 +11,8 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.calls.ops import run_forward
+from flashgen.calls.ops import ForwardRun, run_forward
+from flashgen.calls.runtime.merge import Splits
 from flashgen.kernels.pipeline import build
 from flashgen.shared.paths import PATHS
 from flashgen.spec.language.signature import split
@@ -82,6 +83,57 @@ def test_one_split_equals_unsplit_in_float32() -> None:
 def test_tiled_algorithms_compute_the_same_with_and_without_splits() -> None:
     call = example(spec_path("alibi"), Case(40, 203, 1, 4, 2), backend="tiled")
     assert equal(call.forward(split_size=32), call.forward())
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def judged_gradients(call: Call, split_size: int | None = None) -> ForwardRun:
+    """A call with split keys, and its gradients from the merged out and LSE."""
+    run = call.judged_forward(split_size=split_size)
+    assert run.report.split_size
+    call.judged_backward(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout_p", "arch"),
+    [
+        ("alibi", 0.0, "sm_80"),
+        slow("causal", 0.0, "sm_90a"),
+        slow("causal", 0.17, "sm_90a"),
+        slow("softcap", 0.17, "sm_80"),
+        slow("sink", 0.0, "sm_90a"),
+        slow("sink", 0.0, "sm_80"),
+    ],
+)
+def test_gradients_are_those_of_the_whole_row(name: str, dropout_p: float, arch: str) -> None:
+    offset = {"q_offset": 176}
+    call = example(spec_path(name), Case(24, 200, 1, 4, 2), dropout_p, offset, arch=arch)
+    judged_gradients(call, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_every_spec_has_gradients_through_the_splits_of_the_plan(path: Path, arch: str) -> None:
+    if not fg.load(path).packed:
+        case = Case(16, 640, 1, 2, 1)
+        judged_gradients(example(path, case, offsets={"q_offset": 624}, arch=arch))
+
+
+def test_gradients_from_the_lse_of_one_split_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = example(spec_path("full"), Case(16, 128, 1, 1, 1), arch="sm_80")
+    merge = Splits.merge
+
+    def of_the_first(self: Splits, parts: Any, results: Any, *rest: Any) -> Any:
+        found = merge(self, parts, results, *rest)
+        results[1].copy_(parts[1][0])
+        return found
+
+    monkeypatch.setattr(Splits, "merge", of_the_first)
+    with pytest.raises(AssertionError, match="dq"):
+        call.judged_backward(call.forward(split_size=64))
 
 
 # ---- bits ---------------------------------------------------------------------------------------
@@ -270,8 +322,8 @@ def test_a_sink_that_counts_in_each_split_is_seen() -> None:
 
 @pytest.mark.slow
 def test_a_dropped_element_is_that_of_the_unsplit_call() -> None:
-    """The oracle drops by position, whatever the splits."""
-    example(spec_path("full"), Case(32, 96, 1, 2, 1), 0.3).judged_forward(split_size=32)
+    """The oracle drops by position, whatever the splits, in both passes."""
+    judged_gradients(example(spec_path("full"), Case(32, 96, 1, 2, 1), 0.3), 32)
 
 
 def test_the_variant_has_a_name_of_its_own_and_other_kernels_stay() -> None:

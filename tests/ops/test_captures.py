@@ -435,4 +435,4 @@ def test_more_tensors_than_torch_takes_arguments_are_refused_with_the_number(cou
         return
     with pytest.raises(fg.SpecError, match=r"captures more tensors") as caught:
         fg.attention(spec)
-    assert f"{count} tensors and 0 scalars make {count + 15} arguments" in caught.value.numbers
+    assert f"{count} tensors and 0 scalars make {count + 16} arguments" in caught.value.numbers

@@ -256,4 +256,4 @@ def test_autocast_and_offsets_together_take_the_kernel_of_both() -> None:
 def test_a_spec_at_offsets_can_be_pickled() -> None:
     spec = at_offsets(spec_of("by_key"), (("q_offset", "int64"),))
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert operator_of(spec).numbers == ("k_offset", "backend", "arch", "deterministic")
+    assert "q_offset" not in operator_of(spec).numbers

@@ -87,7 +87,9 @@ class ExportRequest:
         if self.spec.paged:  # calls without split_size have the planned one
             with_split = (call if SPLIT in call else f"{call}+{SPLIT}" for call in self.calls)
             calls = [SPLIT, *with_split, *calls]
-        for call in dict.fromkeys(calls):
+        # A call splits its keys where its other arguments have been sorted: it needs both variants.
+        others = ("+".join(name for name in call.split("+") if name != SPLIT) for call in calls)
+        for call in dict.fromkeys([*calls, *filter(None, others)]):
             names = call.split("+")
             unknown = [name for name in names if name not in _CALLS]
             if unknown:

@@ -24,7 +24,7 @@ from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import Sizes, heads_of_fewest_rows
-from flashgen.shared.signature import LAYOUT, CallSignature
+from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
 from flashgen.shared.split_choice import choose_split
 
 
@@ -207,14 +207,22 @@ class ExportedProgram(CallProgram):
             found.append("+".join(names) or "none of them")
         return ", or ".join(found)
 
-    def planned_split(self, target: Target, heads_kv: int) -> int:
-        split = next((r for r in self.folder.manifest.programs if r.signature.split), None)
+    def split(self) -> CallProgram:
+        return self.variant(Variant(None, self.record.offsets, (*WHOLE, SPLIT), self.record.packs))
+
+    def planned_split(self, target: Target, call: CheckedCall) -> int:
+        """0 also where the export has no kernels with split keys for such a call."""
+        own = self.record.offsets, (*WHOLE, SPLIT), self.record.packs
+        programs = self.folder.manifest.programs
+        split = next((r for r in programs if (r.offsets, r.part, r.packs) == own), None)
         if split is None:
             return 0
         facts = self._kernel(
             next(r for r in split.forward if r.arch == target.arch and r.heads == 1).kernel
         ).facts
-        return choose_split(facts, max(heads_kv, 1), target.sms or facts.machine.sms).size
+        sms = target.sms or facts.machine.sms
+        chosen = choose_split(facts, max(call.heads_kv, 1), sms)
+        return chosen.size_of(call, paged=self.signature.paged)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}

@@ -611,8 +611,8 @@ struct AttendBackward : ta::Node {
 };
 
 // The arguments of `call`, in order.
-enum { Q, K, V, RNG, CAPTURED, SCALE, Q_OFFSET, K_OFFSET, BACKEND, ARCH, DETERMINISTIC, SCALARS,
-       DROPOUT_P, RETURN_LSE };
+enum { Q, K, V, RNG, CAPTURED, SCALE, Q_OFFSET, K_OFFSET, BACKEND, ARCH, DETERMINISTIC, SPLIT_SIZE,
+       SCALARS, DROPOUT_P, RETURN_LSE };
 
 struct Arguments {
   std::vector<Tensor> tensors;  // q, k, v, rng or an undefined one, the captured tensors

@@ -20,7 +20,7 @@ from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import draw_rng, refuse_positional, refuse_return_lse
 from flashgen.calls.runtime.arguments.pages import check_positions_of_pages
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
-from flashgen.calls.runtime.programs import CallProgram, Variant, planned_split, program_of
+from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
 from flashgen.shared.errors import SpecError
@@ -195,9 +195,10 @@ class Attention:
                 row, a multiple of 16. Splits begin at the global key positions 0, split_size, 2 *
                 split_size, and so on; a kernel merges their results. This computes few queries over
                 many keys on all SMs, and the bits of a row then depend on its own query and keys,
-                not on the number of queries or of batch entries. 0 and None: all keys of a row in
-                one thread block; None for paged=True: `flashgen.kernels.planner.plan_splits`. For
-                inference: the call has no backward pass. Not for packed keys.
+                not on the number of queries or of batch entries. 0: all keys of a row in one
+                thread block. None: `flashgen.kernels.planner.split_of_call` chooses, a number of
+                keys for paged=True and for few query rows, else 0. Gradients are those of any
+                other call. Not for packed keys.
             return_lse: whether to also return the log-sum-exp of each row.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
@@ -248,11 +249,6 @@ class Attention:
         operator = self._operator
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
-            if split_size is None and isinstance(q, Tensor) and getattr(k, "ndim", 0) == 4:
-                # The sum is a new constant, whose type a traced graph need not guard.
-                split_size = 0 + self._planned_split(
-                    str(q.device), k.shape[1], backend, arch, q.dtype
-                )
         if q_offset is None:
             q_offset = 0
         traced = torch.compiler.is_compiling()
@@ -268,20 +264,20 @@ class Attention:
             and backend is None
             and arch is None
             and deterministic is None
+            and split_size is None
             and type(dropout_p) is float
             and not dropout_p
         ):
             options = DEFAULT_OPTIONS  # most calls: later comparisons find the same object
         else:
             options = CallOptions(
-                scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p
+                scale, q_offset, k_offset, backend, arch, deterministic, split_size, (), dropout_p
             )
         if (
             captures
             or operator.captures
             or autocast
             or whole is not None
-            or split_size is not None
             or type(h_offset) is not int
             or h_offset
             or not starts_are_ints
@@ -294,7 +290,6 @@ class Attention:
                 captures,
                 h_offset=h_offset,
                 whole=whole,
-                split_size=split_size,
                 autocast=autocast,
             )
             q, k, v, captured, _ = operands
@@ -342,7 +337,3 @@ class Attention:
         operator = operator_of(program_of(self.spec).variant(Variant(*fields)))
         setattr(self._variants, operator.name, operator)
         return operator.name
-
-    @runs_while_traced
-    def _planned_split(self, *given: Any) -> int:
-        return planned_split(self.spec, *given)

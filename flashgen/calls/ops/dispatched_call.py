@@ -22,6 +22,7 @@ from flashgen.calls.runtime.arguments.options import (
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
 from flashgen.calls.runtime.arguments.refusals import is_constant
+from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.shared.call import CallOptions, Operands
 from flashgen.shared.signature import OFFSETS
 
@@ -44,7 +45,9 @@ def dispatched_call(
     if p is not None and rng is None and operator.dropout:
         rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     check_choices(options.backend, options.arch, options.deterministic)
-    numbers = dict(zip(NUMBERS, options[1:6], strict=True))
+    if not _is_open(options.split_size, int, torch.SymInt):
+        split_number(options.split_size)
+    numbers = dict(zip(NUMBERS, options[1:7], strict=True))
     numbers = {name: numbers[name] for name in operator.numbers}
     for name in OFFSETS:
         if name in numbers and not _is_open(numbers[name], int, torch.SymInt):

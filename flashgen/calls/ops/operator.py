@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-NUMBERS = ("q_offset", "k_offset", "backend", "arch", "deterministic")
+NUMBERS = ("q_offset", "k_offset", "backend", "arch", "deterministic", "split_size")
 """The keyword arguments that operators have, in the order of `CallOptions`; an offset that is a
 tensor is one of the positional arguments instead."""
 
@@ -100,7 +100,7 @@ class Operator:
     def keywords(self, options: CallOptions) -> dict[str, Any]:
         """The keyword arguments of the registered operator."""
         names = (*NUMBERS, *self.arguments)
-        values = dict(zip(names, (*options[1:6], *options.scalars), strict=True))
+        values = dict(zip(names, (*options[1:7], *options.scalars), strict=True))
         floats = [self.arguments[index] for index in self.floats]
         return {n: values[n] for n in (*self.numbers, *self.arguments) if n not in floats}
 
@@ -305,7 +305,7 @@ def check_choices(backend: Any, arch: Any, deterministic: Any) -> None:
         settled(deterministic)
 
 
-_DEFAULT_NUMBERS = DEFAULT_OPTIONS[:7]
+_DEFAULT_NUMBERS = DEFAULT_OPTIONS[:8]
 
 
 def _key(operands: Operands, options: CallOptions) -> Any:
@@ -354,7 +354,7 @@ def _numbers_key(options: CallOptions) -> str | None:
     """All options except dropout_p as text, because True == 1 == 1.0; None for default values."""
     if options is DEFAULT_OPTIONS:
         return None
-    numbers = options[:7]
+    numbers = options[:8]
     try:
         if (
             numbers == _DEFAULT_NUMBERS

@@ -49,6 +49,7 @@ _SCHEMA = {
     "backend": "str? backend=None",
     "arch": "str? arch=None",
     "deterministic": "bool? deterministic=None",
+    "split_size": "SymInt? split_size=None",
 }
 _library: Any = None  # torch's Library has no types
 _OTHERS = ("append_kv",)

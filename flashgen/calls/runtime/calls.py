@@ -15,6 +15,7 @@ from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.call import check as check_call
 from flashgen.calls.runtime.arguments.options import draw_rng
 from flashgen.calls.runtime.arguments.refusals import refuse, shown
+from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import BackwardRun, ForwardRun
 from flashgen.shared.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
@@ -56,7 +57,8 @@ def run_forward(
         scalars, tensors: a number for each run-time scalar and a tensor for each captured tensor,
             by name; "layout" as in `flashgen.attention`.
         sram: bytes of shared memory per block to plan for, instead of the architecture's.
-        tiles: {"forward": tile} instead of the planner's tile or a tuned one.
+        tiles: {"forward": tile} instead of the planner's tile or a tuned one. With tiles or
+            blocks, keys are split for a given split_size only.
         blocks: blocks of the launch of a persistent kernel, instead of the plan's number.
         check_memory: whether the emulator checks memory accesses and races.
         order_seed: the emulator runs blocks and warps in an order drawn from this seed.
@@ -67,9 +69,9 @@ def run_forward(
     """
     if rng is None and isinstance(q, Tensor) and spec.dropout:
         rng = draw_rng(dropout_p, q.device)
-    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, (), dropout_p)
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, None, split_size, (), dropout_p)
     program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors
     )
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
     call = forward.prepare(program, operands, options, launch)
@@ -118,7 +120,8 @@ def run_backward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    numbers = scale, q_offset, k_offset, backend, arch, deterministic
+    options = CallOptions(*numbers, dropout_p=dropout_p)
     program, operands, options = _call_of(
         spec, Operands(q, k, v, (), rng), options, scalars, tensors
     )
@@ -147,14 +150,19 @@ def check(
 ) -> CheckedCall:
     """The checked sizes and numbers of a forward call, with the arguments of `run_forward`.
 
+    Keys are split for a given split_size only.
+
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
-    options = CallOptions(scale, q_offset, k_offset, None, None, None, (), dropout_p)
+    options = CallOptions(scale, q_offset, k_offset, dropout_p=dropout_p)
     program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors, split_size
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors
     )
-    return check_call(program.of_dtype(getattr(q, "dtype", None)).signature, operands, options)
+    program = program.of_dtype(getattr(q, "dtype", None))
+    call = check_call(program.signature, operands, options)
+    size = split_number(split_size)
+    return forward.split(program, operands, options, size)[1] if size else call
 
 
 def _call_of(
@@ -163,7 +171,6 @@ def _call_of(
     options: CallOptions,
     scalars: Mapping[str, object] | None,
     tensors: Mapping[str, Tensor] | None,
-    split_size: int | None = None,
 ) -> Call:
     program = program_of(spec)
 
@@ -184,4 +191,4 @@ def _call_of(
                     "numbers in scalars={...}, and captured tensors in tensors={...}",
                 )
     captures = {**tensors, **scalars}
-    return Call.of(program, variant, operands, options, captures, split_size=split_size)
+    return Call.of(program, variant, operands, options, captures)

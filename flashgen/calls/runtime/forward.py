@@ -12,6 +12,7 @@ import torch
 
 from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
@@ -26,6 +27,7 @@ from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
 from flashgen.shared.errors import InputError
 from flashgen.shared.paged import contiguous_call
+from flashgen.shared.signature import SPLIT, WHOLE
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -282,6 +284,7 @@ def report(fields: tuple[Any, ...]) -> Report:
         blocks=kernel.bound.blocks,
         integers=kernel.integers,
         merge=None if merge is None else aligned.of_run(*merge),
+        split_size=int(record.call.call.scalars.get(SPLIT, 0)),
     )
 
 
@@ -298,8 +301,16 @@ def prepare(
         PlanError: the generation of the GPU is not supported.
     """
     program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    size = split_number(options.split_size)
     call = check(program.signature, operands, options)
     target = program.target(options.backend, options.arch, operands.q.device)
+    # With as many query rows as keys, a plan need not be made to know that it splits no keys.
+    may_split = program.signature.paged or call.query_rows < call.seq_k
+    fixed = launch.tiles or launch.blocks is not None or target.backend == "tiled"
+    if options.split_size is None and may_split and not (fixed or call.is_empty):
+        size = program.planned_split(target, call)
+    if size:
+        program, call = split(program, operands, options, size)
     if launch.blocks is not None and target.backend == "tiled":
         raise InputError(
             "tiled algorithms have no blocks",
@@ -308,3 +319,16 @@ def prepare(
             way_out="backend='emulator', or leave blocks out",
         )
     return PreparedForward(program, call, target, operands, launch)
+
+
+def split(
+    program: CallProgram, operands: Operands, options: CallOptions, size: int
+) -> tuple[CallProgram, CheckedCall]:
+    """The program that splits the keys of a checked call, and the call with its scalars."""
+    call = check(program.signature, operands, options)
+    scalars = options.scalars
+    if WHOLE[0] not in call.scalars:
+        scalars += (0, call.heads_q, call.seq_q, call.seq_k)
+    program = program.split()
+    options = options._replace(scalars=(*scalars, size))
+    return program, check(program.signature, operands, options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from flashgen.calls.runtime.backends import TAKES, Target, target_of
+from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
@@ -123,8 +123,12 @@ class CallProgram(abc.ABC):
         """The variant that computes a call: an AttentionSpec or a CallProgram."""
 
     @abc.abstractmethod
-    def planned_split(self, target: Target, heads_kv: int) -> int:
-        """The split_size of a call with a paged cache that gives none."""
+    def split(self) -> CallProgram:
+        """The program of calls that have the scalars `WHOLE` and `SPLIT`."""
+
+    @abc.abstractmethod
+    def planned_split(self, target: Target, call: CheckedCall) -> int:
+        """The keys of a split in a call that gives no split_size; 0: they are not split."""
 
     @abc.abstractmethod
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
@@ -210,10 +214,15 @@ class SpecProgram(CallProgram):
             spec = of.with_dtype(spec, dtype_name(dtype))
         return of.at_offsets(spec, offsets)
 
-    def planned_split(self, target: Target, heads_kv: int) -> int:
-        from flashgen.kernels.planner import plan_splits
+    def split(self) -> CallProgram:
+        from flashgen.spec.language.signature import split
 
-        return plan_splits(self.spec, target.arch, heads_kv, sms=target.sms).size
+        return program_of(split(self.spec))
+
+    def planned_split(self, target: Target, call: CheckedCall) -> int:
+        from flashgen.kernels.planner import split_of_call
+
+        return split_of_call(self.spec, target.arch, call, sms=target.sms)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         return remembered(self.spec, arch, which, call, index)
@@ -231,6 +240,8 @@ class SpecProgram(CallProgram):
         one_head = plan(self.spec, arch, **options)
         heads = heads_of_call(self.spec, one_head, request.call, request.captured)
         options |= {"heads_per_tile": heads.heads, "ranges": request.ranges}
+        if "forward" not in launch.tiles:
+            options["few_rows"] = heads.few_rows
         return build(self.spec, arch, **options), heads.reason
 
     def backward(
@@ -274,23 +285,3 @@ def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:
 @functools.lru_cache(maxsize=1024)
 def _program_of(spec: AttentionSpec) -> CallProgram:
     return SpecProgram(spec)
-
-
-@functools.lru_cache(maxsize=1024)
-def planned_split(
-    spec: AttentionSpec | CallProgram,
-    device: str,
-    heads_kv: int,
-    backend: str | None,
-    arch: str | None,
-    dtype: torch.dtype,
-) -> int:
-    """The split_size of a call with a paged cache that gives none.
-
-    It depends on the spec, the dtype, the architecture, its number of SMs and the number of key
-    heads alone, so that the bits of a row depend on nothing else of the call.
-    """
-    program = program_of(spec).of_dtype(dtype)
-    if torch.device(device).type not in TAKES.values() or program.signature.dtype is None:
-        return 0  # a meta tensor; or the checks of operands name the mistake
-    return program.planned_split(program.target(backend, arch, torch.device(device)), heads_kv)

@@ -38,7 +38,8 @@ class Report:
         table: for a kernel of a min/max table, the table: [levels, 2, lines, entries]. Entry i of
             level l is defined where i + 2^l <= entries.
         integers: "32-bit" or "64-bit" with the reason, for a kernel that has both forms; else "".
-        merge: with split_size, the report of the kernel that merges the results over each split.
+        split_size: the keys of a split; 0 where they are not split.
+        merge: with split keys, the report of the kernel that merges the results over each split.
     """
 
     backend: str
@@ -55,6 +56,7 @@ class Report:
     arch_reason: str = ""
     table: Tensor | None = None
     integers: str = ""
+    split_size: int = 0
     merge: Report | None = None
 
     def of_run(

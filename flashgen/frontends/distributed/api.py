@@ -100,7 +100,9 @@ def attention(
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
     exchange = Exchange(group_of(group, WHERE))
-    options = CallOptions(scale, q_offset, k_offset, backend, arch, deterministic, (), dropout_p)
+    options = CallOptions(
+        scale, q_offset, k_offset, backend, arch, deterministic, None, (), dropout_p
+    )
     part = {"h_offset": h_offset, "whole": whole}
     divided = Divided(method, shard, sharded, reduce_learned)
     try:

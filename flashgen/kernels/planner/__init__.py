@@ -8,8 +8,8 @@ from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_for
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
-from flashgen.kernels.planner.schedule import choose_heads
-from flashgen.kernels.planner.split_keys import plan_splits
+from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
+from flashgen.kernels.planner.split_keys import plan_splits, split_of_call
 from flashgen.kernels.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
 from flashgen.kernels.planner.tile_problem import Tile
 from flashgen.kernels.planner.traffic import (
@@ -27,6 +27,7 @@ __all__ = [
     "backward_traffic",
     "choose_heads",
     "feasible",
+    "fits_few_rows",
     "forward_traffic",
     "plan",
     "plan_append_kv",
@@ -36,4 +37,5 @@ __all__ = [
     "plan_minmax_table",
     "plan_schemes",
     "plan_splits",
+    "split_of_call",
 ]

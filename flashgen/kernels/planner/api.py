@@ -25,6 +25,7 @@ from flashgen.kernels.planner.requests import (
 )
 from flashgen.kernels.planner.schedule import why_walks_differ
 from flashgen.kernels.planner.search import (
+    Evaluated,
     cheapest,
     obstacles_to_sharing,
     occupancies,
@@ -47,6 +48,7 @@ def plan(
     spare_registers: int = 0,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
+    few_rows: bool = False,
 ) -> Plan:
     """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
 
@@ -68,6 +70,9 @@ def plan(
         heads_per_tile: number of query heads that share K and V and one tile, of which each has an
             equal share of the rows. A number that does not divide the rows has the share of the
             next power of two. For a mask and block layout that are the same for all heads.
+        few_rows: whether the rows of a call with split keys or pages fit in a tile of one
+            warpgroup, which is planned then if it takes less time for the keys of a tile. The bits
+            of a row are the same in both tiles.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -77,7 +82,10 @@ def plan(
             tile) fits.
     """
     return plan_forward(
-        PlanRequest(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile)
+        PlanRequest(
+            *(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile),
+            few_rows=few_rows,
+        )
     )
 
 
@@ -176,6 +184,8 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     if chosen is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     found = given_tile(problem, chosen.tile)
+    if request.few_rows:
+        found = _of_few_rows(problem, found)
     # The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
     best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
@@ -187,6 +197,23 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     # Two heads can share all tiles of more than 16 rows, where no box of TMA has rows of both.
     policy = "given" if problem.path.copies_by_tma else request.policy
     return plan_of_tile(problem, found, policy, (note,))
+
+
+def _of_few_rows(problem: TileProblem, wide: Evaluated) -> Evaluated:
+    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself.
+
+    The one that takes fewer clocks for its keys: rows that a call does not have are computed too.
+    """
+    model = problem.model
+    if not model.warps_of_few_rows:
+        return wide
+    found = [wide]
+    columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
+    for each in occupancies(problem, replace(wide.tile, warps=model.warps_of_few_rows, blocks=1)):
+        at = model.costs({**each.quantities, **columns})
+        found.append(replace(each, quantities=at, cost=float(at["cost"])))
+    fitting = (each for each in found if not each.excesses)
+    return min(fitting, key=lambda each: each.cost * each.tile.owned)
 
 
 def _check_heads(problem: TileProblem) -> None:

@@ -180,7 +180,8 @@ class Plan(LaunchRules):
     @property
     def ping_pong(self) -> bool:
         """Whether consumer warpgroups of the forward kernel of path "sm_90a" run in ping-pong."""
-        return max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
+        several = self.block_q > self.code_path.group_rows
+        return several and max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
 
     def skipping_rows(self, *, bounded: bool) -> int:
         """The rows of a warpgroup where each one computes only the tiles that its own rows reach.

@@ -32,10 +32,16 @@ from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_common import HEADS_PER_TILE_GAIN
 from flashgen.kernels.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.search import obstacles_to_sharing
 from flashgen.shared.arch import facts
-from flashgen.shared.launch_facts import HeadsPerTile, LaunchBlocks, heads_of_fewest_rows
+from flashgen.shared.launch_facts import (
+    HeadsPerTile,
+    LaunchBlocks,
+    head_places,
+    heads_of_fewest_rows,
+)
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import H
 
@@ -111,6 +117,14 @@ def choose_heads(
     if rows[chosen] != plan.block_q:
         saved = f"{made} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
     return HeadsPerTile(chosen, f"{of}: {saved}")
+
+
+def fits_few_rows(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> bool:
+    """Whether the queries of so many heads fit in the tile of few rows of calls that are served."""
+    rows = MMA_ROWS * plan.model.warps_of_few_rows
+    if not spec.is_served or not 0 < rows < plan.block_q or heads > rows:
+        return False
+    return seq_q <= rows // head_places(rows, heads)
 
 
 def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:

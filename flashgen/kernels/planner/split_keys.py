@@ -1,4 +1,4 @@
-"""Chooses split_size for paged caches.
+"""Chooses split_size for calls that give none.
 
 It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
 
@@ -15,6 +15,7 @@ import functools
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.arch import facts
+from flashgen.shared.call import CheckedCall
 from flashgen.shared.split_choice import SplitPlan, choose_split
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
@@ -23,18 +24,30 @@ from flashgen.spec.language.spec import AttentionSpec
 def plan_splits(
     spec: AttentionSpec, arch: str, heads_kv: int, *, sms: int | None = None
 ) -> SplitPlan:
-    """The split_size of calls of a spec with a paged cache that give none.
+    """The split_size of calls that give none; `SplitPlan.size_of` says which calls have it.
 
     Args:
-        spec: a spec with ``paged=True``.
+        spec: a spec whose keys are not packed.
         arch: the architecture, as in `flashgen.plan`.
-        heads_kv: the key heads of the caches, 1 or more.
+        heads_kv: the key heads of a call.
         sms: SMs of the GPU; None for those of the product that the architecture's facts name.
 
     Raises:
         PlanError: the architecture is unknown, or no tile fits.
     """
     return _plan_splits(spec, arch, max(heads_kv, 1), sms or facts(arch).sms)
+
+
+def split_of_call(
+    spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
+) -> int:
+    """The split_size of a call that gives none; 0: its keys are not split.
+
+    Args: as for `plan_splits`.
+    """
+    if spec.packed and not spec.paged:
+        return 0
+    return plan_splits(spec, arch, call.heads_kv, sms=sms).size_of(call, paged=spec.paged)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -166,8 +166,9 @@ def split(spec: AttentionSpec) -> AttentionSpec:
 
     A thread block computes the result over the keys of one split, in float32 and without the sink;
     `calls.runtime.merge` merges these results. The calls are inside a whole, because the length
-    that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. There is
-    no backward pass. Kernels set the length of the whole for each paged sequence.
+    that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. The
+    backward pass is that of ``spec``, which reads the merged results. Kernels set the length of the
+    whole for each paged sequence.
 
     Raises:
         SpecError: the spec has packed sequences.
@@ -179,7 +180,8 @@ def split(spec: AttentionSpec) -> AttentionSpec:
             numbers=f"spec {spec.name} has packed=True",
             way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
         )
-    whole = in_whole(spec)
+    inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
+    whole = spec if inside else in_whole(spec)
     if spec.paged:
         length = {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}
         changed = {name: substituted(getattr(whole, name), length) for name in ("mask", "score")}
@@ -199,10 +201,10 @@ def refuse_backward(spec: AttentionSpec) -> None:
         )
     if spec.split:
         raise SpecError(
-            "a call with split_size has no backward pass",
-            where="argument split_size",
-            numbers=f"spec {spec.name}: kernels with split keys are for inference",
-            way_out="split_size=None where gradients are needed, or torch.no_grad()",
+            "a variant with split keys has no backward pass of its own",
+            where=f"spec {spec.name}",
+            numbers="split=True",
+            way_out="the backward pass of the spec that was split, from the merged out and LSE",
         )
     if spec.partial:
         raise SpecError(

@@ -107,9 +107,7 @@ def capacity_of(arguments: DecodingArguments, sizes: Shape) -> int:
     return -(-sizes.seq_k // page) * page
 
 
-def served_call(
-    spec: AttentionSpec, call: RandomCall, arguments: DecodingArguments, backend: str
-) -> ServedCall:
+def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArguments) -> ServedCall:
     """A call with contiguous keys as the call of a server.
 
     With --page, keys and values are copied to shuffled pages of caches whose other slots are NaN.
@@ -117,14 +115,9 @@ def served_call(
     Raises:
         SpecError: the spec cannot have a paged cache.
     """
-    from flashgen.calls.runtime.programs import planned_split
-
     q, k, v = call.operands
     served = spec.replace(paged=True) if arguments.page else spec
-    size = arguments.split_size
-    if size is None:
-        size = planned_split(served, str(q.device), k.shape[1], backend, arguments.arch, q.dtype)
-    options = {**call.options, "split_size": size}
+    options = {**call.options, "split_size": arguments.split_size}
     if not arguments.page:
         return ServedCall(served, call.operands, options)
     import torch

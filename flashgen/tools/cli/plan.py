@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
 from flashgen.kernels.pipeline import plan_backward_of_call
-from flashgen.kernels.planner import Plan, plan_backward
+from flashgen.kernels.planner import Plan, plan_backward, split_of_call
 from flashgen.kernels.planner import plan as plan_forward
 from flashgen.kernels.planner.duration import cost_of_parts
 from flashgen.kernels.planner.traffic import LaunchSizes
@@ -144,6 +144,13 @@ def _predict(
             heads = heads_of_call(spec, planned, known.problem, known.captured)
             if heads.reason:
                 write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
+            size = split_of_call(spec, planned.arch, known.problem)
+            if size:
+                write(
+                    f"\nsplit_size  {size:,}, by the plan: --decode shows the launches of a call "
+                    "with few query rows"
+                )
+                return
             if heads.heads > 1:
                 planned = plan_forward(
                     spec,

@@ -52,7 +52,7 @@ def profiled_call(
 
     served = ServedCall(spec, call.operands, call.options)
     if arguments.decode:
-        served = served_call(spec, call, arguments, "emulator")
+        served = served_call(spec, call, arguments)
     options = served.options | {"arch": arguments.arch, "sram": arguments.sram}
     doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
     with emulated(doing, partial(expected_work, spec, call, arguments)):

@@ -52,7 +52,7 @@ def run(arguments: RunArguments) -> None:
     )
     served = ServedCall(spec, call.operands, call.options)
     if arguments.decode:
-        served = served_call(spec, call, arguments, backend)
+        served = served_call(spec, call, arguments)
     how: dict[str, Any] = {
         "backend": backend,
         "arch": arguments.arch,
@@ -105,7 +105,7 @@ def run(arguments: RunArguments) -> None:
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *input_rows(spec, call),
             ("shape", f"{sizes}, head_dim {dims}, {spec.dtype}"),
-            *_decoding_rows(served, arguments),
+            *_decoding_rows(served, result, arguments),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
@@ -176,14 +176,16 @@ def _backward(
     return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
 
 
-def _decoding_rows(served: ServedCall, arguments: RunArguments) -> Iterator[Row]:
+def _decoding_rows(
+    served: ServedCall, result: ForwardRun, arguments: RunArguments
+) -> Iterator[Row]:
     """The position of the queries, and the pages and splits of the keys."""
-    if not arguments.decode:
+    size = result.report.split_size
+    if not arguments.decode and not size:
         return
     if served.pages:
         text = f"{arguments.page:,} keys each, {served.pages:,} in the caches, shuffled"
         yield "pages", f"{text}; slots without a key are NaN"
-    size = served.options["split_size"]
     why = "the plan's choice" if arguments.split_size is None else "from --split-size"
     yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.calls import launch
 from flashgen.kernels.compile.cache import usable_root
+from flashgen.kernels.planner import split_of_call
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, paths_of
@@ -53,6 +54,14 @@ def tune(arguments: TuneArguments) -> None:
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
     known = known_call(spec, call)
+    if which == "forward" and split_of_call(spec, arch, known.problem):
+        raise InputError(
+            "tuned tiles do not apply to calls with split keys",
+            where="option --shape",
+            numbers=f"{sizes}: all calls with few query rows have one tile, so that the bits of a "
+            "row are the same",
+            way_out="flashgen plan --decode, which shows the tile; or a shape with more queries",
+        )
     with busy(f"{spec.name}: ranking the tiles that fit"):
         choices = rank(known, arch, which=which, sram=arguments.sram)
     own = derived(spec, arch, which, choices, arguments.sram)

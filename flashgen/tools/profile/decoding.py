@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from flashgen.calls.runtime.arguments.slices import split_scalar
+from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
@@ -19,7 +19,7 @@ from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import Number
 from flashgen.shared.launch_facts import HeadsPerTile
-from flashgen.shared.signature import PAGE_NAMES, WHOLE
+from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import SplitPlan
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
@@ -36,6 +36,7 @@ class DecodingPlan:
     Attributes:
         plan: the plan of the forward kernel.
         chosen: the choice of split_size, for calls that give none.
+        why_other: why another split_size is taken.
         split_size: the keys of a split; 0 where keys are not split.
         splits: the splits of a sequence.
         heads: the choice of the query heads that share a tile.
@@ -44,6 +45,7 @@ class DecodingPlan:
 
     plan: Plan
     chosen: SplitPlan
+    why_other: str
     split_size: int
     splits: int
     heads: HeadsPerTile
@@ -59,7 +61,7 @@ class DecodingPlan:
     def __str__(self) -> str:
         lines = [str(self.plan), "", str(self.chosen)]
         if self.split_size != self.chosen.size:
-            lines.append(f"          given instead: split_size = {self.split_size:,}")
+            lines.append(f"          {self.why_other}: split_size = {self.split_size:,}")
         if self.heads.reason:
             lines.append(f"heads     {self.heads.heads} per tile, {self.heads.reason}")
         lines.append(self._splits())
@@ -123,8 +125,6 @@ def plan_decoding(
         SpecError: the spec cannot have a paged cache, or split keys.
     """
     served = spec.replace(paged=True) if page_size else spec
-    chosen = plan_splits(served, arch, sizes.heads_kv)
-    size = chosen.size if split_size is None else split_size
     capacity = sizes.seq_k
     if page_size:
         pages = max(-(-sizes.seq_k // page_size), 1)
@@ -134,10 +134,6 @@ def plan_decoding(
             PAGE_NAMES[0]: np.zeros((sizes.batch, pages), dtype=np.int32),
             PAGE_NAMES[1]: np.full(sizes.batch, sizes.seq_k),
         }
-    if size:
-        served = split(served)
-        whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
-        scalars = {**scalars, **whole, **split_scalar(size)}
     call = CheckedCall(
         *(*sizes[:4], capacity),
         head_dim=spec.head_dim,
@@ -146,10 +142,19 @@ def plan_decoding(
         k_offset=0,
         scale=1.0,
         scalars=scalars,
-        splits=-(-capacity // size) if size else 1,
     )
+    chosen = plan_splits(served, arch, sizes.heads_kv)
+    size, why = split_number(split_size), "given instead"
+    if split_size is None:
+        size = chosen.size_of(call, paged=page_size > 0)
+        why = "not for this call, of few keys or of rows for several tiles"
+    if size:
+        served = split(served)
+        whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
+        scalars = {**scalars, **whole, SPLIT: size}
+        call = replace(call, scalars=scalars, splits=-(-capacity // size))
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
-    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads)
+    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
-    return DecodingPlan(planned, chosen, size, call.splits, heads, predicted)
+    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted)

@@ -10,14 +10,13 @@ import torch
 import ptx_emulator as emulator
 from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import BackwardRun, ForwardRun, Report, check, run_backward, run_forward
-from flashgen.calls.runtime.arguments.slices import split_scalar
 from flashgen.calls.runtime.programs import Variant, program_of
 from flashgen.kernels.codegen import Param
 from flashgen.kernels.pipeline import Build, build_minmax_tables
 from flashgen.kernels.planner import Plan
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
-from flashgen.shared.signature import BOUNDARIES
+from flashgen.shared.signature import BOUNDARIES, SPLIT
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.kernel_profile import Profile, Quantity, TensorTraffic
 from flashgen.tools.profile.kernel_steps import lines_of, phases_of
@@ -59,9 +58,10 @@ def profile_forward(
     """
     with emulator.profiling() as launches:
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
-    problem = problem_of_call(spec, (q, k, v), options, run.rng)
+    size = run.report.split_size
+    problem = problem_of_call(spec, (q, k, v), options | {"split_size": size}, run.rng)
     packs = spec.paged and BOUNDARIES[0] in (options.get("tensors") or {})
-    part = tuple(split_scalar(options.get("split_size")))
+    part = (SPLIT,) if size else ()
     spec = program_of(spec).variant(Variant(part=part, packs=packs))
     merge = () if run.report.merge is None else (run.report.merge,)
     return run, _profiles(spec, launches, (run.report, *merge), problem, options)

@@ -290,7 +290,7 @@ def call(kernel: str) -> Call:
 def run(kernel: str) -> ForwardRun | BackwardRun:
     """The pass that has this kernel."""
     if ROLES.get(kernel, kernel) == "forward":
-        return call(kernel).forward(blocks=None if kernel == "forward" else 1)
+        return call(kernel).forward(split_size=0, blocks=None if kernel == "forward" else 1)
     return call(kernel).backward()
 
 

@@ -72,7 +72,6 @@ class Call(NamedTuple):
         *,
         h_offset: int = 0,
         whole: Mapping[str, int] | None = None,
-        split_size: int | None = None,
         autocast: bool = False,
     ) -> Call:
         """Sorts the arguments of a call, which `flashgen.calls.ops.Attention` describes.
@@ -89,7 +88,7 @@ class Call(NamedTuple):
             InputError: an argument is missing or unknown, or is of a kind that cannot be sorted.
         """
         q, k, v, _, rng = operands
-        scale, q_offset, k_offset, backend, arch, deterministic, _, dropout_p = options
+        scale, q_offset, k_offset, backend, arch, deterministic, split_size, _, dropout_p = options
         signature: CallSignature = program.signature
         dtype = _autocast_dtype(q) if autocast else None
         if dtype is not None:
@@ -97,7 +96,7 @@ class Call(NamedTuple):
             if signature.dtype is None:
                 dtype = None
         packs = signature.paged and BOUNDARIES[0] in captures
-        part = scalars_of_part(h_offset, whole, split_size, q, k, captures)
+        part = scalars_of_part(h_offset, whole, q, k, captures)
         offsets = offset_tensors(q_offset, k_offset)
         if dtype is not None or offsets or part or packs:
             program = variant(dtype, dtypes_of(offsets), tuple(part), packs)
@@ -113,7 +112,7 @@ class Call(NamedTuple):
                 check_learned(signature, captured)
             captured = as_declared(signature, captured)
         scalars = tuple([captures[scalar.name] for scalar in signature.scalars])
-        numbers = scale, q_offset, k_offset, backend, arch, deterministic
+        numbers = scale, q_offset, k_offset, backend, arch, deterministic, split_size
         operands, options = (
             Operands(q, k, v, captured, rng),
             CallOptions(*numbers, scalars, dropout_p),

@@ -1,5 +1,5 @@
 """Calls on a slice of a larger attention: checks `h_offset` and `whole`, returns the scalars that
-kernels get. The same for `split_size`.
+kernels get. Checks `split_size` too.
 
 Such a call is a call of a variant of its spec, which has them as scalars
 (`flashgen.spec.language.signature.in_whole` and `split`).
@@ -29,22 +29,20 @@ STEP = 16
 def scalars_of_part(
     h_offset: int,
     whole: Mapping[str, int] | None,
-    split_size: int | None,
     q: Tensor,
     k: Tensor,
     captures: Mapping[str, Any],
 ) -> dict[str, int]:
-    """The scalars of a call on a part of a whole, and of one with split keys; else empty.
+    """The scalars of a call on a part of a whole; else empty.
 
     Args:
         captures: the captures of the call; the keys of a paged cache are those of its page table.
     """
-    size = {} if split_size is None else split_scalar(split_size)
-    if not size and whole is None and type(h_offset) is int and h_offset == 0:
+    if whole is None and type(h_offset) is int and h_offset == 0:
         return {}
     table = captures.get(PAGE_NAMES[0])
     pages = table.shape[1] if isinstance(table, Tensor) and table.dim() == 2 else 1
-    return scalars_of(h_offset, whole, q, k, pages) | size
+    return scalars_of(h_offset, whole, q, k, pages)
 
 
 def scalars_of(
@@ -107,42 +105,28 @@ def _integer(name: str, value: object) -> int:
     return number
 
 
-def split_scalar(split_size: object) -> dict[str, int]:
-    """The value of `flashgen.shared.signature.SPLIT`; empty where the keys are not split.
+def split_number(split_size: object) -> int:
+    """The number of keys of a split that a call gives; 0 where it gives none.
 
     Raises:
-        InputError: the argument is neither None nor a multiple of 16. While a graph is traced, a
-            number may be a symbol: it is checked when the graph runs.
+        InputError: the argument is neither None nor 0 nor a multiple of 16.
     """
     if split_size is None or (type(split_size) is int and split_size == 0):
-        return {}
-    if isinstance(split_size, torch.SymInt):
-        return {SPLIT: split_size}  # type: ignore[dict-item]
+        return 0
     number = whole_number(split_size)
-    size = -1 if number is None else number
-    if not torch.compiler.is_compiling():
-        _check(size, split_size)
-    return {SPLIT: size}
-
-
-def splits_of(signature: CallSignature, call: CheckedCall) -> int:
-    """The splits in which a batch entry can have keys.
-
-    Raises:
-        InputError: split_size is not a number of keys that kernels can split.
-    """
-    size, first = int(call.scalars[SPLIT]), call.k_offset
-    _check(size, size)
-    if OFFSETS[1] in signature.offsets:  # the host does not know where the keys begin
-        first = size - 1
-    return (first + max(call.seq_k, 1) - 1) // size - first // size + 1
-
-
-def _check(size: int, given: object) -> None:
-    if size % STEP or not STEP <= size <= POSITION_LIMIT:
+    if number is None or number % STEP or not STEP <= number <= POSITION_LIMIT:
         refuse(
             "split_size is not a number of keys that kernels can split",
             "argument split_size",
-            f"given {given!r:.200}; a multiple of {STEP} from {STEP} to {POSITION_LIMIT:,}",
-            "split_size=512, or None for one part with all keys",
+            f"given {split_size!r:.200}; a multiple of {STEP} from {STEP} to {POSITION_LIMIT:,}",
+            "split_size=512, or 0 for one thread block with all keys of a row",
         )
+    return number
+
+
+def splits_of(signature: CallSignature, call: CheckedCall) -> int:
+    """The splits in which a batch entry can have keys."""
+    size, first = int(call.scalars[SPLIT]), call.k_offset
+    if OFFSETS[1] in signature.offsets:  # the host does not know where the keys begin
+        first = size - 1
+    return (first + max(call.seq_k, 1) - 1) // size - first // size + 1

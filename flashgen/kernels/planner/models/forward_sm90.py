@@ -44,12 +44,14 @@ BLOCK_K_BY_SMEM = Formula(
 
 
 # At launch all threads of a block have equal shares of the registers. Then the producer warpgroup
-# releases all but `producer` of its registers (setmaxnreg), which the consumers share.
+# releases all but `producer` of its registers (setmaxnreg), which the consumers share. That takes
+# numbers from 24 to 240.
 LAUNCHED = Formula("launched", f"8*floor(R/{8 * WARP}/(blocks*(warps + {PRODUCER_WARPS})))")
-PRODUCER = Formula("producer", "max(2*warps + 8, searching)")
+PRODUCER = Formula("producer", "max(24, 2*warps + 8, searching)")
 CONSUMER = Formula(
     "register_limit",
-    f"8*floor((launched*(warps + {PRODUCER_WARPS}) - {PRODUCER_WARPS}*producer)/(8*warps))",
+    f"min(240, 8*floor((launched*(warps + {PRODUCER_WARPS}) - {PRODUCER_WARPS}*producer)"
+    "/(8*warps)))",
 )
 _OWN, _PER_KEY = fitted.FORWARD_REGISTERS, fitted.FORWARD_REGISTERS_PER_KEY
 REGISTERS = Formula("registers", f"block_k*{_PER_KEY} + d_v/2 + {_OWN} + extra")
@@ -109,6 +111,7 @@ FORWARD = KernelModel(
     register_limit=CONSUMER,
     stages=2,
     warp_counts=(8, 12),
+    warps_of_few_rows=4,
     row_groups=(1,),
     max_step=256,
     other_warps=PRODUCER_WARPS,

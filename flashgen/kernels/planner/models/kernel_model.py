@@ -147,6 +147,8 @@ class KernelModel:
         sharing: pairs (column_warps, score_warps) that the template supports.
         stages: number of buffers, where the kernel has a choice.
         warp_counts: numbers of computing warps that the template supports.
+        warps_of_few_rows: computing warps of a tile for the few rows of a call with split keys; 0
+            where there is none.
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
@@ -168,6 +170,7 @@ class KernelModel:
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
     stages: int = 1
     warp_counts: tuple[int, ...] = WARP_COUNTS
+    warps_of_few_rows: int = 0
     row_groups: tuple[int, ...] = ROW_GROUPS
     max_step: int = MAX_STEP
     other_warps: int = 0

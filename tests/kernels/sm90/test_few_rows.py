@@ -1,0 +1,135 @@
+"""Few query rows with split keys or pages: a tile of one warpgroup, with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.ops import ForwardRun, run_forward
+from flashgen.kernels.pipeline import build
+from flashgen.kernels.planner import fits_few_rows, plan
+from flashgen.shared.call import LaunchOptions
+from flashgen.spec.language.signature import split
+from tests.support.examples import SPEC_IDS, SPECS, spec_path
+from tests.support.judged import FEW_BYTES, check_gates, judge_forward
+from tests.support.paged_calls import Paged, Sequences
+from tests.support.planted import caught, planted
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+ARCH = "sm_90a"
+CAUSAL = fg.load(spec_path("causal"))
+HOW: dict[str, Any] = {"backend": "emulator", "arch": ARCH, "split_size": 208}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_the_tile_of_one_warpgroup_has_the_sums_of_the_wide_one(head_dim: int) -> None:
+    spec = split(CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim))
+    for heads in (1, 3, 4, 64):
+        wide, narrow = (plan(spec, ARCH, heads_per_tile=heads, few_rows=f) for f in (False, True))
+        assert (wide.block_q, narrow.block_q, narrow.warps) == (128, 64, 4)
+        assert narrow.block_k == wide.block_k
+        assert narrow.fma_columns == wide.fma_columns
+        assert narrow.cost * narrow.block_q < wide.cost * wide.block_q
+        assert not narrow.ping_pong
+
+
+def test_exponentials_are_divided_as_in_the_wide_tile() -> None:
+    spec = split(fg.load(spec_path("softcap")).replace(head_dim=32, head_dim_v=32))
+    wide, narrow = (plan(spec, ARCH, few_rows=few) for few in (False, True))
+    assert narrow.block_q < wide.block_q
+    assert narrow.fma_columns == wide.fma_columns > 0
+
+
+def test_what_does_not_fit_has_the_wide_tile() -> None:
+    one = plan(split(CAUSAL), ARCH)
+    assert fits_few_rows(split(CAUSAL), one, 4, 16)
+    assert not fits_few_rows(split(CAUSAL), one, 4, 17)
+    assert fits_few_rows(split(CAUSAL), one, 7, 8)  # a head has the rows of a power of two
+    assert not fits_few_rows(split(CAUSAL), one, 7, 9)
+    assert not fits_few_rows(split(CAUSAL), one, 128, 1)
+    assert not fits_few_rows(CAUSAL, plan(CAUSAL, ARCH), 4, 1)
+    assert not fits_few_rows(split(CAUSAL), plan(split(CAUSAL), "sm_80"), 4, 1)
+    given = LaunchOptions(tiles={"forward": one.tile})
+    q, k, v = Case(1, 300, 1, 4, 1).tensors()
+    run = run_forward(CAUSAL, q, k, v, q_offset=299, tiles=given.tiles, **HOW)
+    assert run.plan is not None
+    assert run.plan.block_q == 128
+
+
+def rows_of(run: ForwardRun, block_q: int) -> ForwardRun:
+    assert run.plan is not None
+    assert run.plan.block_q == block_q
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "heads"),
+    [
+        ("causal", 3, (8, 2)),
+        slow("causal", 1, (8, 2)),
+        slow("causal", 5, (7, 1)),
+        slow("softcap", 1, (8, 2)),
+        slow("sink", 3, (8, 2)),
+        slow("alibi", 3, (2, 2)),
+    ],
+)
+def test_few_rows_have_the_bits_of_a_prefill(
+    name: str, queries: int, heads: tuple[int, int]
+) -> None:
+    spec = fg.load(spec_path(name)).replace(head_dim=64, head_dim_v=64)
+    numbers: dict[str, Any] = {}
+    if spec.tensors:
+        numbers["tensors"] = {t.name: torch.linspace(-1, 2, heads[0]) for t in spec.tensors}
+    q, k, v = Case(300, 300, 1, *heads).tensors(seed=5)
+    k[..., 0], q[..., 0] = torch.linspace(0, 40, 300), 0.7  # maxima grow in each tile
+    first = 300 - queries
+    how = {**HOW, **numbers}
+    prefill = rows_of(run_forward(spec, q, k, v, **how), 128)
+    few = q[:, :, first:], k, v
+    found = rows_of(run_forward(spec, *few, q_offset=first, **how), 64)
+    assert torch.equal(found.out, prefill.out[:, :, first:])
+    assert torch.equal(found.lse, prefill.lse[:, :, first:])
+    judge_forward((found.out, found.lse), spec, *few, q_offset=first, **numbers)
+    check_gates(found.report.kernel)
+
+
+@pytest.mark.parametrize("queries", [1, slow(3)])
+def test_pages_change_no_bit_of_few_rows(queries: int) -> None:
+    of = Sequences.of((queries, queries), (300, 77), heads=(8, 2))
+    call = Paged(CAUSAL.replace(paged=True), of, how=HOW)
+    run = rows_of(call.judged(), 64)
+    for b, (out, lse) in enumerate(call.parts(run)):
+        q, k, v = (each[b][None] for each in (of.q, of.k, of.v))
+        alone = run_forward(CAUSAL, q, k, v, q_offset=k.shape[2] - queries, **HOW)
+        assert torch.equal(out, rows_of(alone, 64).out)
+        assert torch.equal(lse, alone.lse)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("      barrier_wait(k_full[k.index], k.parity);\n", "", "Race"),
+        slow("barrier_wait(v_empty[v.index], v.parity ^ 1);", "", ""),
+        slow("barrier_init(v_empty[i], CONSUMERS);", "barrier_init(v_empty[i], 2);", "Deadlock"),
+    ],
+)
+def test_a_planted_bug_is_caught(old: str, new: str, kind: str) -> None:
+    q, k, v = Case(1, 1200, 1, 1, 1).tensors()
+    with planted("forward", old, new), caught(kind):
+        run_forward(CAUSAL, q, k, v, q_offset=1199, **HOW | {"split_size": 1248})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("path", SPECS, ids=SPEC_IDS)
+def test_the_tile_of_one_warpgroup_spills_little(path: Path, head_dim: int) -> None:
+    spec = fg.load(path).replace(head_dim=head_dim, head_dim_v=head_dim)
+    if not spec.packed:
+        built = build(split(spec), ARCH, few_rows=True)
+        assert built.binary.resources.spill_store_bytes <= FEW_BYTES
+        assert built.binary.resources.registers <= built.plan.registers
