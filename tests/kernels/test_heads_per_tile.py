@@ -41,7 +41,7 @@ BY_HEAD = ("per_head_window", "block_sparse")
 
 def judged(call: Call, heads: int | None) -> None:
     """A call with so many heads per tile, or None: right, and the same bits as with one."""
-    run = call.judged_forward()
+    run = call.judged_forward(split_size=0)
     assert run.plan is not None
     assert heads is None or run.plan.heads_per_tile == heads
     check_gates(run.report.kernel)
