@@ -354,7 +354,7 @@ def test_no_kernel_spills(name: str, head_dim: int, arch: str, kind: str, heads:
     alone, built = fg.plan(spec, arch), build(spec, arch, heads_per_tile=heads)
     assert built.plan.heads_per_tile == heads
     if kind == "plain":
-        assert built.plan.cost <= 1.15 * alone.cost
+        assert built.plan.cost <= 1.2 * alone.cost  # 128 rows instead of 192
     else:
         assert built.plan.tile == alone.tile
     assert built.binary.resources.clean

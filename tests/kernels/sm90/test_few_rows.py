@@ -39,7 +39,7 @@ def test_the_tile_of_one_warpgroup_has_the_sums_of_the_wide_one(head_dim: int) -
 
 
 def test_exponentials_are_divided_as_in_the_wide_tile() -> None:
-    spec = split(fg.load(spec_path("softcap")).replace(head_dim=32, head_dim_v=32))
+    spec = split(fg.load(spec_path("softcap")).replace(head_dim=8, head_dim_v=8))
     wide, narrow = (plan(spec, ARCH, few_rows=few) for few in (False, True))
     assert narrow.block_q < wide.block_q
     assert narrow.fma_columns == wide.fma_columns > 0
