@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 import flashgen as fg
 import ptx_emulator as emulator
-from flashgen.calls.runtime.kernel_arguments import multiplier_of
+from flashgen.calls.runtime import kernel_arguments
+from flashgen.calls.runtime.kernel_arguments import inverse_of, multiplier_of
 from flashgen.kernels.codegen.environment import environment
 from flashgen.shared.dtypes import INT32_MAX
 from tests.support.judged import Call, normal
@@ -39,8 +42,10 @@ def pairs() -> tuple[np.ndarray, np.ndarray]:
     return np.append(n, [1] * padding), np.append(d, [1] * padding)
 
 
-def run(expression: str, n: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """A device function of each n and d, with the multiplier of d in ``by``."""
+def run(
+    expression: str, n: np.ndarray, d: np.ndarray, made: Callable[[int], int] = multiplier_of
+) -> np.ndarray:
+    """A device function of each n and d, with what the host makes of d in ``by``."""
     code = [
         "#define DEVICE __device__ __forceinline__",
         environment().get_template("common/math.cuh.j2").render(calls_sines=False),
@@ -52,7 +57,7 @@ def run(expression: str, n: np.ndarray, d: np.ndarray) -> np.ndarray:
         f"  out[i] = {expression};",
         "}",
     ]
-    by = np.array([multiplier_of(int(x)) for x in d], dtype=np.int64)
+    by = np.array([made(int(x)) for x in d], dtype=np.int64)
     out = np.zeros(len(n), np.int32)
     given = [n.astype(np.int32), d.astype(np.int32), by, out]
     ptx = compile_ptx("\n".join(code))
@@ -78,6 +83,16 @@ def test_quotients_and_remainders_are_exact_for_every_int32(name: str) -> None:
     np.testing.assert_array_equal(
         run(f"{name}_mod(n, d, by)", n, d), np.where(d == 0, 0, n % whole)
     )
+
+
+def test_a_test_for_multiples_is_exact_for_every_int32() -> None:
+    n, d = pairs()
+    n = np.append(n, [INT32_MIN] * LANES)
+    d = np.append(d, [INT32_MIN >> i % 32 for i in range(LANES)])
+    whole = np.where(d == 0, 1, d)
+    expected = np.where(d == 0, True, n % whole == 0)
+    assert expected.sum() > 8000
+    np.testing.assert_array_equal(run("divides(d, n, by)", n, d, inverse_of) != 0, expected)
 
 
 def test_a_multiplier_has_32_bits_and_its_shift_31() -> None:
@@ -108,6 +123,49 @@ def test_masks_that_divide_by_a_scalar_agree_with_the_oracle(
     if run.source is not None:
         assert "signed_floor_div(" in run.source.text
         assert "fast_floor_mod(" in run.source.text
+
+
+MULTIPLES = fg.AttentionSpec(
+    lambda b, h, q, k: (
+        ((q - k) % step == 0) | ((k - q) % width != 0) & (k % 3 == 1) | ((q * 5 - 130) % width == 0)
+    ),
+    head_dim=16,
+    name="multiples",
+)
+
+
+@pytest.mark.parametrize("arch", [None, "sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step_value", [6, -5, 1, 2**30, 47])
+def test_masks_of_multiples_of_a_scalar_agree_with_the_oracle(
+    step_value: int, arch: str | None
+) -> None:
+    operands = tuple(normal((1, 2, 48, 16), torch.float16, seed) for seed in range(3))
+    how = {"backend": "tiled"} if arch is None else {"arch": arch}
+    scalars = {"step": step_value, "width": 4}
+    run = Call(MULTIPLES, operands, {"scalars": scalars}, **how).judged_forward()
+    if run.source is not None:
+        body = run.source.text.split("bool mask_mod(")[1].split("\n}")[0]
+        assert "!divides(" in run.source.text
+        assert " % p.s_" not in body
+
+
+def test_a_wrong_inverse_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = tuple(normal((1, 1, 48, 16), torch.float16, seed) for seed in range(3))
+    call = Call(MULTIPLES, operands, {"scalars": {"step": 6, "width": 7}}, arch="sm_80")
+    monkeypatch.setattr(kernel_arguments, "inverse_of", lambda d: inverse_of(d) ^ 1 << 30)
+    with pytest.raises(AssertionError):
+        call.judged_forward()
+
+
+def test_a_remainder_that_is_read_otherwise_too_is_computed_once() -> None:
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: ((q - k) % width == 0) | ((q - k) % width > 2),
+        head_dim=16,
+        name="remainder",
+    )
+    text = fg.emit(spec, "sm_80").forward.text
+    body = text.split("bool mask_mod(")[1].split("\n}")[0]
+    assert (body.count("fast_floor_mod("), body.count("divides(")) == (1, 0)
 
 
 def test_a_division_of_64_bits_stays_a_division() -> None:

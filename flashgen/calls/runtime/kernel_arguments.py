@@ -15,6 +15,7 @@ import torch
 from flashgen.calls.launch.params import ParamField, encode, field_bytes, pack
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dropout import keep_scale, kept_levels
+from flashgen.shared.dtypes import INT32_MAX
 from flashgen.shared.errors import LaunchError
 from flashgen.shared.signature import CallSignature, field_stem
 from flashgen.shared.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
@@ -55,6 +56,7 @@ def numbers_of(
         numbers[f"s_{name}"] = value
         if isinstance(value, int):
             numbers[f"d_{name}"] = multiplier_of(value)
+            numbers[f"i_{name}"] = inverse_of(value)
     return numbers | numbers_of_captured(captured or {})
 
 
@@ -90,6 +92,27 @@ def multiplier_of(divisor: int) -> int:
         return 0
     shift = (size - 1).bit_length()
     return -(-(1 << (31 + shift)) // size) + (shift << 32)
+
+
+def inverse_of(divisor: int) -> int:
+    """The inverse i and the limit l by which a kernel tests for multiples of a scalar, as one
+    number i + l 2^32, of type int64.
+
+    For |divisor| = o 2^s with o odd, i is the inverse of o modulo 2^32. A multiple n = t divisor
+    has n i = t 2^s modulo 2^32 with |t| at most m = floor((2^31 - 1) / |divisor|), and no other
+    int32 has. l is 2 m, and 2 m + 1 for a power of 2, of which -2^31 is a multiple too. By 0, every
+    remainder is 0.
+
+    Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994,
+    section 9.
+    """
+    size = abs(divisor)
+    if size == 0:
+        return -(1 << 32)
+    power = size & -size
+    limit = 2 * (INT32_MAX // size) + (size == power)
+    number = pow(size // power, -1, 1 << 32) + (limit << 32)
+    return number - (number >> 63 << 64)
 
 
 def named(signature: CallSignature, captured: Sequence[Tensor]) -> dict[str, Tensor]:

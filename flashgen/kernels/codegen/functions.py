@@ -15,7 +15,7 @@ import sympy
 
 from flashgen.kernels.codegen.conditions import returned
 from flashgen.kernels.codegen.expressions import CPrinter
-from flashgen.kernels.codegen.params import is_set_by_kernel, multiplier_field
+from flashgen.kernels.codegen.params import inverse_field, is_set_by_kernel, multiplier_field
 from flashgen.kernels.codegen.readers import extreme, reader
 from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
@@ -155,11 +155,13 @@ class SpecFunctions:
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype, wide=wide)
-        self.printer.multipliers = {
-            scalar.expr: f"p.{multiplier_field(scalar)}"
+        divisors = [
+            scalar
             for scalar in spec.scalars
             if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar)
-        }
+        ]
+        self.printer.multipliers = {s.expr: f"p.{multiplier_field(s)}" for s in divisors}
+        self.printer.inverses = {s.expr: f"p.{inverse_field(s)}" for s in divisors}
         # The tensors that the kernel itself reads.
         own = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
         given = {tensor.symbol for tensor in spec.tensors}
@@ -256,7 +258,10 @@ class SpecFunctions:
             return self.printer.expr(code.block.results[0])
 
         why = self._source(self.spec.mask_line)
-        return in_parts("mask_mod", "bool", why, code, self.printer, result)
+        self.printer.evaluates_all = True
+        function = in_parts("mask_mod", "bool", why, code, self.printer, result)
+        self.printer.evaluates_all = False
+        return function
 
     # The bounds and conditions of the analysis.
 

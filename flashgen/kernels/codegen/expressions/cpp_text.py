@@ -27,6 +27,7 @@ HELPERS = frozenset(
             "floor_mod",
             "floor_div_or_0",
             "floor_mod_or_0",
+            "divides",
             "fast_div",
             "fast_mod",
             "fast_floor_div",

@@ -70,6 +70,7 @@ class IntegerPrinter(ABC):
         self.names = dict(names or {})
         self.wide = wide
         self.multipliers: dict[sympy.Symbol, str] = {}
+        self.inverses: dict[sympy.Symbol, str] = {}
         self.assumptions: list[AssumedBlock] = [AssumedBlock()]
         self.fast = OPERANDS[dtype].approximates
         self.tensors: set[TensorSymbol] = set()
@@ -87,6 +88,7 @@ class IntegerPrinter(ABC):
         self._of_integers: set[sympy.Symbol] = set()
         self._in_predicate = False
         self._rounds = False
+        self.evaluates_all = False
         self.score_is_product = False
         self.rounds_products = False
 
@@ -281,6 +283,10 @@ class IntegerPrinter(ABC):
         divisor = [] if positive and quotient else [self._name(b)[0]]
         name = f"{kind}{'div' if quotient else 'mod'}"
         return self._call(name, text, *divisor, self.multipliers[b])
+
+    def _divides(self, a: sympy.Expr, b: sympy.Expr) -> Text:
+        """Whether a scalar of the call divides a number, by the inverse that the host makes."""
+        return self._call("divides", self._name(b)[0], self._int(a)[0], self.inverses[b])
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
         branches, last = branches_of(expr)
