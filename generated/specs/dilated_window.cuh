@@ -8,8 +8,8 @@
 //       return (distance <= window) & (distance % dilation == 0)
 DEVICE bool mask_mod(const Params& p, int q, int k) {
   const int abs_k_minus_q = abs(k - q);
-  const int abs_k_minus_q_mod_dilation = fast_mod(abs_k_minus_q, p.s_dilation, p.d_dilation);
-  return abs_k_minus_q_mod_dilation == 0 && abs_k_minus_q <= p.s_window;
+  const bool abs_k_minus_q_mod_dilation_is_0 = divides(p.s_dilation, abs_k_minus_q, p.i_dilation);
+  return abs_k_minus_q_mod_dilation_is_0 & (abs_k_minus_q <= p.s_window);
 }
 
 // in sm_80 and sm_90a: forward, dq
