@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
 
 import flashgen as fg
 import ptx_emulator as emulator
+from benchmarks.instructions import work_of
 from flashgen.calls.runtime import kernel_arguments
-from flashgen.calls.runtime.kernel_arguments import inverse_of, multiplier_of
 from flashgen.kernels.codegen.environment import environment
+from flashgen.kernels.compile import disassembly
 from flashgen.shared.dtypes import INT32_MAX
+from flashgen.shared.fast_division import inverse_of, multiplier_of
+from flashgen.spec.analysis.natural import NaturalDiv, NaturalMod, with_natural_divisions
+from flashgen.spec.language.symbols import K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from tests.support.judged import Call, normal
 from tests.support.nvrtc_helper import compile_ptx
+from tests.support.paths import ROOT
+from tests.support.tiers import one_in
 
 INT32_MIN = -INT32_MAX - 1
 LANES = 128
@@ -104,6 +115,7 @@ def test_a_multiplier_has_32_bits_and_its_shift_31() -> None:
 
 step = fg.Scalar("step", "int32")
 width = fg.Scalar("width", "int32", minimum=1)
+IDS = fg.Tensor("ids", ("places",), "int32")
 SPEC = fg.AttentionSpec(
     lambda b, h, q, k: (k <= q) & ((k - q) // step % 3 != 1) & ((q - 20) % width >= k % width - 3),
     head_dim=16,
@@ -166,6 +178,113 @@ def test_a_remainder_that_is_read_otherwise_too_is_computed_once() -> None:
     text = fg.emit(spec, "sm_80").forward.text
     body = text.split("bool mask_mod(")[1].split("\n}")[0]
     assert (body.count("fast_floor_mod("), body.count("divides(")) == (1, 0)
+
+
+def random_mask(seed: int) -> Callable[..., object]:
+    """A mask of a few tests of quotients and remainders, most of them of guarded differences."""
+
+    def mask(b: object, h: object, q: Any, k: Any) -> Any:
+        draw = random.Random(seed)
+
+        def number() -> Any:
+            some = [q - k, q - k, k - q, abs(q - k), q - k - 5, q, 3 * k - q, 7 - k]
+            return draw.choice(some)
+
+        def test() -> Any:
+            n, d = number(), draw.choice([step, width, width, 3, 12, 16])
+            tests = [n % d == 0, n % d != 0, n // d % 3 == 0, n % d < 4, n // width == 1]
+            return draw.choice([tests[0], *tests])
+
+        guard = draw.choice([q >= k, q > k, k <= q - 5, k > q, q - k >= width])
+        first = guard & (test() | (number() < width))
+        return draw.choice([first, first | test() & (k % 5 == 2), ~first, first & test()])
+
+    return mask
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", one_in(16, range(32)))
+def test_random_masks_of_divisions_agree_with_the_oracle(seed: int, arch: str) -> None:
+    spec = fg.AttentionSpec(random_mask(seed), head_dim=16, name=f"divisions_{seed}")
+    draw = random.Random(seed)
+    operands = tuple(normal((1, 1, 40, 16), torch.float16, seed) for seed in range(3))
+    for _ in range(2):  # the kernels are the same, and take the numbers of the call
+        scalars = {
+            "step": draw.choice([1, 2, -3, 8, -7, 1000, 2**30, -(2**30)]),
+            "width": draw.choice([1, 2, 4, 7, 24, 2000, 2**30]),
+        }
+        taken = {each.name: scalars[each.name] for each in spec.scalars}
+        call = Call(spec, operands, {"scalars": taken}, arch=arch)
+        call.judged_backward(call.judged_forward())
+
+
+def test_a_divisor_of_0_is_refused_where_multiples_are_kept() -> None:
+    operands = tuple(normal((1, 1, 48, 16), torch.float16, seed) for seed in range(3))
+    call = Call(MULTIPLES, operands, {"scalars": {"step": 0, "width": 5}}, arch="sm_80")
+    with pytest.raises(fg.InputError, match="by 0"):
+        call.forward()
+
+
+def mask_body(mask: Callable[..., object]) -> str:
+    """The emitted function of a mask."""
+    text = fg.emit(fg.AttentionSpec(mask, head_dim=16, name="body"), "sm_80").forward.text
+    return text[text.index("bool mask_mod(") :].split("\n}")[0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "natural"),
+    [
+        (lambda b, h, q, k: (q >= k) & ((q - k) % width < 3), True),
+        (lambda b, h, q, k: (q > k + 4) & ((q - k - 5) // width % 2 == 0), True),
+        (lambda b, h, q, k: (k > q) | ((q - k) % width < 3), True),
+        (
+            lambda b, h, q, k: (width >= step) & (q - k >= width) & ((q - k - step) % width < 3),
+            True,
+        ),
+        (lambda b, h, q, k: (q >= k) & ((q - k - 1) % width < 3), False),
+        (lambda b, h, q, k: (q >= k) | ((q - k) % width < 3), False),
+        (lambda b, h, q, k: ((q - k) % width < 3) & ((k == 0) | (q >= k)), False),
+        (
+            lambda b, h, q, k: (q >= k) & ((q - k) % width < 3) | (k < 9) & ((q - k) % width < 5),
+            False,
+        ),
+        (lambda b, h, q, k: ((q - k) // width >= 0) & ((q - k) % width < 3), False),
+        (lambda b, h, q, k: (q >= k) & (IDS[(q - k) // width] > 0), False),
+    ],
+)
+def test_a_division_is_corrected_only_where_negative_numerators_matter(
+    mask: Callable[..., object], natural: bool
+) -> None:
+    assert ("fast_floor_" in mask_body(mask)) == (not natural)
+
+
+def test_a_mask_whose_divisions_are_not_corrected_does_not_read_their_results() -> None:
+    q, k = Q, K
+    a, w = q - k, width.expr
+    quotient, remainder = FloorDiv(a, w), FloorMod(a, w)
+    masks = [
+        (q >= k) & (remainder < 2),
+        (k > q) | (FloorMod(quotient, 3) < 1) | (quotient > 4),
+        (q >= k) & (sympy.Eq(FloorMod(quotient, 3), 1) | (remainder > quotient)) | (k > 5),
+        sympy.Not((q >= k) & (remainder < 2)) & (k < 6),
+    ]
+    for mask in masks:
+        found = with_natural_divisions(mask)
+        natural = found.atoms(NaturalDiv, NaturalMod)
+        assert natural
+        for wrong in (-9, 0, 1, 10**6):
+            used = {x: sympy.Piecewise((x, x.args[0] >= 0), (wrong, True)) for x in natural}
+            other = found.xreplace(used)
+            for values in itertools.product(range(0, 9, 2), range(8), (1, 3)):
+                at = dict(zip((q, k, w), values, strict=True))
+                assert other.subs(at) == mask.subs(at), (mask, at)
+
+
+@pytest.mark.skipif(disassembly.find_nvdisasm() is None, reason=disassembly.MISSING)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_mixed_tiles_of_multiples_take_15_instructions_per_score(arch: str) -> None:
+    work = work_of(fg.build(fg.load(ROOT / "specs/strided.py"), arch))
+    assert work.per_score(work.full, work.mask) <= 15
 
 
 def test_a_division_of_64_bits_stays_a_division() -> None:

@@ -21,6 +21,7 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, va
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
 from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.diagonals import code_of_mask
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
@@ -252,7 +253,7 @@ class SpecFunctions:
         return in_parts(name, returns, why, code, self.printer, result)
 
     def mask_mod(self) -> FunctionInParts:
-        code = leveled(self.mask.expr, name_costly=True)
+        code = code_of_mask(self.mask.expr)
 
         def result() -> str:
             return self.printer.expr(code.block.results[0])

@@ -32,7 +32,10 @@ from flashgen.spec.analysis.sharing import CodeBlock, is_costly, is_divisibility
 from flashgen.spec.language.divisors import is_data
 from flashgen.spec.language.float_operations import FloatSum
 from flashgen.spec.language.integer_limits import limits
-from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.symbols import APART, K, Q, is_condition, is_int
+
+_SIGNS = ((">=", 0), (">", -1), ("<", 0), ("<=", -1))
+"""Comparisons with the sign of a number."""
 
 
 class CPrinter(FloatPrinter):
@@ -124,6 +127,8 @@ class CPrinter(FloatPrinter):
         kind = self.let_type(symbol, value)
         with self._predicate(symbol in self._predicates):
             text = self.float(value) if kind == "float" else self.expr(value)
+            if symbol == APART:
+                text = self._call("difference", *(self._name(s)[0] for s in (Q, K)))[0]
             line = f"const {kind} {self.names[symbol]} = {text};"
         if kind in ("int", "int64"):
             self._known[symbol] = limits(value, self._known, self._limits)
@@ -162,9 +167,12 @@ class CPrinter(FloatPrinter):
         if expr.lhs.is_number and not expr.rhs.is_number:
             expr = expr.reversed
         left, right, sign = expr.lhs, expr.rhs, expr.rel_op
-        if is_divisibility(expr) and left.args[1] in self.inverses and not self._is_wide(left):
-            text = self._divides(*left.args)
-            return text if sign == "==" else ("!" + text[0], UNARY)
+        divides = self._divides(*left.args) if is_divisibility(expr) else None
+        if divides is not None:
+            return divides if sign == "==" else ("!" + divides[0], UNARY)
+        if self.evaluates_all and left == APART and (sign, right) in _SIGNS:
+            text = self._call("is_natural", self._name(left)[0])
+            return text if sign[0] == ">" else ("!" + text[0], UNARY)
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
