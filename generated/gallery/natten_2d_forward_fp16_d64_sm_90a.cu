@@ -100,7 +100,7 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
-// the high half its shift, both made by the host: runtime/fast_division.py.
+// the high half its shift, both made by the host: shared/fast_division.py.
 DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }

@@ -88,10 +88,17 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// a - b, of positions. Its overflow is defined, so that the compiler may add up the constants that
+// are in a and b: it then computes a mask of distances once for all pairs along a diagonal.
+DEVICE int difference(int a, int b) { return int(unsigned(a) - unsigned(b)); }
+
+// n >= 0, for |n| < 2^30. Of the sign the compiler would make an integer, not a predicate.
+DEVICE bool is_natural(int n) { return unsigned(n) < 1u << 30; }
+
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
-// the high half its shift, both made by the host: runtime/fast_division.py.
+// the high half its shift, both made by the host: shared/fast_division.py.
 DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
@@ -125,9 +132,9 @@ UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subn
 //       distance = q - k
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 DEVICE bool mask_mod(const Params& p, int q, int k) {
-  const int q_minus_k = q - k;
+  const int q_minus_k = difference(q, k);
   const bool q_minus_k_mod_stride_is_0 = divides(p.s_stride, q_minus_k, p.i_stride);
-  return (q >= k) & (q_minus_k_mod_stride_is_0 | (q_minus_k < p.s_stride));
+  return is_natural(q_minus_k) & (q_minus_k_mod_stride_is_0 | (q_minus_k < p.s_stride));
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
