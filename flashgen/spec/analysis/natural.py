@@ -6,7 +6,7 @@ may compute any number in its place, which spares the correction that rounds dow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import combinations_with_replacement
 
 import sympy
@@ -31,8 +31,8 @@ class NaturalMod(FloorMod):
     natural = True
 
 
-Facts = tuple[sympy.Expr, ...]
-_MOST_FACTS = 2  # that are added up
+Facts = frozenset[sympy.Expr]
+_MOST_FACTS = 8  # of those that have a symbol of a numerator
 
 
 def with_natural_divisions(mask: sympy.Basic) -> sympy.Basic:
@@ -53,20 +53,19 @@ def with_natural_divisions(mask: sympy.Basic) -> sympy.Basic:
             natural = limits(b)[0] > 0 and _is_natural(a, facts)
             holds[part] = natural and holds.get(part, True)
             visit(a, facts)
-            visit(b, ())
+            visit(b, frozenset())
             return
         if isinstance(part, TensorRead):
-            facts = ()
-        for arg in part.args:
-            others = [other for other in part.args if other is not arg]
-            if isinstance(part, sympy.And):
-                visit(arg, _joined(facts, others))
-            elif isinstance(part, sympy.Or):
-                visit(arg, _joined(facts, map(sympy.Not, others)))
-            else:
-                visit(arg, facts)
+            facts = frozenset()
+        # Where an operand decides, by being false in an and, true in an or, the others do not.
+        stated: list[set[sympy.Expr]] = [set() for _ in part.args]
+        if isinstance(part, sympy.And | sympy.Or):
+            negated = isinstance(part, sympy.Or)
+            stated = [set(_stated(arg, negated=negated)) for arg in part.args]
+        for place, arg in enumerate(part.args):
+            visit(arg, facts.union(*stated[:place], *stated[place + 1 :]))
 
-    visit(mask, ())
+    visit(mask, frozenset())
     made: dict[sympy.Basic, sympy.Basic] = {}
 
     def rebuilt(part: sympy.Basic) -> sympy.Basic:
@@ -85,28 +84,25 @@ _KINDS = {FloorDiv: NaturalDiv, FloorMod: NaturalMod}
 
 
 def _is_natural(number: sympy.Expr, facts: Facts) -> bool:
-    """Whether the number is at least a sum of facts, or 0."""
+    """Whether the number is at least 0, or a fact, or the sum of two facts."""
+    near = [fact for fact in facts if not fact.free_symbols.isdisjoint(number.free_symbols)]
+    near = sorted(near, key=sympy.default_sort_key)[:_MOST_FACTS]
     return any(
         limits(number - sympy.Add(*some))[0] >= 0
-        for count in range(_MOST_FACTS + 1)
-        for some in combinations_with_replacement(facts, count)
+        for count in range(3)
+        for some in combinations_with_replacement(near, count)
     )
 
 
-def _joined(facts: Facts, conditions: Iterable[sympy.Basic]) -> Facts:
-    """The facts with those that comparisons of integers state, in order and once each.
+def _stated(condition: sympy.Basic, *, negated: bool) -> Iterator[sympy.Expr]:
+    """The integers of which a comparison, or its negation, states that they are not negative.
 
     A comparison that divides states none: its own numerator might rest on what it guards.
     """
-    found = dict.fromkeys(facts)
-    for condition in conditions:
-        if isinstance(condition, Relational) and not contains(condition, FloorDiv, FloorMod):
-            found |= dict.fromkeys(_stated(condition))
-    return tuple(found)
-
-
-def _stated(relation: Relational) -> Iterator[sympy.Expr]:
-    left, right, sign = relation.lhs, relation.rhs, relation.rel_op
+    if not isinstance(condition, Relational) or contains(condition, FloorDiv, FloorMod):
+        return
+    known = condition.negated if negated else condition
+    left, right, sign = known.lhs, known.rhs, known.rel_op
     if not (is_int(left) and is_int(right)):
         return
     if sign in (">", ">=", "=="):
