@@ -20,8 +20,9 @@ from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.compile import disassembly
 from flashgen.shared.dtypes import INT32_MAX
 from flashgen.shared.fast_division import inverse_of, multiplier_of
+from flashgen.spec.analysis.diagonals import by_distance
 from flashgen.spec.analysis.natural import NaturalDiv, NaturalMod, with_natural_divisions
-from flashgen.spec.language.symbols import K, Q
+from flashgen.spec.language.symbols import APART, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from tests.support.judged import Call, normal
 from tests.support.nvrtc_helper import compile_ptx
@@ -275,9 +276,27 @@ def test_a_mask_whose_divisions_are_not_corrected_does_not_read_their_results() 
         for wrong in (-9, 0, 1, 10**6):
             used = {x: sympy.Piecewise((x, x.args[0] >= 0), (wrong, True)) for x in natural}
             other = found.xreplace(used)
-            for values in itertools.product(range(0, 9, 2), range(8), (1, 3)):
+            for values in itertools.product((0, 3, 4, 8), range(0, 8, 3), (1, 3)):
                 at = dict(zip((q, k, w), values, strict=True))
                 assert other.subs(at) == mask.subs(at), (mask, at)
+
+
+def test_a_mask_by_the_distance_has_the_values_of_the_mask() -> None:
+    q, k, w = Q, K, width.expr
+    multiple = sympy.Eq(FloorMod(q - k, w), 0)
+    masks = [
+        (q >= k) & multiple,
+        (k > q) | (k - q + 2 <= FloorDiv(q - k + 3, 2)) | (k < 3) & multiple,
+        sympy.Ne(q, k) & (FloorMod(k - q, 5) < w) & (abs(k - q) < 6) & (k < q + w),
+        (2 * q > 2 * k + w) & (q + k > 3) & sympy.Eq(FloorMod(q - k - 1, 4), 0),
+    ]
+    for mask in masks:
+        found = by_distance(mask)
+        assert APART in found.free_symbols
+        for values in itertools.product((0, 3, 4, 8), range(0, 8, 3), (1, 3)):
+            at = dict(zip((q, k, w), values, strict=True))
+            assert found.subs({APART: values[0] - values[1], **at}) == mask.subs(at), (mask, at)
+    assert by_distance((q >= k) & (q - k < w)) == (q >= k) & (q - k < w)  # nothing is divided
 
 
 @pytest.mark.skipif(disassembly.find_nvdisasm() is None, reason=disassembly.MISSING)

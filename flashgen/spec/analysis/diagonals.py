@@ -41,7 +41,8 @@ def code_of_mask(mask: sympy.Basic) -> LeveledCode:
     code = leveled(mask, name_costly=True)
     if APART not in mask.free_symbols:
         return code
-    block = CodeBlock(((APART, Q - K), *code.block.lets), code.block.results, code.block.sources)
+    lets, sources = ((APART, Q - K), *code.block.lets), (Q - K, *code.block.sources)
+    block = CodeBlock(lets, code.block.results, sources)
     return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.kept)
 
 
@@ -49,15 +50,15 @@ def _relation(relation: Relational) -> Relational | None:
     sides = relation.lhs, relation.rhs
     if any({Q, K} <= side.free_symbols for side in sides):
         return None  # a side has the distance itself
-    rest = _distance(relation.lhs - relation.rhs)
-    if rest is None or rest.coeff(APART) not in (1, -1):
+    difference = _distance(relation.lhs - relation.rhs)
+    sign = 0 if difference is None else difference.coeff(APART)
+    if sign not in (1, -1):
         return None
-    sides = (APART, APART - rest) if rest.coeff(APART) == 1 else (rest + APART, APART)
-    return (
-        None
-        if APART in sides[0].free_symbols & sides[1].free_symbols
-        else relation.func(*sides, evaluate=False)
-    )
+    rest = difference - sign * APART
+    if APART in rest.free_symbols:
+        return None
+    sides = (APART, -rest) if sign == 1 else (rest, APART)
+    return relation.func(*sides, evaluate=False)
 
 
 def _distance(expr: sympy.Expr) -> sympy.Expr | None:
