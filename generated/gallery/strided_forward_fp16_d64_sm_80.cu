@@ -115,7 +115,7 @@ DEVICE int fast_floor_div(int n, long long by) {
 // Whether floor_mod(n, d) is 0, for every n and d, by a multiplication. With d = o * 2^s and o odd,
 // n times the inverse of o is t * 2^s (mod 2^32) with a small t where d divides n, and only there.
 // The low half of `by` is the inverse, the high half twice the largest |t|, both made by the host.
-// The compiler would make the products of neighbouring n a chain of sums: one instruction is hidden.
+// The product is PTX: of those of neighbouring n the compiler would make a chain of sums.
 DEVICE bool divides(int d, int n, long long by) {
   const int s = __ffs(d) - 1 & 31;
   const unsigned most = unsigned(by >> 32);
