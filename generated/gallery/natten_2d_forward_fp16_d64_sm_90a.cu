@@ -100,7 +100,7 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
-// the high half its shift, both made by the host: runtime/fast_division.py.
+// the high half its shift, both made by the host: shared/fast_division.py.
 DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
@@ -220,8 +220,8 @@ DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
 DEVICE bool mask_mod(const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
-  return abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius
-      && abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius;
+  return (abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius)
+      & (abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius);
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.

@@ -75,6 +75,7 @@ struct Params {
   float scale;  // factor on Q K^T
   int s_stride;  // the spec's stride
   long long d_stride;  // multiplier and shift of a division by stride
+  long long i_stride;  // inverse and limit by which stride is found to divide a number
   int first_head_group;  // of this launch: a grid has 65,535 along y and z
   int first_batch;  // of this launch
   int head_bits;  // 2^head_bits heads alternate, tile by tile
@@ -87,10 +88,17 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// a - b, of positions. Its overflow is defined, so that the compiler may add up the constants that
+// are in a and b: it then computes a mask of distances once for all pairs along a diagonal.
+DEVICE int difference(int a, int b) { return int(unsigned(a) - unsigned(b)); }
+
+// n >= 0, for |n| < 2^30. Of the sign the compiler would make an integer, not a predicate.
+DEVICE bool is_natural(int n) { return unsigned(n) < 1u << 30; }
+
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
-// the high half its shift, both made by the host: runtime/fast_division.py.
+// the high half its shift, both made by the host: shared/fast_division.py.
 DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
@@ -104,8 +112,18 @@ DEVICE int fast_floor_div(int n, long long by) {
   return fast_div(n ^ sign, by) ^ sign;
 }
 
-// floor_mod for d >= 1 by a multiplication.
-DEVICE int fast_floor_mod(int n, int d, long long by) { return n - d * fast_floor_div(n, by); }
+// Whether floor_mod(n, d) is 0, for every n and d, by a multiplication. With d = o * 2^s and o odd,
+// n times the inverse of o is t * 2^s (mod 2^32) with a small t where d divides n, and only there.
+// The low half of `by` is the inverse, the high half twice the largest |t|, both made by the host.
+// The product is PTX: of those of neighbouring n the compiler would make a chain of sums.
+DEVICE bool divides(int d, int n, long long by) {
+  const int s = __ffs(d) - 1 & 31;
+  const unsigned most = unsigned(by >> 32);
+  unsigned multiple;
+  asm("mad.lo.u32 %0, %1, %2, %3;"
+      : "=r"(multiple) : "r"(n), "r"(unsigned(by)), "r"(most / 2 << s));
+  return __funnelshift_r(multiple, multiple, s) <= most;
+}
 
 // -1, 0 or 1.
 template <typename T> DEVICE T sign(T x) { return T(x > T(0)) - T(x < T(0)); }
@@ -117,9 +135,9 @@ UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subn
 //       distance = q - k
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 DEVICE bool mask_mod(const Params& p, int q, int k) {
-  const int q_minus_k = q - k;
-  const int q_minus_k_mod_stride = fast_floor_mod(q_minus_k, p.s_stride, p.d_stride);
-  return q >= k && (q_minus_k_mod_stride == 0 || q_minus_k < p.s_stride);
+  const int q_minus_k = difference(q, k);
+  const bool q_minus_k_mod_stride_is_0 = divides(p.s_stride, q_minus_k, p.i_stride);
+  return is_natural(q_minus_k) & (q_minus_k_mod_stride_is_0 | (q_minus_k < p.s_stride));
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
@@ -559,14 +577,15 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int column = k_start + thread % 4 * 2;
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      const int k_first = p.k_offset + column;
+      const int columns = p.seq_k - column;  // that exist
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
           UNROLL for (int e = 0; e < 4; ++e) {
             const int q = q_first + 16 * g + 8 * (e / 2);
-            const int key = column + 8 * n + e % 2;
-            const int k = p.k_offset + key;
+            const int k = k_first + 8 * n + e % 2;
             const bool kept = mask_mod(p, q, k);
-            if ((key >= p.seq_k) | !kept) s[g][n][e] = minus_infinity();
+            if ((8 * n + e % 2 >= columns) | !kept) s[g][n][e] = minus_infinity();
           }
         }
       }

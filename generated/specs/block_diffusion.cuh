@@ -106,13 +106,13 @@ DEVICE bool mask_mod(
   const bool q_at_least_clean = q >= p.s_clean;
   const bool q_below_clean = q < p.s_clean;
   return (k_at_least_clean
-              && q_at_least_clean
-              && mask_query.q_mod_clean_div_block >= mask_key.k_mod_clean_div_block)
-      || (k_at_least_clean
-              && q_below_clean
-              && mask_query.q_mod_clean_div_block > mask_key.k_mod_clean_div_block)
-      || (mask_query.q_mod_clean_div_block == mask_key.k_mod_clean_div_block
-              && ((k_at_least_clean && q_at_least_clean) || (q_below_clean && k < p.s_clean)));
+              & q_at_least_clean
+              & (mask_query.q_mod_clean_div_block >= mask_key.k_mod_clean_div_block))
+      | (k_at_least_clean
+              & q_below_clean
+              & (mask_query.q_mod_clean_div_block > mask_key.k_mod_clean_div_block))
+      | ((mask_query.q_mod_clean_div_block == mask_key.k_mod_clean_div_block)
+              & ((k_at_least_clean & q_at_least_clean) | (q_below_clean & (k < p.s_clean))));
 }
 
 // in sm_80 and sm_90a: forward, dq

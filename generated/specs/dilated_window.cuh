@@ -7,9 +7,10 @@
 //       distance = fg.abs(q - k)
 //       return (distance <= window) & (distance % dilation == 0)
 DEVICE bool mask_mod(const Params& p, int q, int k) {
-  const int abs_k_minus_q = abs(k - q);
-  const int abs_k_minus_q_mod_dilation = fast_mod(abs_k_minus_q, p.s_dilation, p.d_dilation);
-  return abs_k_minus_q_mod_dilation == 0 && abs_k_minus_q <= p.s_window;
+  const int q_minus_k = difference(q, k);
+  const int abs_q_minus_k = abs(q_minus_k);
+  const bool abs_q_minus_k_mod_dilation_is_0 = divides(p.s_dilation, abs_q_minus_k, p.i_dilation);
+  return abs_q_minus_k_mod_dilation_is_0 & (abs_q_minus_k <= p.s_window);
 }
 
 // in sm_80 and sm_90a: forward, dq

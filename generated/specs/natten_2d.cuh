@@ -107,8 +107,8 @@ DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
 DEVICE bool mask_mod(const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
-  return abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius
-      && abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius;
+  return (abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius)
+      & (abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius);
 }
 
 // in sm_80 and sm_90a: forward, dq

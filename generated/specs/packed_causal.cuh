@@ -60,7 +60,7 @@ DEVICE MaskKey mask_key_values(const Params& p, int b, int k) {
 //   def packed_causal(b, h, q, k):
 //       return (q >= k) & (ids[b, q] == ids[b, k])
 DEVICE bool mask_mod(const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
-  return mask_query.ids_q == mask_key.ids_k && q >= k;
+  return (mask_query.ids_q == mask_key.ids_k) & (q >= k);
 }
 
 // in sm_80 and sm_90a: forward, dq

@@ -7,9 +7,9 @@
 //       distance = q - k
 //       return (q >= k) & ((distance < stride) | (distance % stride == 0))
 DEVICE bool mask_mod(const Params& p, int q, int k) {
-  const int q_minus_k = q - k;
-  const int q_minus_k_mod_stride = fast_floor_mod(q_minus_k, p.s_stride, p.d_stride);
-  return q >= k && (q_minus_k_mod_stride == 0 || q_minus_k < p.s_stride);
+  const int q_minus_k = difference(q, k);
+  const bool q_minus_k_mod_stride_is_0 = divides(p.s_stride, q_minus_k, p.i_stride);
+  return is_natural(q_minus_k) & (q_minus_k_mod_stride_is_0 | (q_minus_k < p.s_stride));
 }
 
 // in sm_80 and sm_90a: forward, dq

@@ -12,10 +12,10 @@ import sympy
 
 import flashgen as fg
 import ptx_emulator as emulator
-from flashgen.calls.runtime.kernel_arguments import multiplier_of
 from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.codegen.functions import SpecFunctions
 from flashgen.kernels.codegen.text import COLUMNS, wrap_code
+from flashgen.shared.fast_division import multiplier_of
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.sharing import share_evaluated

@@ -185,6 +185,7 @@ CASE = Case(24, 40, 1, 4, 2, "float16", 16)
         slow("document", "sm_80", {}),  # min/max tables
         slow("document", "sm_90a", {}),
         slow("block_diagonal", "sm_80", {}),  # 32-bit integers serve this call
+        slow("strided", "sm_80", {}),  # tests for multiples
         slow("t5_bias", "sm_90a", {}),
         slow("variable_length", "sm_80", {}),
         slow("variable_length", "sm_90a", {}),  # tensor maps with ragged rows

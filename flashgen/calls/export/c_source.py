@@ -220,6 +220,8 @@ class _Layouts:
             return found | self._pointer(name)
         if name.startswith("d_"):
             return {**found, "kind": "multiplier", "of": name[2:]}
+        if name.startswith("i_"):
+            return {**found, "kind": "inverse", "of": name[2:]}
         return {**found, "kind": "number", "of": name}
 
     def _pointer(self, name: str) -> Fields:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Grid, Tensors
-from flashgen.calls.runtime.kernel_arguments import KernelArguments, multiplier_of, numbers_of
+from flashgen.calls.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.shared.call import CallRanges, CheckedCall
 from flashgen.shared.errors import PlanError
+from flashgen.shared.fast_division import multiplier_of
 from flashgen.shared.launch_facts import CONVERT_KERNELS, HeadsPerTile, LaunchFacts, LaunchRules
 from flashgen.shared.signature import LAYOUT, SPLIT, CallSignature
 from flashgen.shared.tensormap import TensorMapSpec

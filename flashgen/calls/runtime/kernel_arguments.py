@@ -16,6 +16,7 @@ from flashgen.calls.launch.params import ParamField, encode, field_bytes, pack
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dropout import keep_scale, kept_levels
 from flashgen.shared.errors import LaunchError
+from flashgen.shared.fast_division import inverse_of, multiplier_of
 from flashgen.shared.signature import CallSignature, field_stem
 from flashgen.shared.tensormap import MAP_ALIGN, MAP_BYTES, TensorMapSpec
 
@@ -55,6 +56,7 @@ def numbers_of(
         numbers[f"s_{name}"] = value
         if isinstance(value, int):
             numbers[f"d_{name}"] = multiplier_of(value)
+            numbers[f"i_{name}"] = inverse_of(value)
     return numbers | numbers_of_captured(captured or {})
 
 
@@ -73,23 +75,6 @@ def numbers_of_captured(captured: Mapping[str, Tensor]) -> dict[str, int]:
             numbers[f"dc_{stem}_stride_{axis}"] = step if size > 1 else 0
             step *= size
     return numbers
-
-
-def multiplier_of(divisor: int) -> int:
-    """Magic-number division: the multiplier m and the shift s that a kernel uses instead of
-    dividing by a scalar, as one number m + s 2^32.
-
-    For D = |divisor| and 0 <= n <= 2^31, floor(n / D) = floor(n m / 2^(31 + s)): s is the smallest
-    number with 2^s >= D, and m = ceil(2^(31 + s) / D) < 2^32. The number is 0 for a divisor of 0.
-
-    Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994;
-    CUTLASS's FastDivmod uses it in the same way.
-    """
-    size = abs(divisor)
-    if size == 0:
-        return 0
-    shift = (size - 1).bit_length()
-    return -(-(1 << (31 + shift)) // size) + (shift << 32)
 
 
 def named(signature: CallSignature, captured: Sequence[Tensor]) -> dict[str, Tensor]:

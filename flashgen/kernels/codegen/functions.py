@@ -15,12 +15,13 @@ import sympy
 
 from flashgen.kernels.codegen.conditions import returned
 from flashgen.kernels.codegen.expressions import CPrinter
-from flashgen.kernels.codegen.params import is_set_by_kernel, multiplier_field
+from flashgen.kernels.codegen.params import inverse_field, is_set_by_kernel, multiplier_field
 from flashgen.kernels.codegen.readers import extreme, reader
 from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, values_of
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
 from flashgen.spec.analysis import Analysis
+from flashgen.spec.analysis.diagonals import code_of_mask
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
@@ -155,11 +156,13 @@ class SpecFunctions:
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype, wide=wide)
-        self.printer.multipliers = {
-            scalar.expr: f"p.{multiplier_field(scalar)}"
+        divisors = [
+            scalar
             for scalar in spec.scalars
             if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar)
-        }
+        ]
+        self.printer.multipliers = {s.expr: f"p.{multiplier_field(s)}" for s in divisors}
+        self.printer.inverses = {s.expr: f"p.{inverse_field(s)}" for s in divisors}
         # The tensors that the kernel itself reads.
         own = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
         given = {tensor.symbol for tensor in spec.tensors}
@@ -250,13 +253,16 @@ class SpecFunctions:
         return in_parts(name, returns, why, code, self.printer, result)
 
     def mask_mod(self) -> FunctionInParts:
-        code = leveled(self.mask.expr, name_costly=True)
+        code = code_of_mask(self.mask.expr)
 
         def result() -> str:
             return self.printer.expr(code.block.results[0])
 
         why = self._source(self.spec.mask_line)
-        return in_parts("mask_mod", "bool", why, code, self.printer, result)
+        self.printer.evaluates_all = True
+        function = in_parts("mask_mod", "bool", why, code, self.printer, result)
+        self.printer.evaluates_all = False
+        return function
 
     # The bounds and conditions of the analysis.
 

@@ -173,6 +173,8 @@ def params_of(
         if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar):
             what = f"multiplier and shift of a division by {scalar.name}"
             params.append(Param(multiplier_field(scalar), "long long", what))
+            what = f"inverse and limit by which {scalar.name} is found to divide a number"
+            params.append(Param(inverse_field(scalar), "long long", what))
     if spec.packed and role != "delta":
         params = [_of_all_sequences(param) for param in params]
     return tuple(params)
@@ -196,6 +198,11 @@ def is_set_by_kernel(spec: AttentionSpec, scalar: Scalar) -> bool:
 def multiplier_field(scalar: Scalar) -> str:
     """The field by which kernels divide by a scalar; `runtime.kernel_arguments` makes its value."""
     return f"d_{scalar.name}"
+
+
+def inverse_field(scalar: Scalar) -> str:
+    """The field by which kernels test for multiples of a scalar, as `multiplier_field`."""
+    return f"i_{scalar.name}"
 
 
 def _of_all_sequences(param: Param) -> Param:

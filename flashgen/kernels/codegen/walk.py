@@ -55,6 +55,12 @@ class WalkCode:
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
 
+    @property
+    def also(self) -> str:
+        """The operator between a test that an element exists and the mask: a cheap mask is not
+        behind a branch."""
+        return "&&" if self.mask_costly else "&"
+
 
 def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     """The walk of a kernel. ``renamed``: the kernel's names of the functions' h and tile."""

@@ -17,7 +17,18 @@ from flashgen.spec.language import float_operations as floats
 from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.float_functions import Abs
 from flashgen.spec.language.lets import Let, lets_of
-from flashgen.spec.language.symbols import DISTANCE, K_HI, K_LO, PRODUCT, Q_HI, Q_LO, SCORE, K, Q
+from flashgen.spec.language.symbols import (
+    APART,
+    DISTANCE,
+    K_HI,
+    K_LO,
+    PRODUCT,
+    Q_HI,
+    Q_LO,
+    SCORE,
+    K,
+    Q,
+)
 from flashgen.spec.language.sympy_functions import (
     Floor,
     FloorDiv,
@@ -44,7 +55,7 @@ MOST_VALUES = {Level.HEAD: 32, Level.QUERY: 6, Level.KEY: 6}
 # A position, or the ends of the positions of a tile.
 _QUERIES = frozenset((Q, Q_LO, Q_HI))
 _KEYS = frozenset((K, K_LO, K_HI))
-_SCORES = frozenset((SCORE, PRODUCT, DISTANCE))
+_SCORES = frozenset((SCORE, PRODUCT, DISTANCE, APART))
 _POSITIONS = _QUERIES | _KEYS | _SCORES
 
 # One instruction, or a few: computing these again costs no more than a register.

@@ -61,16 +61,34 @@ def share(
     first use, so the same expressions always give the same names.
 
     Args:
-        name_costly: also name elements of tensors and divisions that occur once. The compiler can
-            then share them among the scores of a row or column, which it cannot do behind ``&&``.
+        name_costly: also name elements of tensors and divisions that occur once, and tests for
+            multiples in place of their divisions. The compiler can then share them among the scores
+            of a row or column, which it cannot do behind ``&&``.
         named: further expressions that have a name where they occur once too.
     """
+    parts = list(distinct(*parts_of(*results)))
+    uses = Counter(arg for part in parts for arg in part.args if isinstance(arg, FloorMod))
+    tests = {part for part in parts if is_divisibility(part) and uses[part.args[0]] == 1}
+    tested = {test.args[0] for test in tests}
 
     def is_named(expr: sympy.Basic, count: int) -> bool:
-        costly = name_costly and isinstance(expr, Element | FloorDiv | FloorMod)
-        return count > 1 or costly or expr in named
+        costly = name_costly and (isinstance(expr, Element | FloorDiv | FloorMod) or expr in tests)
+        return expr in named or (expr not in tested and (count > 1 or costly))
 
     return _Sharing(results, is_named).block()
+
+
+def is_divisibility(expr: sympy.Basic) -> bool:
+    """True for a test whether the remainder of integers is 0, or not 0.
+
+    It takes less than the remainder, if it is not needed for anything else.
+    """
+    return (
+        isinstance(expr, sympy.Eq | sympy.Ne)
+        and isinstance(expr.lhs, FloorMod)
+        and expr.rhs == 0
+        and is_int(expr.lhs)
+    )
 
 
 def share_evaluated(*results: sympy.Basic, first_let: int = 0) -> CodeBlock:

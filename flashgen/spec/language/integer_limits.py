@@ -108,10 +108,10 @@ def _limits(
         return min(lo for lo, _ in parts), min(hi for _, hi in parts)
     if isinstance(expr, Maximum | sympy.Max):
         return max(lo for lo, _ in parts), max(hi for _, hi in parts)
-    if isinstance(expr, FloorDiv):
-        return _quotient(*parts)
-    if isinstance(expr, FloorMod):
-        return _remainder(*parts)
+    if isinstance(expr, FloorDiv | FloorMod):
+        (low, high), divisor = parts
+        a = (max(0, low), max(0, high)) if expr.natural else (low, high)
+        return _quotient(a, divisor) if isinstance(expr, FloorDiv) else _remainder(a, divisor)
     if isinstance(expr, BitFunction):
         return expr.limits(*parts)
     if isinstance(expr, sympy.sign):

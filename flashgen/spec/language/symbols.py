@@ -27,6 +27,9 @@ HEADS = sympy.Symbol("heads", integer=True, positive=True)
 SEQ_Q = sympy.Symbol("seq_q", integer=True, nonnegative=True)
 SEQ_K = sympy.Symbol("seq_k", integer=True, nonnegative=True)
 
+APART = sympy.Symbol(".q_minus_k", integer=True)
+"""The distance q - k of a query and a key; no scalar of a spec has this name."""
+
 # The first and last positions of a tile.
 Q_LO = sympy.Symbol("q_lo", integer=True)
 Q_HI = sympy.Symbol("q_hi", integer=True)

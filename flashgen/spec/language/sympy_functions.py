@@ -71,6 +71,7 @@ class FloorDiv(RealFunction):
 
     nargs = (2,)
     integer_closed = True
+    natural = False
     form = staticmethod(lambda a, b: sympy.floor(a / b))
     slope = staticmethod(lambda a, b: sympy.S.Zero)
 
@@ -133,6 +134,7 @@ class FloorMod(RealFunction):
 
     nargs = (2,)
     integer_closed = True
+    natural = False
     form = staticmethod(lambda a, b: a - b * sympy.floor(a / b))
 
     @classmethod

@@ -22,6 +22,7 @@ from flashgen.kernels.codegen.expressions.cpp_text import (
 )
 from flashgen.kernels.codegen.integer_ranges import AssumedBlock, sizes_of_parts
 from flashgen.shared.dtypes import INT32_MAX, OPERANDS
+from flashgen.shared.fast_division import inverse_of
 from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitFunction,
@@ -70,6 +71,7 @@ class IntegerPrinter(ABC):
         self.names = dict(names or {})
         self.wide = wide
         self.multipliers: dict[sympy.Symbol, str] = {}
+        self.inverses: dict[sympy.Symbol, str] = {}
         self.assumptions: list[AssumedBlock] = [AssumedBlock()]
         self.fast = OPERANDS[dtype].approximates
         self.tensors: set[TensorSymbol] = set()
@@ -87,6 +89,7 @@ class IntegerPrinter(ABC):
         self._of_integers: set[sympy.Symbol] = set()
         self._in_predicate = False
         self._rounds = False
+        self.evaluates_all = False
         self.score_is_product = False
         self.rounds_products = False
 
@@ -252,16 +255,15 @@ class IntegerPrinter(ABC):
     def _division(self, expr: sympy.Expr, wide: bool) -> Text:
         a, b = expr.args
         quotient = isinstance(expr, FloorDiv)
-        power_of_two = b.is_Integer and b > 0 and int(b) & (int(b) - 1) == 0
         text = self._int(a, wide)
-        if power_of_two and quotient:
+        if _is_power_of_two(b) and quotient:
             # An arithmetic shift rounds down, for negative numbers too.
             return f"{inside(text, UNARY)} >> {int(b).bit_length() - 1}", SHIFT
-        if power_of_two:
+        if _is_power_of_two(b):
             return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
         if b in self.multipliers and not wide:
-            return self._fast_division(text[0], a, b, quotient)
-        if self._least(a) >= 0 and self._least(b) > 0:
+            return self._fast_division(text[0], expr, quotient)
+        if (expr.natural or self._least(a) >= 0) and self._least(b) > 0:
             sign = "/" if quotient else "%"
             return (
                 f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
@@ -273,14 +275,24 @@ class IntegerPrinter(ABC):
             name += "_or_0"
         return self._call(name, text[0], self._int(b, wide)[0])
 
-    def _fast_division(self, text: str, a: sympy.Expr, b: sympy.Expr, quotient: bool) -> Text:
+    def _fast_division(self, text: str, expr: sympy.Expr, quotient: bool) -> Text:
         """A division by a scalar of the call, by the multiplier that the host makes."""
+        a, b = expr.args
         positive = self._least(b) > 0
-        natural = positive and self._least(a) >= 0
+        natural = positive and (expr.natural or self._least(a) >= 0)
         kind = "fast_" if natural else "fast_floor_" if positive else "signed_floor_"
         divisor = [] if positive and quotient else [self._name(b)[0]]
         name = f"{kind}{'div' if quotient else 'mod'}"
         return self._call(name, text, *divisor, self.multipliers[b])
+
+    def _divides(self, a: sympy.Expr, b: sympy.Expr) -> Text | None:
+        """Whether a scalar of the call or a constant divides a number; None for other divisors."""
+        made = self.inverses.get(b)
+        if b.is_Integer and not _is_power_of_two(b) and abs(b) <= INT32_MAX:
+            made = f"{inverse_of(int(b))}LL"
+        if made is None or self._is_wide(a) or self._is_wide(b):
+            return None
+        return self._call("divides", self._int(b)[0], self._int(a)[0], made)
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
         branches, last = branches_of(expr)
@@ -289,3 +301,7 @@ class IntegerPrinter(ABC):
             test = inside(self._condition(condition), OR)
             text = f"{test} ? {inside(print_value(value), CHOICE + 1)} : {text}"
         return text, CHOICE
+
+
+def _is_power_of_two(number: sympy.Expr) -> bool:
+    return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)

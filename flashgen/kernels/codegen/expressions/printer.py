@@ -28,11 +28,14 @@ from flashgen.kernels.codegen.expressions.floats import FloatPrinter
 from flashgen.kernels.codegen.expressions.let_names import let_names
 from flashgen.kernels.codegen.expressions.predicates import lets_of_integers, predicate_lets
 from flashgen.kernels.codegen.integer_ranges import AssumedBlock
-from flashgen.spec.analysis.sharing import CodeBlock
+from flashgen.spec.analysis.sharing import CodeBlock, is_costly, is_divisibility
 from flashgen.spec.language.divisors import is_data
 from flashgen.spec.language.float_operations import FloatSum
 from flashgen.spec.language.integer_limits import limits
-from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.symbols import APART, K, Q, is_condition, is_int
+
+_SIGNS = ((">=", 0), (">", -1), ("<", 0), ("<=", -1))
+"""Comparisons with the sign of a number."""
 
 
 class CPrinter(FloatPrinter):
@@ -46,7 +49,10 @@ class CPrinter(FloatPrinter):
 
     Attributes:
         multipliers: C++ of the multiplier and shift of each symbol by which kernels divide fast.
+        inverses: C++ of the inverse and limit of each of them, which tests for multiples need.
         assumptions: what must be within int32 where integers are not wide, block by block.
+        evaluates_all: whether conditions are joined by ``&`` and ``|`` where all of them are cheap.
+            Of ``&&`` and ``||`` the compiler makes selections, which cost more instructions.
         score_is_product: whether kernels multiply the score by the scale where they pass it.
         rounds_products: whether every product of floats is rounded. Otherwise the compiler chooses
             which products it fuses with sums, and may choose differently in another kernel.
@@ -64,12 +70,13 @@ class CPrinter(FloatPrinter):
         return self._float(expr)[0]
 
     def joined(self, conditions: Iterable[sympy.Basic], operator: str) -> str:
-        """C++ text of the conditions joined by ``&&`` or ``||``, in this order."""
+        """C++ text of the conditions joined by ``&&``, ``||``, ``&`` or ``|``, in this order."""
         parts = [self._condition(condition) for condition in conditions]
         if len(parts) == 1:
             return parts[0][0]
-        # C++ needs no brackets around && inside ||, but readers do.
-        return f" {operator} ".join(inside(part, EQUAL) for part in parts)
+        # C++ needs no brackets around && inside ||, or comparisons inside & and |, but readers do.
+        level = UNARY if operator in ("&", "|") else EQUAL
+        return f" {operator} ".join(inside(part, level) for part in parts)
 
     def ctype(self, expr: sympy.Basic) -> str:
         """ "bool", "int", "int64" or "float": the type of the printed text."""
@@ -120,6 +127,8 @@ class CPrinter(FloatPrinter):
         kind = self.let_type(symbol, value)
         with self._predicate(symbol in self._predicates):
             text = self.float(value) if kind == "float" else self.expr(value)
+            if symbol == APART:
+                text = self._call("difference", *(self._name(s)[0] for s in (Q, K)))[0]
             line = f"const {kind} {self.names[symbol]} = {text};"
         if kind in ("int", "int64"):
             self._known[symbol] = limits(value, self._known, self._limits)
@@ -145,10 +154,11 @@ class CPrinter(FloatPrinter):
             return str(bool(expr)).lower(), ATOM
         if isinstance(expr, sympy.Not):
             return "!" + inside(self._condition(expr.args[0]), UNARY), UNARY
-        if isinstance(expr, sympy.And):
-            return self.joined(expr.args, "&&"), AND
-        if isinstance(expr, sympy.Or):
-            return self.joined(expr.args, "||"), OR
+        if isinstance(expr, sympy.And | sympy.Or):
+            operator, level = ("&&", AND) if isinstance(expr, sympy.And) else ("||", OR)
+            if self.evaluates_all and not is_costly(expr):
+                operator, level = operator[0], OR
+            return self.joined(expr.args, operator), level
         if isinstance(expr, Relational):
             return self._relation(expr)
         raise unknown(expr)
@@ -157,6 +167,12 @@ class CPrinter(FloatPrinter):
         if expr.lhs.is_number and not expr.rhs.is_number:
             expr = expr.reversed
         left, right, sign = expr.lhs, expr.rhs, expr.rel_op
+        divides = self._divides(*left.args) if is_divisibility(expr) else None
+        if divides is not None:
+            return divides if sign == "==" else ("!" + divides[0], UNARY)
+        if self.evaluates_all and left == APART and (sign, right) in _SIGNS:
+            text = self._call("is_natural", self._name(left)[0])
+            return text if sign[0] == ">" else ("!" + text[0], UNARY)
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:

@@ -1,0 +1,69 @@
+"""Masks by the distance q - k: what depends on it alone is equal along a diagonal of the scores.
+
+A lane has rows that are 8 apart and columns that are 8 apart, so that most of its scores have the
+distance of another of its scores. The compiler computes what they share once if the distance is a
+name, and every comparison of positions that can is one of the distance.
+"""
+
+from __future__ import annotations
+
+import sympy
+from sympy.core.relational import Relational
+
+from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
+from flashgen.spec.analysis.natural import with_natural_divisions
+from flashgen.spec.analysis.sharing import CodeBlock
+from flashgen.spec.language.lets import distinct, replaced
+from flashgen.spec.language.symbols import APART, K, Q, is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+
+
+def by_distance(mask: sympy.Basic) -> sympy.Basic:
+    """The mask with `APART`, where it divides the distance; as it is where it does not."""
+    found: dict[sympy.Basic, sympy.Basic] = {}
+    for part in distinct(mask):
+        if isinstance(part, Relational) and is_int(part.lhs) and is_int(part.rhs):
+            new = _relation(part)
+        elif isinstance(part, sympy.Expr) and is_int(part) and part.args:
+            new = _distance(part)
+        else:
+            continue
+        if new is not None:
+            found[part] = new
+    result = replaced(mask, found)
+    divisions = result.atoms(FloorDiv, FloorMod)
+    return result if any(APART in each.free_symbols for each in divisions) else mask
+
+
+def code_of_mask(mask: sympy.Basic) -> LeveledCode:
+    """The code of a mask, whose first let is `APART` where it divides the distance."""
+    mask = with_natural_divisions(by_distance(mask))
+    code = leveled(mask, name_costly=True)
+    if APART not in mask.free_symbols:
+        return code
+    lets, sources = ((APART, Q - K), *code.block.lets), (Q - K, *code.block.sources)
+    block = CodeBlock(lets, code.block.results, sources)
+    return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.kept)
+
+
+def _relation(relation: Relational) -> Relational | None:
+    sides = relation.lhs, relation.rhs
+    if any({Q, K} <= side.free_symbols for side in sides):
+        return None  # a side has the distance itself
+    difference = _distance(relation.lhs - relation.rhs)
+    sign = 0 if difference is None else difference.coeff(APART)
+    if sign not in (1, -1):
+        return None
+    rest = difference - sign * APART
+    if APART in rest.free_symbols:
+        return None
+    sides = (APART, -rest) if sign == 1 else (rest, APART)
+    return relation.func(*sides, evaluate=False)
+
+
+def _distance(expr: sympy.Expr) -> sympy.Expr | None:
+    """An expression of q - k and no other position; None where it is none."""
+    if not {Q, K} <= expr.free_symbols:
+        return None
+    new = replaced(expr, {Q: APART + K})
+    return None if K in new.free_symbols else new

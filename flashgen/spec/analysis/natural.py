@@ -1,0 +1,111 @@
+"""Divisions in masks whose numerators are negative only where the mask is false without them.
+
+In ``(q >= k) & ((q - k) // block < n)`` the quotient of a negative number decides nothing: a kernel
+may compute any number in its place, which spares the correction that rounds down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+
+import sympy
+from sympy.core.relational import Relational
+
+from flashgen.spec.language.integer_limits import limits
+from flashgen.spec.language.lets import Let, contains
+from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.tensor_elements import TensorRead
+
+
+class NaturalDiv(FloorDiv):
+    """``a // b`` where it is used with a >= 0 only; any number from 0 on for another a."""
+
+    natural = True
+
+
+class NaturalMod(FloorMod):
+    """``a % b`` where it is used with a >= 0 only; any number for another a."""
+
+    natural = True
+
+
+Facts = frozenset[sympy.Expr]
+_MOST_FACTS = 8  # of those that have a symbol of a numerator
+
+
+def with_natural_divisions(mask: sympy.Basic) -> sympy.Basic:
+    """The mask with `NaturalDiv` and `NaturalMod` for the divisions of which this holds everywhere.
+
+    An index of a tensor and a divisor are computed whatever the mask is, and keep their divisions.
+    """
+    holds: dict[sympy.Expr, bool] = {}
+    seen: set[tuple[sympy.Basic, Facts]] = set()
+
+    def visit(part: sympy.Basic, facts: Facts) -> None:
+        """``facts``: integers that are not negative where the value of the part is used."""
+        if (part, facts) in seen or isinstance(part, Let):
+            return
+        seen.add((part, facts))
+        if isinstance(part, FloorDiv | FloorMod) and is_int(part):
+            a, b = part.args
+            natural = limits(b)[0] > 0 and _is_natural(a, facts)
+            holds[part] = natural and holds.get(part, True)
+            visit(a, facts)
+            visit(b, frozenset())
+            return
+        if isinstance(part, TensorRead):
+            facts = frozenset()
+        # Where an operand decides, by being false in an and, true in an or, the others do not.
+        stated: list[set[sympy.Expr]] = [set() for _ in part.args]
+        if isinstance(part, sympy.And | sympy.Or):
+            negated = isinstance(part, sympy.Or)
+            stated = [set(_stated(arg, negated=negated)) for arg in part.args]
+        for place, arg in enumerate(part.args):
+            visit(arg, facts.union(*stated[:place], *stated[place + 1 :]))
+
+    visit(mask, frozenset())
+    made: dict[sympy.Basic, sympy.Basic] = {}
+
+    def rebuilt(part: sympy.Basic) -> sympy.Basic:
+        if part not in made:
+            args = [rebuilt(arg) for arg in part.args]
+            same = all(new is old for new, old in zip(args, part.args, strict=True))
+            kind = _KINDS[part.func] if holds.get(part) else part.func
+            options = {"evaluate": False} if isinstance(part, sympy.Piecewise | Relational) else {}
+            made[part] = part if same and kind == part.func else kind(*args, **options)
+        return made[part]
+
+    return rebuilt(mask) if any(holds.values()) else mask
+
+
+_KINDS = {FloorDiv: NaturalDiv, FloorMod: NaturalMod}
+
+
+def _is_natural(number: sympy.Expr, facts: Facts) -> bool:
+    """Whether the number is at least 0, or a fact, or the sum of two facts."""
+    near = [fact for fact in facts if not fact.free_symbols.isdisjoint(number.free_symbols)]
+    near = sorted(near, key=sympy.default_sort_key)[:_MOST_FACTS]
+    return any(
+        limits(number - sympy.Add(*some))[0] >= 0
+        for count in range(3)
+        for some in combinations_with_replacement(near, count)
+    )
+
+
+def _stated(condition: sympy.Basic, *, negated: bool) -> Iterator[sympy.Expr]:
+    """The integers of which a comparison, or its negation, states that they are not negative.
+
+    A comparison that divides states none: its own numerator might rest on what it guards.
+    """
+    if not isinstance(condition, Relational) or contains(condition, FloorDiv, FloorMod):
+        return
+    known = condition.negated if negated else condition
+    left, right, sign = known.lhs, known.rhs, known.rel_op
+    if not (is_int(left) and is_int(right)):
+        return
+    if sign in (">", ">=", "=="):
+        yield left - right - int(sign == ">")
+    if sign in ("<", "<=", "=="):
+        yield right - left - int(sign == "<")
