@@ -742,8 +742,10 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         const int k = p.k_offset + key;
         const Range queries = key_queries(p, k);
         const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
+        // Past the last query too: there P is 0, but not where a key is infinite or NaN.
+        const int hi = queries.hi - column;
         UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-          const unsigned keep = pair_from(lo, n);
+          const unsigned keep = pair_from(lo, n) & ~pair_from(hi, n);
           p_rows[n / 2][n % 2 * 2 + r] &= keep;
           ds_rows[n / 2][n % 2 * 2 + r] &= keep;
         }

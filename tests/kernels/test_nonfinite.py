@@ -79,3 +79,21 @@ def test_a_score_that_ignores_the_score_has_the_same_gradients_on_every_path(
     fg.attention(spec)(**of, backend=backend).backward(dout)
     for x, theirs in zip(of.values(), exact, strict=True):
         assert torch.equal(x.grad.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("head_dim", [64, slow(192), slow(256)])
+def test_keys_that_only_rows_past_the_last_query_would_see_have_finite_gradients(
+    head_dim: int,
+) -> None:
+    """These rows of a tile are zeros, and their scores 0 * NaN."""
+    spec = fg.AttentionSpec(lambda b, h, q, k: k <= q, head_dim=head_dim, dtype="float16")
+    lengths = (97, 193, 193)
+    q, k, v = (normal((1, 1, n, head_dim), torch.float16, seed) for seed, n in enumerate(lengths))
+    k[:, :, 97:] = math.nan
+    qkv = [each.requires_grad_() for each in (q, k, v)]
+    out = fg.attention(spec)(*qkv, backend="emulator", arch="sm_90a")
+    _, dk, dv = torch.autograd.grad(out, qkv, normal(out.shape, torch.float16, 3))
+    assert not dk[:, :, 97:].any()
+    assert not dv[:, :, 97:].any()
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()

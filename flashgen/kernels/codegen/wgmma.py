@@ -37,10 +37,6 @@ def fields_of(
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
     sum_queries = queries_of_sums(plan.block_q, plan.head_dim)
-    # Past the last query P and dP - delta are 0 without a mask, unless the score function changes
-    # them; past the last key they are not.
-    row = functions.mask.row
-    ends = not walk.row_has_lo or (row is not None and row.hi is not None)
     return {
         "products": [
             Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
@@ -53,7 +49,6 @@ def fields_of(
         "ping_pong": plan.ping_pong,
         # With a score function or dropout, P and dS are computed together, after dP arrived.
         "one_pass": bool(score.call or spec.dropout),
-        "row_has_hi": ends or bool(score.call),
         "panel_s": panel_of_scores(plan.block_k),
         "sum_queries": sum_queries,
         "dq_shares_queries": sum_queries < plan.block_q,
