@@ -99,7 +99,7 @@ def test_parts_meet_the_error_rule_for_other_specs(name: str) -> None:
 def test_parts_of_packed_sequences_meet_the_error_rule() -> None:
     in_parts(of_packed(), 2)
     in_parts(of_packed(heads=(3, 1), dims=(64, 128)), 2)
-    in_parts(of_packed(heads=(3, 1), dims=(80, 40)), 1)
+    in_parts(of_packed(heads=(3, 1), dims=(80, 64)), 1)
 
 
 def test_a_part_of_all_heads_has_the_kernels_and_launches_of_a_whole_group() -> None:
