@@ -148,7 +148,7 @@ def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) ->
     if code is None or not plan.code_path.template_fields:
         return {}
     module = importlib.import_module(f"flashgen.kernels.codegen.{plan.code_path.template_fields}")
-    fields: dict[str, object] = module.fields_of(spec, plan, code.functions, code.walk, code.score)
+    fields: dict[str, object] = module.fields_of(spec, plan, code.score)
     return fields
 
 

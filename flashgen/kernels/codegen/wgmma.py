@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flashgen.kernels.codegen.functions import SpecFunctions
-from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
+from flashgen.kernels.codegen.walk import ScoreCode
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import (
     panel_of_scores,
@@ -30,9 +29,7 @@ class Product(NamedTuple):
     from_registers: bool
 
 
-def fields_of(
-    spec: AttentionSpec, plan: Plan, functions: SpecFunctions, walk: WalkCode, score: ScoreCode
-) -> dict[str, object]:
+def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, object]:
     """The fields that only these templates have, for any kernel of scores."""
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
