@@ -162,7 +162,7 @@ def check(
     program = program.of_dtype(getattr(q, "dtype", None))
     call = check_call(program.signature, operands, options)
     size = split_number(split_size)
-    return forward.split(program, operands, options, size)[1] if size else call
+    return forward.split(program, call, operands, options, size)[1] if size else call
 
 
 def _call_of(

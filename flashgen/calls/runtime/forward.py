@@ -310,7 +310,7 @@ def prepare(
     if options.split_size is None and may_split and not (fixed or call.is_empty):
         size = program.planned_split(target, call)
     if size:
-        program, call = split(program, operands, options, size)
+        program, call = split(program, call, operands, options, size)
     if launch.blocks is not None and target.backend == "tiled":
         raise InputError(
             "tiled algorithms have no blocks",
@@ -322,10 +322,9 @@ def prepare(
 
 
 def split(
-    program: CallProgram, operands: Operands, options: CallOptions, size: int
+    program: CallProgram, call: CheckedCall, operands: Operands, options: CallOptions, size: int
 ) -> tuple[CallProgram, CheckedCall]:
     """The program that splits the keys of a checked call, and the call with its scalars."""
-    call = check(program.signature, operands, options)
     scalars = options.scalars
     if WHOLE[0] not in call.scalars:
         scalars += (0, call.heads_q, call.seq_q, call.seq_k)
