@@ -7,6 +7,7 @@ int64 value of shape (), (n, 1), (1, 32) or (n, 32). Loaded values have the shap
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,12 +127,19 @@ def _local_index(here: Execution, address: Any, size: int) -> Array:
     return index >> SHIFT[size]
 
 
-def load_local(here: Execution, address: Any, size: int) -> Array:
+def load_local(here: Execution, address: Any, size: int, used: tuple[bool, ...] = (True,)) -> Array:
+    """Reads ``size`` bytes per lane from local memory.
+
+    ``used`` has whether each element of the access is read later: only those need to have been
+    written, because a compiler loads the padding of a structure together with its members.
+    """
     m, index = here.machine, _local_index(here, address, size)
     if here.lanes is not None:
         index = np.where(here.spread(here.lanes), index, 0)
     if m.local_written is not None:
-        missing = m.local_written.view[size].take(index) != _WRITTEN[size]
+        each = size // len(used)
+        parts = m.local_written.view[each].reshape(-1, len(used)).take(index, axis=0)
+        missing = (parts != _WRITTEN[each])[..., used].any(axis=-1)
         if here.any(missing):
             site = here.first(missing)
             at = int(here.spread(address)[site.row, site.lane])
@@ -220,7 +228,6 @@ def store_parameter(here: Execution, address: Any, value: Any, size: int) -> Non
     here.machine.fail(OutOfBounds, what, here.first(), numbers, way_out)
 
 
-_LOADS = (load_global, load_cluster, load_local, load_parameter)
 _STORES = (store_global, store_cluster, store_local, store_parameter)
 
 
@@ -242,9 +249,13 @@ def by_space(here: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
     return found
 
 
-def load_generic(here: Execution, address: Any, size: int) -> Array:
+def load_generic(
+    here: Execution, address: Any, size: int, used: tuple[bool, ...] = (True,)
+) -> Array:
+    """Reads ``size`` bytes per lane from the space of each address; ``used`` as in `load_local`."""
     parts = by_space(here, address)
-    found = [_LOADS[kind](part, at, size) for kind, at, part in parts]
+    loads = (load_global, load_cluster, partial(load_local, used=used), load_parameter)
+    found = [loads[kind](part, at, size) for kind, at, part in parts]
     if len(found) == 1:
         return found[0]
     out = np.zeros((here.cohort.n, 32), ELEMENT[size])
@@ -360,7 +371,10 @@ def emit_load(g: Generator, ins: Instruction) -> None:
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
     here = g.here("None" if space == "param" and named else "")
-    unpack(g, g.let(f"load_{function}({here}, {where}, {size})"), items, kind)
+    live = g.program.live[g.pc + 1]
+    elements = tuple(isinstance(item, Reg) and live >> item.index & 1 == 1 for item in items)
+    used = f", {elements}" if function in ("local", "generic") else ""
+    unpack(g, g.let(f"load_{function}({here}, {where}, {size}{used})"), items, kind)
 
 
 def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> None:

@@ -397,6 +397,26 @@ def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(element: int)
         assert out.tolist() == [7]
 
 
+@pytest.mark.parametrize("space", [".local", ""])
+@pytest.mark.parametrize("element", [0, 1])
+def test_a_vector_of_local_memory_needs_only_the_elements_that_are_read(
+    element: int, space: str
+) -> None:
+    """As compilers load the members of a structure with the padding between them."""
+    ptx = f""".visible .entry k(.param .u64 out) {{ .local .align 8 .b8 a[8];
+            .reg .b32 %t<3>; .reg .b64 %p, %a; ld.param.u64 %p, [out];
+            mov.u64 %a, a; {"" if space else "cvta.local.u64 %a, %a;"} mov.u32 %t2, 7;
+            st.local.u32 [a], %t2; ld{space}.v2.u32 {{%t0, %t1}}, [%a];
+            st.global.u32 [%p], %t{element}; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    if element:
+        with pytest.raises(UninitialisedRead, match="local memory is read"):
+            run_ptx(ptx, "k", 1, 1, out)
+    else:
+        run_ptx(ptx, "k", 1, 1, out)
+        assert out.tolist() == [7]
+
+
 def test_spellings_of_other_compilers() -> None:
     """Spaces inside brackets and braces, comments, .loc and .pragma between instructions."""
     body = """.loc 1 2 3
