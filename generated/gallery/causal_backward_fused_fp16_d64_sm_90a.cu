@@ -222,6 +222,12 @@ DEVICE void barrier_expect(unsigned barrier, int bytes) {  // announce bytes wit
 DEVICE void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
+// An arrival of a whole warp. elect.sync chooses the lane: to read the index of the thread again
+// takes longer than what stands between two products, and no register is free to keep it.
+DEVICE void barrier_arrive_warp(unsigned barrier) {
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
+               "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n}" :: "r"(barrier) : "memory");
+}
 // Wait for the phase of this parity, 0 for the first. The phase before it counts as complete.
 DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
   asm volatile("{\n.reg .pred complete;\nagain:\n"
@@ -496,7 +502,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
       barrier_init(q_full[i], 3);
       barrier_init(do_full[i], 1);
       barrier_init(q_empty[i], 4 * CONSUMERS);  // every warp read base, delta and Tile
-      barrier_init(do_empty[i], CONSUMERS);
+      barrier_init(do_empty[i], 4 * CONSUMERS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -787,7 +793,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     // 5i. While that product runs, the buffer of dO is released.
     //     A producer warp adds dQ, in the order of registers, to the sums.
     wgmma_wait<1>();
-    if (thread_index() % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);
+    barrier_arrive_warp(do_empty[stage.index]);
     named_wait(BARRIER_DQ_EMPTY + warpgroup, WARPGROUP + 32);
     UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
       pin(dq[i]);
@@ -802,7 +808,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    if (thread_index() % 32 == 0) barrier_arrive(q_empty[stage.index]);
+    barrier_arrive_warp(q_empty[stage.index]);
     stage.next();
     exchange ^= 1;
   }

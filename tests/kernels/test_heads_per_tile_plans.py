@@ -186,7 +186,8 @@ def bytes_of(
     spec: fg.AttentionSpec, arch: str = ARCH, *, sizes: Any = SIZES, **options: Any
 ) -> tuple[Plan, dict[str, int]]:
     """Counted, where they are as the plan predicts them."""
-    _, (profile,) = profile_forward(spec, *random_operands(spec, sizes), arch=arch, **options)
+    how = {"arch": arch, "split_size": 0, **options}
+    _, (profile,) = profile_forward(spec, *random_operands(spec, sizes), **how)
     for tensor in profile.tensors:
         if "_row_" not in tensor.name:  # the lists of a layout, of which Hopper's plan says nothing
             assert tensor.issued.counted == tensor.issued.predicted, tensor.name

@@ -217,7 +217,7 @@ class ScoreCode:
 
 # With a scale outside these bounds all scores are equal, or one of them is above all others.
 _SCALE = "fmaxf(p.scale, 0x1p-96f)"
-_SCALE_SQUARED = "fminf(fmaxf(p.scale * p.scale, 0x1p-90f), 0x1p90f)"
+_SCALE_SQUARED = "bounded(p.scale * p.scale)"
 
 
 def _outside(make: SpecFunctions, folded: FoldedScore) -> tuple[str, str]:

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("rounded_sums")
 ARCH = "sm_90a"
 
 WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
-GIVE_Q = "    if (thread_index() % 32 == 0) barrier_arrive(q_empty[stage.index]);"
+GIVE_Q = "    barrier_arrive_warp(q_empty[stage.index]);"
 GIVE_LAST_K = "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);\n"
-GIVE_DO = "    if (thread_index() % WARPGROUP == 0) barrier_arrive(do_empty[stage.index]);"
+GIVE_DO = "    barrier_arrive_warp(do_empty[stage.index]);"
 ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
 
 RESIDENT = "    barrier_wait(resident, 0);\n"
@@ -159,13 +159,13 @@ COLUMNS = [
      "barrier_wait(do_full[0], step % 2);", "barrier_wait(do_full[0], stage.parity);", ""),
     ("dO is not waited for", "      barrier_wait(do_full[0], step % 2);\n", "", "Race"),
     ("dO is released before it is read",
-     "    wgmma_wait<1>();\n    const unsigned thread", "    const unsigned thread", ""),
+     "    wgmma_wait<1>();\n    barrier_arrive_warp(do_empty", "    barrier_arrive_warp(do_empty", ""),
     ("dQ is added before its product is done",
      "      wgmma_wait<0>();\n      pin(dq);\n", "      pin(dq);\n", ""),
     ("every pass has the first keys",
      "min(pass * PASS_KEYS, KEYS - PASS_KEYS)", "0", "never written"),
     ("one arrival too many is expected",
-     "barrier_init(do_empty[0], CONSUMERS)", "barrier_init(do_empty[0], 3)", WAITS),
+     "barrier_init(do_empty[0], 4 * CONSUMERS)", "barrier_init(do_empty[0], 9)", WAITS),
 ]  # fmt: skip
 DQ = [
     NOT_FENCED,
@@ -210,8 +210,7 @@ COMPUTED_FORWARD = [
 ]  # fmt: skip
 COMPUTED_FUSED = [
     ("wrong swizzle of dS", "16 * (vector ^ lane % 8)", "16 * vector"),
-    ("delta of the other query", "-first.y, -next.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * "
-     "thread + 8", "-first.y, -first.y);\n        store_pair(to + 4 * BLOCK_Q + 16 * thread + 8"),
+    ("delta of the other query", "4 * BLOCK_Q, first.y, next.y", "4 * BLOCK_Q, first.y, first.y"),
 ]  # fmt: skip
 COMPUTED_COLUMNS = [
     ("the wrong strip of dK", "q_here.from_panel(strip - PANELS_V)", "q_here"),
