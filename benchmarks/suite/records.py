@@ -66,6 +66,11 @@ SPEED = {
     "ratio": "time of that peer over this one's: above 1 is faster than the peer",
     "note": "",
 }
+CASE = (
+    *("part", "spec", "scalars", "batch", "heads_q", "heads_kv", "seq_q", "seq_k"),
+    *("head_dim", "head_dim_v", "dtype", "pass"),
+)
+"""The columns of speed.csv that say what is computed."""
 MEASURES = {
     **STAMP,
     "subject": "what was measured: a contender, a kernel, a test",
@@ -220,6 +225,20 @@ def latest(rows: list[dict[str, str]], device: str = "gpu") -> list[dict[str, st
     """The rows of the newest run on a device."""
     runs = [row["run"] for row in rows if row["device"] == device]
     return [row for row in rows if runs and row["run"] == max(runs)]
+
+
+def newest_of_cases(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Of the GPU of the newest run: the rows of each case and pass from the newest run that has
+    it, because a short run has few cases; newest runs first."""
+    newest = latest(rows)
+    last: dict[tuple[str, ...], str] = {}
+    kept = []
+    for row in sorted(rows, key=lambda row: row["run"], reverse=True):
+        if newest and row["gpu"] == newest[0]["gpu"]:
+            case = tuple(row[name] for name in CASE)
+            if last.setdefault(case, row["run"]) == row["run"]:
+                kept.append(row)
+    return kept
 
 
 def now() -> str:

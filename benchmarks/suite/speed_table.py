@@ -1,4 +1,4 @@
-"""The speed table of docs/gpu.md, made from the latest record and nothing else."""
+"""The speed table of docs/gpu.md, made from the newest records of a GPU and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.suite import model_lines
 from benchmarks.suite.cases import ROOT
-from benchmarks.suite.records import RESULTS, latest, read
+from benchmarks.suite.records import RESULTS, latest, newest_of_cases, read
 from benchmarks.suite.summary import is_ours, without_options
 
 PAGE = ROOT / "docs" / "gpu.md"
@@ -27,19 +27,22 @@ class MarkerError(Exception):
 
 def block(results: Path = RESULTS) -> str:
     """What stands between the markers."""
-    every = [row for row in latest(read(results / "speed.csv")) if row["part"] == "suite"]
+    speed = newest_of_cases(read(results / "speed.csv"))
+    every = [row for row in speed if row["part"] == "suite"]
     rows = [row for row in every if is_ours(row)]
     taken = without_options(rows)
     if not taken:
         return NONE
     first = taken[0]
+    runs = {row["date"][:10]: row["commit"] for row in reversed(taken)}
+    at = ", ".join(f"{date} at commit {name}" for date, name in runs.items())
     of = {row["contender"]: row["library"] for row in every}
     fastest = sorted({row["peer"] for row in taken} - {""})
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
     slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken)
     measured = (
-        f"Measured on one {first['gpu']} (driver {first['driver']}) on {first['date'][:10]} at "
-        f"commit {first['commit']}, in {USUAL} unless a row says otherwise, by calls without "
+        f"Measured on one {first['gpu']} (driver {first['driver']}), each case last on {at}, in "
+        f"{USUAL} unless a row says otherwise, by calls without "
         "options, beside its peers on the same inputs; all of it is in `benchmarks/results/`. "
         f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed."
     )
@@ -51,8 +54,8 @@ def block(results: Path = RESULTS) -> str:
         *[f"- {name}: {of.get(name, '')}" for name in fastest],
         "",
         "| mask, batch x heads, queries x keys, head dim | pass | TFLOP/s | of matmul "
-        "| fastest peer | times as fast |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| fastest peer | times as fast | on |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         *[table_row(row) for row in taken[:MOST_ROWS]],
     ]
     if models := model_lines.table(latest(read(results / "models.csv"))):
@@ -71,7 +74,7 @@ def table_row(row: Row) -> str:
     ratio = f"{float(row['ratio']):.2f}" if row["ratio"] else ""
     return (
         f"| {name} | {row['pass']} | {float(row['tflops']):.0f} | {share} | {row['peer']} "
-        f"| {ratio} |"
+        f"| {ratio} | {row['date'][:10]} |"
     )
 
 

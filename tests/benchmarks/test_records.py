@@ -140,6 +140,21 @@ def test_without_a_record_the_speed_table_says_that_nothing_was_measured(tmp_pat
     assert speed_table.block(tmp_path) == "No speed has been measured on a GPU yet."
 
 
+def test_a_case_has_its_newest_record_of_the_gpu_that_ran_last(tmp_path: Path) -> None:
+    other = Stamp("20250101T000000Z", "abc0", "gpu", "NVIDIA H100", "580.2", "torch 9")
+    older = Stamp("20260201T000000Z", "abc1", "gpu", "NVIDIA H200", "580.2", "torch 9")
+    newer = Stamp("20260301T000000Z", "abc2", "gpu", "NVIDIA H200", "580.2", "torch 9")
+    Writer(tmp_path, other, "suite").speed([speed_row(spec="alibi", tflops=3.0)])
+    Writer(tmp_path, older, "suite").speed(
+        [speed_row(tflops=1.0), speed_row(spec="full", tflops=2.0)]
+    )
+    Writer(tmp_path, newer, "suite").speed([speed_row(tflops=412.3)])
+    rows = [line for line in speed_table.block(tmp_path).splitlines() if line.startswith("| ")][2:]
+    assert ["causal" in rows[0], "| 412 |" in rows[0]] == [True, True]
+    assert ["full" in rows[1], "| 2 |" in rows[1]] == [True, True]
+    assert len(rows) == 2
+
+
 def test_the_table_is_of_the_newest_run_on_a_gpu_and_counts_what_is_slower(tmp_path: Path) -> None:
     Writer(tmp_path, STAMP, "suite").speed([speed_row(tflops=1.0)])
     newer = Stamp("20260201T000000Z", "def456", "gpu", "NVIDIA H200", "580.2", "torch 9")

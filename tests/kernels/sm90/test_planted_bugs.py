@@ -159,7 +159,7 @@ COLUMNS = [
      "barrier_wait(do_full[0], step % 2);", "barrier_wait(do_full[0], stage.parity);", ""),
     ("dO is not waited for", "      barrier_wait(do_full[0], step % 2);\n", "", "Race"),
     ("dO is released before it is read",
-     "    wgmma_wait<1>();\n    barrier_arrive_warp(do_empty", "    barrier_arrive_warp(do_empty", ""),
+     "    wgmma_wait<1>();\n    barrier_arrive_warp(do", "    barrier_arrive_warp(do", ""),
     ("dQ is added before its product is done",
      "      wgmma_wait<0>();\n      pin(dq);\n", "      pin(dq);\n", ""),
     ("every pass has the first keys",
