@@ -38,7 +38,7 @@ def test_ranges_of_keys_are_predicted_within_a_fifth_on_the_fitted_path(
         for point in points
         if (point.kind, point.path) == (model_errors.ONE_RANGE, fit_duration.PATH)
     ]
-    assert len(found) == 173
+    assert len(found) == 176
     assert statistics.median(found) <= 0.04
     assert max(found) <= 0.20
 
