@@ -18,12 +18,12 @@ import numpy as np
 
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
+from flashgen.kernels.visits.listed_blocks import ListedBlocks
+from flashgen.kernels.visits.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 from flashgen.shared.arch import WARP
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.tile_walk import EMPTY, Array, TileWalk
 from flashgen.spec.language.symbols import K, Q
-from flashgen.tools.profile.listed_blocks import ListedBlocks
-from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself

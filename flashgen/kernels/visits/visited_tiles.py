@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.spec_terms import mask_instructions
 from flashgen.kernels.planner.traffic import LaunchSizes, StepKind, Steps, Walk
+from flashgen.kernels.visits.listed_blocks import ListedBlocks
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -27,7 +28,6 @@ from flashgen.spec.analysis.tile_walk import (
 )
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
-from flashgen.tools.profile.listed_blocks import ListedBlocks
 
 
 class KnownCall(NamedTuple):
