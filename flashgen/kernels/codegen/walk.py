@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
@@ -54,6 +54,8 @@ class WalkCode:
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
+    part: str | None = None  # which blocks are live that rows and a gathered box touch
+    in_layout: str | None = None  # whether the layout keeps a score of a gathered tile
 
     @property
     def also(self) -> str:
@@ -75,18 +77,26 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         elif mask.must != sympy.false:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
-    by_row = layout is None and (mask.always or mask.row is not None)
+    gathered = plan.box_k > 0
+    of_tiles_layout = None if gathered else layout
+    by_row = of_tiles_layout is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
     masked = make.row() if by_row else by_element.function if by_element else None
     live = make.next_live_tile(may) if may else None
     visit = layout.next_tile(live) if layout else live
     costly = not by_row and is_costly(mask.expr)
     in_rows = None
-    if layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
-        in_rows = layout.by_rows(by_element, masked, plan)
-    element = in_rows.function if in_rows else layout.element(masked) if layout else masked
+    if of_tiles_layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
+        in_rows = of_tiles_layout.by_rows(by_element, masked, plan)
+    element = in_rows.function if in_rows else masked
+    if of_tiles_layout is not None and in_rows is None:
+        element = of_tiles_layout.element(masked)
+    part = layout.part() if layout and gathered else None
+    in_layout = layout.element(None) if layout and gathered else None
+    of_box = {**renamed, "tile": "own"} if gathered else renamed
+    full_tile = _full_tile(make, full, must, of_tiles_layout, of_box)
     assert element is not None, "without a layout there is a mask or a row of all keys"
-    functions = by_element.functions[:-1] if by_element else ()
+    functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
         functions += make.tile_values
     functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
@@ -101,7 +111,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         full=full.call(**renamed) if full else None,
         next=visit.call(**renamed) if visit else None,
         next_why=NEXT_LISTED if layout else NEXT_LIVE,
-        full_tile=_full_tile(make, full, must, layout, renamed),
+        full_tile=full_tile,
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
@@ -109,11 +119,13 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
-        mask_costly=costly or (layout is not None and in_rows is None),
+        mask_costly=costly or (of_tiles_layout is not None and in_rows is None),
         blocks_by_row=in_rows is not None,
         by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
+        part=part.call(q_lo="rows_lo", q_hi="rows_hi", tile="own") if part else None,
+        in_layout=in_layout.call() if in_layout else None,
     )
 
 
@@ -133,10 +145,11 @@ def _full_tile(
     """C++ of the condition that every element of a tile exists and is kept."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
-    if make.direction is KEYS:
+    if make.direction is not QUERIES:
         # Queries past the end need no mask: their rows are not stored. Keys in full exist.
-        conditions = [] if full else ["k_start + BLOCK_K <= p.seq_k"]
-        inside = "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
+        keys = "BOX_K" if make.direction is GATHERED_KEYS else "BLOCK_K"
+        conditions = [] if full else [f"k_start + {keys} <= p.seq_k"]
+        inside = f"full.lo <= k_start && k_start + {keys} <= full.hi"
     else:
         conditions = ["whole"]
         inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
@@ -145,7 +158,7 @@ def _full_tile(
     if must is not None:
         conditions.append(must.call(**renamed))
     by_mask = " && ".join(conditions)
-    return f"{by_mask}\n        && {layout.full.call(**renamed)}" if layout else by_mask
+    return f"{by_mask}\n        && {layout.full().call(**renamed)}" if layout else by_mask
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ give the layout. A mask that reads more than positions is counted as if it kept 
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of, gaps_between
 from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.layout_share import POSITIONS, live_blocks
 from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.arch import facts, portable
@@ -35,10 +35,7 @@ from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
 
-# Chosen: long enough for the share of a window or of a diagonal to be small.
-POSITIONS = 8192
-# Assumed: the share of live blocks where each call gives the layout, and heads that fill a GPU.
-LIVE_SHARE = 1 / 8
+# Assumed: heads that fill a GPU.
 HEADS = 32
 
 
@@ -103,7 +100,5 @@ def _layout(spec: AttentionSpec) -> dict[str, object]:
     assert sparse is not None, "specs without a layout have no choice"
     if sparse.is_static:
         return {}
-    rows, columns = sparse.blocks(POSITIONS, POSITIONS)
-    draw = random.Random(0)
-    live = [draw.random() < LIVE_SHARE for _ in range(rows * columns)]
-    return {LAYOUT: np.array(live).reshape(1, 1, rows, columns)}
+    live = np.frombuffer(live_blocks(sparse), dtype=bool)
+    return {LAYOUT: live.reshape(1, 1, *sparse.blocks(POSITIONS, POSITIONS))}

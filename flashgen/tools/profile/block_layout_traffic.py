@@ -18,6 +18,7 @@ import numpy as np
 
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.visits.listed_blocks import ListedBlocks
 from flashgen.kernels.visits.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 from flashgen.shared.arch import WARP
@@ -47,6 +48,9 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
             reads = _reads_of_lists(each.walk, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
+            if plan.box_k:
+                blocks += times * _reads_of_boxes(each.walk, plan, each.listed, visit)
+                continue
             by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
     if plan.is_persistent:
@@ -125,6 +129,32 @@ def _reads_of_tiles(
         else:
             elements += _unmasked_elements(walk, plan, visit, tile)
     return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
+
+
+def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit) -> int:
+    """Blocks read of the layout itself, for the tiles that a thread block gathers.
+
+    A lane of the producer reads those that 16 rows and a box touch. Where some of these are live
+    and some not, the lanes of these rows read the block of each element of the tile.
+    """
+    together, found = plan.block_k // plan.box_k, 0
+    queries = min(MMA_ROWS, plan.queries_per_tile)
+    for first in range(0, len(visit.tiles), together):
+        boxes = visit.tiles[first : first + together]
+        for group in range(plan.block_q // MMA_ROWS):
+            start = visit.start + MMA_ROWS * group % plan.queries_per_tile
+            if start >= visit.stop:
+                continue
+            lines = listed.lines(walk.owned, start, min(start + queries, visit.stop))
+            differ = False
+            for box in boxes:
+                end = min((box + 1) * plan.box_k, walk.walked.length)
+                places = listed.places(walk.walked, box * plan.box_k, end)
+                live = listed.live[np.ix_(lines, places)]
+                found += live.size
+                differ |= bool(live.any() and not live.all())
+            found += MMA_ROWS * plan.block_k * differ
+    return found
 
 
 def _until_one_is_not_live(live: Array) -> int:
