@@ -53,8 +53,11 @@ RESCALE = (
     "if (find_maxima(tile_max, s, row_max, exp_scale, MAX_LAG)) {",
 )
 # Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
-DEAD = ("if (live != (1u << BOXES) - 1) {",)
-DIFFER = ("if (live >> 31) {",)
+DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
+DIFFER = (
+    "if (live >> 31) {",
+    "if (__any_sync(0xffffffffu, part == 1)) {  // some of them are live",
+)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 struct LayoutKey {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -171,7 +171,7 @@ DEVICE LayoutKey layout_key_values(const Params& p, int column, int b, int h, in
   return {live, first};
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutKey& layout_key, int q) {
   return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
@@ -226,11 +226,9 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_90a: forward
-// Of the blocks that [q_lo, q_hi] and a box touch, bit 0: some are live; bit 1: all.
-DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BOX_K;
-  const int k_hi = p.k_offset + min(tile * BOX_K + BOX_K, p.seq_k) - 1;
+// in sm_90a: forward, fused, dkdv
+// Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
+DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
   bool some = false, every = true;
   for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {
     for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {
@@ -242,8 +240,12 @@ DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int tile
   return some + 2 * every;
 }
 
-// in sm_90a: forward
+// in sm_90a: forward, fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
 }
+
+// in sm_90a: fused, dkdv
+// All queries belong to the range of a key.
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

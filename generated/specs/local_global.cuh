@@ -31,7 +31,7 @@ DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
 }
 
 // in sm_80: forward, fused, dkdv, dq
-// in sm_90a: fused, dkdv, dq
+// in sm_90a: dq
 // specs/local_global.py:16
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -187,7 +187,7 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 struct LayoutKey {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -205,13 +205,13 @@ DEVICE LayoutKey layout_key_values(const Params& p, int column, int b, int h, in
   return {live, first};
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutKey& layout_key, int q) {
   return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // Whether the mask and the block layout both keep a score.
 DEVICE bool mask_and_layout(const LayoutKey& layout_key, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_key, q);
@@ -269,11 +269,9 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_90a: forward
-// Of the blocks that [q_lo, q_hi] and a box touch, bit 0: some are live; bit 1: all.
-DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BOX_K;
-  const int k_hi = p.k_offset + min(tile * BOX_K + BOX_K, p.seq_k) - 1;
+// in sm_90a: forward, fused, dkdv
+// Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
+DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
   bool some = false, every = true;
   for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {
     for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {
@@ -285,8 +283,15 @@ DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int tile
   return some + 2 * every;
 }
 
-// in sm_90a: forward
+// in sm_90a: forward, fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
 }
+
+// in sm_90a: fused, dkdv
+// specs/local_global.py:16
+//   def causal(b, h, q, k):
+//       return q >= k
+// The queries that keep key k are one range: the mask, solved for q.
+DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }

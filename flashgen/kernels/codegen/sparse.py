@@ -19,7 +19,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.spec.language.block_layout import TENSORS
 from flashgen.spec.language.lets import atoms_of, contains
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import Q_HI, Q_LO, B, H, K, Q
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -68,11 +68,9 @@ class LayoutFunctions:
         return LayoutFunctions(make) if make.spec.block_sparse is not None else None
 
     def part(self) -> SpecFunction:
-        """The function that says which blocks a box of keys and some rows touch are live."""
-        why = "Of the blocks that [q_lo, q_hi] and a box touch, bit 0: some are live; bit 1: all."
-        walked = self._make.direction.ends.values()
+        """The function that says which blocks of a part of a tile are live."""
+        why = "Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all."
         body = (
-            *walked,
             "bool some = false, every = true;",
             "for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
             "  for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
@@ -83,7 +81,7 @@ class LayoutFunctions:
             "}",
             "return some + 2 * every;",
         )
-        uses = {B, H, Q_LO, Q_HI, TILE}
+        uses = {B, H, Q_LO, Q_HI, K_LO, K_HI}
         made = SpecFunction.of("live_part", "int", comment(why), body, uses)
         self.functions += (made,)
         return made

@@ -54,8 +54,9 @@ class WalkCode:
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
-    part: str | None = None  # which blocks are live that rows and a gathered box touch
-    in_layout: str | None = None  # whether the layout keeps a score of a gathered tile
+    full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
+    part: str | None = None  # which blocks are live that some rows and columns touch
+    in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
 
     @property
     def also(self) -> str:
@@ -78,23 +79,26 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
     gathered = plan.box_k > 0
-    of_tiles_layout = None if gathered else layout
-    by_row = of_tiles_layout is None and (mask.always or mask.row is not None)
+    in_parts = layout is not None and plan.layout_in_parts
+    by_score = None if in_parts else layout
+    by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
     masked = make.row() if by_row else by_element.function if by_element else None
     live = make.next_live_tile(may) if may else None
     visit = layout.next_tile(live) if layout else live
     costly = not by_row and is_costly(mask.expr)
     in_rows = None
-    if of_tiles_layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
-        in_rows = of_tiles_layout.by_rows(by_element, masked, plan)
+    if by_score is not None and blocks_are_bits(make.spec, mask.expr, plan):
+        in_rows = by_score.by_rows(by_element, masked, plan)
     element = in_rows.function if in_rows else masked
-    if of_tiles_layout is not None and in_rows is None:
-        element = of_tiles_layout.element(masked)
-    part = layout.part() if layout and gathered else None
-    in_layout = layout.element(None) if layout and gathered else None
+    if by_score is not None and in_rows is None:
+        element = by_score.element(masked)
+    part = layout.part() if layout and in_parts else None
+    in_layout = layout.element(None) if layout and in_parts else None
     of_box = {**renamed, "tile": "own"} if gathered else renamed
-    full_tile = _full_tile(make, full, must, of_tiles_layout, of_box)
+    of_whole = None if gathered else layout
+    full_tile = _full_tile(make, full, must, of_whole, of_box)
+    by_mask = _full_tile(make, full, must, None, of_box) if layout and in_parts else None
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
@@ -119,14 +123,25 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
-        mask_costly=costly or (of_tiles_layout is not None and in_rows is None),
+        mask_costly=costly or (by_score is not None and in_rows is None),
         blocks_by_row=in_rows is not None,
         by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
-        part=part.call(q_lo="rows_lo", q_hi="rows_hi", tile="own") if part else None,
+        full_by_mask=by_mask,
+        part=part.call(**_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,
     )
+
+
+def _part_ends(make: SpecFunctions) -> dict[str, str]:
+    """The ends of a part of a tile: rows and columns of scores in the accumulators."""
+    rows, columns = ("k", "q") if make.direction is QUERIES else ("q", "k")
+    return {
+        f"{axis}_{end}": f"{name}_{end}"
+        for axis, name in ((rows, "rows"), (columns, "columns"))
+        for end in ("lo", "hi")
+    }
 
 
 def _calls(parts: FunctionInParts | None) -> dict[str, str]:

@@ -329,6 +329,12 @@ class Plan(LaunchRules):
         return tuple(line.name for line in self.derivation if line.binding)
 
     @property
+    def layout_in_parts(self) -> bool:
+        """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
+        owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
+        return self.box_k > 0 or owns
+
+    @property
     def walked_keys(self) -> int:
         """Keys of a unit that the walk over keys finds: a box that is gathered, or a tile."""
         return self.box_k or self.block_k

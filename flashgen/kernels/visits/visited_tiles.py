@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.models.fitted_common import DEAD_BOX_INSTRUCTIONS
+from flashgen.kernels.planner.models.fitted_common import DEAD_BOX_INSTRUCTIONS, PARTS_INSTRUCTIONS
 from flashgen.kernels.planner.models.spec_terms import mask_instructions
 from flashgen.kernels.planner.traffic import LaunchSizes, StepKind, Steps, Walk
 from flashgen.kernels.visits.listed_blocks import ListedBlocks
@@ -121,7 +121,7 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     if live is not None:
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
-    ops = mask_instructions(spec, plan.kernel, gathers=plan.box_k > 0)
+    ops = mask_instructions(spec, plan.kernel, in_parts=plan.layout_in_parts)
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
@@ -219,10 +219,15 @@ def steps_of(
             first, end = reached_tiles(walk, start, stop)
             reached = (first <= tiles) & (tiles < end)
         computed += together * reached
-        masked += together * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
+        by_mask = None if plan.layout_in_parts else listed
+        masked += together * (reached & ~unmasked_tiles(walk, start, stop, by_mask)[tiles])
+    parts = np.zeros(len(tiles))
+    if listed is not None and plan.layout_in_parts:
+        whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)
+        parts = PARTS_INSTRUCTIONS * ~whole[tiles]
     found: Counter[StepKind] = Counter()
-    for some, by_mask in zip(computed.tolist(), masked.tolist(), strict=True):
-        found[StepKind(some, mask_ops * by_mask / some if some else 0)] += 1
+    for some, of_mask, more in zip(computed.tolist(), masked.tolist(), parts.tolist(), strict=True):
+        found[StepKind(some, mask_ops * of_mask / some + more if some else 0)] += 1
     return found
 
 

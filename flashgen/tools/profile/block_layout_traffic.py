@@ -28,6 +28,7 @@ from flashgen.spec.language.symbols import K, Q
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
+COLUMNS_OF_PART = 8  # that a lane tests at once, with 16 rows
 LANES_OF_ROW = 4  # of a warp, which have the scores of a row
 
 
@@ -124,7 +125,9 @@ def _reads_of_tiles(
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
-        if by_rows:
+        if plan.layout_in_parts:
+            elements += _blocks_of_parts(walk, plan, listed, visit, tile)
+        elif by_rows:
             elements += _blocks_of_rows(walk, plan, listed)
         else:
             elements += _unmasked_elements(walk, plan, visit, tile)
@@ -154,6 +157,25 @@ def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Vis
                 found += live.size
                 differ |= bool(live.any() and not live.all())
             found += MMA_ROWS * plan.block_k * differ
+    return found
+
+
+def _blocks_of_parts(
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit, tile: int
+) -> int:
+    """The blocks that lanes read for 16 keys and 8 queries each; where some of a warp's are live
+    and some not, also those of its elements."""
+    found = 0
+    for start in range(visit.start, visit.stop, MMA_ROWS):
+        lines = listed.lines(walk.owned, start, min(start + MMA_ROWS, visit.stop))
+        differ = False
+        end = min((tile + 1) * plan.block_q, walk.walked.length)
+        for first in range(tile * plan.block_q, end, COLUMNS_OF_PART):
+            places = listed.places(walk.walked, first, min(first + COLUMNS_OF_PART, end))
+            live = listed.live[np.ix_(lines, places)]
+            found += live.size
+            differ |= bool(live.any() and not live.all())
+        found += MMA_ROWS * plan.block_q * differ
     return found
 
 

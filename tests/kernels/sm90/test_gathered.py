@@ -171,7 +171,7 @@ BUGS = {
         "records[(k.parity * STAGES + k.index) * RECORD_WORDS + RECORD_LIVE + thread / 32]",
     ),
     "a live word of other rows": ("RECORD_LIVE + thread / 32", "RECORD_LIVE + (thread / 32 ^ 1)"),
-    "a box of the wrong base": ("exists ? own * BOX_K", "exists ? (own ^ 1) * BOX_K"),
+    "a box of the wrong base": ("exists ? own * BOX_K", "exists ? (own + 1) * BOX_K"),
     "a key of another box": ("const int k_start = record[box];", "const int k_start = record[0];"),
     "V of the next tile": ("full_v, of_v", "full_v, k_start"),
     "a mask that is left out": (

@@ -72,17 +72,17 @@ def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[Level
     return code, True
 
 
-def mask_instructions(spec: AttentionSpec, kernel: str, *, gathers: bool = False) -> float:
+def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = False) -> float:
     """Instructions per score of a tile whose mask or block layout is evaluated.
 
     Each score is compared with the range of its row, or with what the mask's expression results in,
     and replaced where it is outside.
 
     Args:
-        gathers: whether tiles are gathered from live blocks, so that no score tests its block.
+        in_parts: whether blocks of a layout are tested for several rows and columns at once.
     """
     choice = fitted_common.MASKING_INSTRUCTIONS
-    if spec.block_sparse is not None and not gathers:
+    if spec.block_sparse is not None and not in_parts:
         choice += fitted_common.LAYOUT_INSTRUCTIONS
     if row_interval(spec.mask) is not None:
         return choice
