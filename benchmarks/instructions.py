@@ -52,6 +52,12 @@ RESCALE = (
     "if (find_maxima(tile_max, s, row_max, exp_scale, lag)) {",
     "if (find_maxima(tile_max, s, row_max, exp_scale, MAX_LAG)) {",
 )
+# Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
+DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
+DIFFER = (
+    "if (live >> 31) {",
+    "if (__any_sync(0xffffffffu, part == 1)) {  // some of them are live",
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Work:
         mask: the further instructions of a mixed tile.
         rescale: the further instructions of a tile in which a row maximum exceeds the threshold.
         search: the instructions between two tiles: the search for a live tile, other branches.
+        dead: the further instructions of a gathered tile with a box that has no live block of some
+            rows; those of boxes in which rows differ are not counted.
         scores: elements of S that the thread has in a step.
     """
 
@@ -70,6 +78,7 @@ class Work:
     mask: Block
     rescale: Block
     search: Block
+    dead: Block
     scores: float
     loop: Loop
 
@@ -94,15 +103,20 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
-    far |= _calls(built.source.text, SUBTRACT_FAR)
+    far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, DIFFER)
+    dead = _guarded(built.source.text, DEAD) - far
     of_near = _guarded(built.source.text, FAR, "} else {")
     of_scores = _calls(built.source.text, SCORE)
-    parts: dict[str, list[Block]] = {"mask": [], "rescale": [], "copy": [], "search": []}
+    parts: dict[str, list[Block]] = {
+        name: [] for name in ("mask", "rescale", "copy", "search", "dead")
+    }
     for block in loop.conditional:
         if _mostly_in(block, far):
             continue
         elif _mostly_in(block, masks):
             name = "mask"
+        elif _mostly_in(block, dead):
+            name = "dead"
         elif _mostly_in(block, rescales):
             name = "rescale"
         elif _mostly_in(block, of_near):
@@ -111,6 +125,8 @@ def work_of(built: Build, listing: str | None = None) -> Work:
             name = "copy"  # a branch of the score function, which most tiles take
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
+            if plan.box_k and name == "search":
+                continue  # none is searched: it belongs to boxes in which rows differ
         parts[name].append(block)
     # Scores are computed in passes, with the mask's part of each.
     of_pass = [turn for turn in loop.inner if any(i.base in TENSOR for i in turn)]
@@ -134,12 +150,14 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     if mask_loops:
         parts["mask"] += [turn * n for turn, n in zip(mask_loops, turns, strict=True)]
     # A tile search tests 32 tiles in one iteration of its loop: one iteration is counted.
-    parts["search"] += [turn for turn in other if turn not in mask_loops]
-    mask, rescale, copy, search = (
+    parts["search"] += [
+        turn for turn in other if turn not in mask_loops and not _mostly_in(turn, far)
+    ]
+    mask, rescale, copy, search, without_live = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )
     scores = plan.block_q * plan.block_k / (32 * plan.warps)
-    return Work((*loop.always, *copy), mask, rescale, search, scores, loop)
+    return Work((*loop.always, *copy), mask, rescale, search, without_live, scores, loop)
 
 
 def _calls(text: str, function: str) -> set[int]:
@@ -189,6 +207,7 @@ def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:
         f"{plan.block_q} x {plan.block_k}, {plan.warps} warps",
         f"{work.per_score(work.full):.2f}",
         f"{work.per_score(work.full, work.mask):.2f}",
+        f"{work.per_score(work.full, work.dead):.2f}" if plan.box_k else "",
         f"{work.per_score(work.rescale):.2f}",
         f"{work.per_score(work.search):.2f}",
         str(built.binary.resources.registers),
@@ -203,7 +222,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_80")
     args = parser.parse_args()
     table = Table(title=f"instructions per score, {args.dtype}, d = {args.head_dim}, {args.arch}")
-    for column in ("spec", "tile", "full", "mixed", "rescale", "search", "registers"):
+    for column in ("spec", "tile", "full", "mixed", "dead boxes", "rescale", "search", "registers"):
         table.add_column(column, justify="left" if column in ("spec", "tile") else "right")
     for path in args.specs or sorted((ROOT / "specs").glob("*.py")):
         table.add_row(*row(path, args.head_dim, args.dtype, args.arch))

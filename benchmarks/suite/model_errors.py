@@ -36,11 +36,11 @@ from flashgen.kernels.planner.models.spec_terms import score_instructions
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.requests import BackwardPlanRequest
 from flashgen.kernels.planner.traffic import StepKind, Steps, Walk
+from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import STREAMING_KERNELS
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.intervals import row_interval
-from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
 """The architecture of a Hopper GPU by the contender, which names the code path."""

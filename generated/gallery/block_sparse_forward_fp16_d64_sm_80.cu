@@ -192,21 +192,6 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// True: every block that the tile touches is live. The lanes check different blocks.
-DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int row = max(q_lo / LAYOUT_Q, 0);
-  const int column = max(k_lo / LAYOUT_K, 0);
-  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
-  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
-  bool live = true;
-  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
-    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
-  }
-  return __all_sync(0xffffffffu, live);
-}
-
 struct LayoutQuery {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -232,6 +217,21 @@ DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
 // Whether the mask and the block layout both keep a score.
 DEVICE bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_query, k);
+}
+
+// True: every block that the tile touches is live. The lanes check different blocks.
+DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  const int row = max(q_lo / LAYOUT_Q, 0);
+  const int column = max(k_lo / LAYOUT_K, 0);
+  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
+  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
+  bool live = true;
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
+  }
+  return __all_sync(0xffffffffu, live);
 }
 
 // ---- helpers -----------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
   return __ldg(p.c_layout_row_blocks + offset);
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80: forward, dq
+// in sm_90a: dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -59,23 +60,8 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_80 and sm_90a: forward, dq
-// True: every block that the tile touches is live. The lanes check different blocks.
-DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int row = max(q_lo / LAYOUT_Q, 0);
-  const int column = max(k_lo / LAYOUT_K, 0);
-  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
-  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
-  bool live = true;
-  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
-    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
-  }
-  return __all_sync(0xffffffffu, live);
-}
-
-// in sm_80 and sm_90a: forward, dq
+// in sm_80: forward, dq
+// in sm_90a: dq
 struct LayoutQuery {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -93,10 +79,28 @@ DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h
   return {live, first};
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80: forward, dq
+// in sm_90a: dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
+}
+
+// in sm_80: forward, dq
+// in sm_90a: dq
+// True: every block that the tile touches is live. The lanes check different blocks.
+DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  const int row = max(q_lo / LAYOUT_Q, 0);
+  const int column = max(k_lo / LAYOUT_K, 0);
+  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
+  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
+  bool live = true;
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
+  }
+  return __all_sync(0xffffffffu, live);
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -149,23 +153,7 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every block that the tile touches is live. The lanes check different blocks.
-DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const int row = max(q_lo / LAYOUT_Q, 0);
-  const int column = max(k_lo / LAYOUT_K, 0);
-  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
-  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
-  bool live = true;
-  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
-    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
-  }
-  return __all_sync(0xffffffffu, live);
-}
-
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 struct LayoutKey {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -183,8 +171,81 @@ DEVICE LayoutKey layout_key_values(const Params& p, int column, int b, int h, in
   return {live, first};
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutKey& layout_key, int q) {
   return (layout_key.blocks >> (max(q, 0) / LAYOUT_Q - layout_key.first) & 1) != 0;
 }
+
+// in sm_80 and sm_90a: fused, dkdv
+// True: every block that the tile touches is live. The lanes check different blocks.
+DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  const int row = max(q_lo / LAYOUT_Q, 0);
+  const int column = max(k_lo / LAYOUT_K, 0);
+  const int columns = max(k_hi / LAYOUT_K, 0) - column + 1;
+  const int blocks = (max(q_hi / LAYOUT_Q, 0) - row + 1) * columns;
+  bool live = true;
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+    live = live && read_layout(p, b, h, row + i / columns, column + i % columns) != 0;
+  }
+  return __all_sync(0xffffffffu, live);
+}
+
+// in sm_90a: forward
+// All keys belong to the range of a row.
+DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
+
+// in sm_90a: forward
+// The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
+// Each lane searches the ascending list of one row of blocks that the block's queries touch.
+DEVICE int next_listed_tile(
+    const Params& p, int b, int h, int q_lo, int q_hi, int tile, int tile_end) {
+  const int first = max((p.k_offset + tile * BOX_K) / LAYOUT_K, 0);
+  const int first_row = max(q_lo / LAYOUT_Q, 0);
+  const int last_row = max(q_hi / LAYOUT_Q, 0);
+  int next = tile_end;
+  for (int i = first_row + threadIdx.x % 32; i <= last_row; i += 32) {
+    const int count = read_layout_row_counts(p, b, h, i);
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (read_layout_row_blocks(p, b, h, i, middle) < first) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    if (low < count) {
+      const int block = read_layout_row_blocks(p, b, h, i, low);
+      const int start = (block * LAYOUT_K - p.k_offset) / BOX_K;
+      next = min(next, block == first ? tile : start);
+    }
+  }
+  return __reduce_min_sync(0xffffffffu, next);
+}
+
+// in sm_90a: forward, fused, dkdv
+// Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
+DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
+  bool some = false, every = true;
+  for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {
+    for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {
+      const bool live = read_layout(p, b, h, i, j) != 0;
+      some |= live;
+      every &= live;
+    }
+  }
+  return some + 2 * every;
+}
+
+// in sm_90a: forward, fused, dkdv
+// Whether the score's block is live. Negative positions are in block 0.
+DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
+  return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
+}
+
+// in sm_90a: fused, dkdv
+// All queries belong to the range of a key.
+DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }

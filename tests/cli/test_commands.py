@@ -68,6 +68,14 @@ def test_an_option_that_does_not_suit_the_spec_is_named():
     assert "try      head_dim=16" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--backward",)])
+def test_plan_names_the_path_of_calls_with_a_block_layout(options):
+    layout = str(ROOT / "specs" / "local_global.py")
+    result = flashgen("plan", layout, "--arch", "sm_90a", *options)
+    assert "calls that name no architecture: block layout" in result.stdout
+    assert "calls that name" not in flashgen("plan", layout, *options).stdout
+
+
 def test_plan_takes_the_paper_s_policy_and_a_capacity():
     result = flashgen("plan", CAUSAL, "--policy", "paper", "--sram", "100000")
     assert result.exit_code == 0, result.output

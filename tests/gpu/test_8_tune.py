@@ -15,9 +15,9 @@ import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
 from flashgen.calls.runtime import tuned_tiles as tuned
 from flashgen.calls.runtime.tuned_tiles import Winner
+from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.call import Inputs
 from flashgen.tools.profile.run import problem_of_call
-from flashgen.tools.profile.visited_tiles import KnownCall
 from flashgen.tools.tune.measure import checked, fastest, on_gpu
 from flashgen.tools.tune.rank import derived, rank
 from tests.support import gpu_device as gpu

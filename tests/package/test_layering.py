@@ -36,6 +36,7 @@ OUTSIDE = {
     "reference": {"torch", "numpy", "sympy"},
     "kernels": set(),
     "kernels.planner": {"sympy"},
+    "kernels.visits": {"sympy", "numpy"},
     "kernels.codegen": {"sympy", "jinja2"},
     "kernels.compile": {"cuda", "filelock"},
     "calls": {"torch"},

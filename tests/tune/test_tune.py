@@ -23,9 +23,9 @@ from flashgen.kernels.planner.backward_schemes import streaming_kernels_of
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP_GAP_US
 from flashgen.kernels.planner.traffic import LaunchSizes, Walk
+from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.call import CheckedCall, Inputs, LaunchOptions, Operands
 from flashgen.tools.cli import app
-from flashgen.tools.profile.visited_tiles import KnownCall
 from flashgen.tools.tune import measure
 from flashgen.tools.tune.measure import checked, fastest
 from flashgen.tools.tune.rank import TileChoice, by_time, derived, rank

@@ -32,6 +32,7 @@ class Target:
         arch_reason: why this architecture.
         order_seed: from which the emulator draws its order, as the backend names it.
         settled: whether later calls with the same arguments have the same target.
+        open_path: whether each pass may take another code path of the GPU: the caller named none.
         recorder: what takes the launches instead: a `flashgen.calls.native.record.Recorder`.
     """
 
@@ -43,6 +44,7 @@ class Target:
     settled: bool = True
     order_seed: int | None = None
     recorder: Any = None
+    open_path: bool = False
 
     @property
     def sms(self) -> int | None:
@@ -65,7 +67,10 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
     index = index_of(device) if chosen == "gpu" else 0
     found = arch_of(arch, chosen, device)
     order = order_of(backend)
-    return Target(chosen, found.arch, device, index, found.why, found.settled, order)
+    open_path = chosen == "gpu" and arch is None and config.arch() is None
+    return Target(
+        *(chosen, found.arch, device, index, found.why, found.settled, order), open_path=open_path
+    )
 
 
 def choose(given: str | None, device: torch.device) -> str:

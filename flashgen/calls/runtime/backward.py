@@ -89,7 +89,8 @@ class PreparedBackward(PreparedCall):
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        self._kernel_arch, self._reason = memory_layout.path_for(target.arch, **by_tma)
+        path = self.program.path_of_pass(target, backward=True, deterministic=deterministic)
+        self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
         self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers
         self._tables: MinMaxTables | None = None  # for kernels that read captured tensors

@@ -83,7 +83,10 @@ class PreparedForward(PreparedCall):
     ) -> None:
         super().__init__(spec, call, target, launch)
         q, k, v = operands[:3]
-        self._kernel_arch, self._aligned_reason = memory_layout.path_for(target.arch, q=q, k=k, v=v)
+        path = self.program.path_of_pass(target, backward=False, deterministic=False)
+        self._kernel_arch, self._aligned_reason = memory_layout.path_for(
+            path.arch, path.why, q=q, k=k, v=v
+        )
         self._is_empty = call.is_empty
         # Tensors of one element: torch.empty_like makes contiguous tensors of the results' shapes
         # from them, in half of the time that torch.empty needs to read a shape.

@@ -47,11 +47,14 @@ def base_obstacle(name: str, tensor: Tensor) -> str | None:
     return f"{name} begins {offset} B past a multiple of 16 B" if offset else None
 
 
-def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
+def path_for(arch: str, why: str, **tensors: Tensor) -> tuple[str, str]:
     """The architecture whose kernels can read these aligned operands, and the reason.
 
     An expanded tensor has strides of 0, which the rules of tensor maps do not cover. Calls with one
     use the code path of all architectures.
+
+    Args:
+        arch, why: the architecture for other operands, and the reason.
     """
     if facts(arch).code_path.copies_by_tma:
         for name, tensor in tensors.items():
@@ -59,7 +62,7 @@ def path_for(arch: str, **tensors: Tensor) -> tuple[str, str]:
                 if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
                     why = f"the {label} stride of {name} is 0, over which TMA does not step"
                     return portable(arch), why
-    return arch, ALIGNED
+    return arch, why
 
 
 def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

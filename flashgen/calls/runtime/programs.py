@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
+from flashgen.calls.trust import Decision
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
@@ -130,6 +132,10 @@ class CallProgram(abc.ABC):
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """The keys of a split in a call that gives no split_size; 0: they are not split."""
 
+    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
+        """The architecture whose kernels compute a pass of a call, and why."""
+        return Decision(target.arch, memory_layout.ALIGNED)
+
     @abc.abstractmethod
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         """Measured tiles for calls on a GPU, by kernel, as `remembered`."""
@@ -223,6 +229,17 @@ class SpecProgram(CallProgram):
         from flashgen.kernels.planner import split_of_call
 
         return split_of_call(self.spec, target.arch, call, sms=target.sms)
+
+    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
+        from flashgen.kernels.visits.layout_path import path_of_layout
+
+        if target.open_path:
+            found = path_of_layout(
+                self.spec, target.arch, backward=backward, deterministic=deterministic
+            )
+            if found is not None:
+                return Decision(found.arch, f"{memory_layout.ALIGNED}; {found.why}")
+        return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         return remembered(self.spec, arch, which, call, index)

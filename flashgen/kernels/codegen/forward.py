@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.kernels.codegen.functions import SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, KEYS, SpecFunctions
 from flashgen.kernels.codegen.kernel import KernelCode, head_of, kernel
 from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.walk import ScoreCode, walk_of
@@ -18,9 +18,12 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64)
+    direction = GATHERED_KEYS if plan.box_k else KEYS
+    functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     walk = walk_of(functions, plan)
-    score = ScoreCode.of(functions, folded_score(spec, plan.kernel), head=head_of(plan))
+    element = "s[g][box * (BOX_K / 8) + n][e]" if plan.box_k else "s[g][n][e]"
+    folded = folded_score(spec, plan.kernel)
+    score = ScoreCode.of(functions, folded, element=element, head=head_of(plan))
     return kernel(
         f"{plan.code_path.templates}/forward.cu.j2",
         spec,

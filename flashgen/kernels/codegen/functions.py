@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -106,6 +106,15 @@ KEYS = Direction(
         K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
     },
 )
+GATHERED_KEYS = replace(
+    KEYS,
+    ends={
+        K_LO: "const int k_lo = p.k_offset + tile * BOX_K;",
+        K_HI: "const int k_hi = p.k_offset + min(tile * BOX_K + BOX_K, p.seq_k) - 1;",
+    },
+)
+"""The walk over boxes of keys that are gathered to tiles, where `tile` is the number of a box."""
+
 QUERIES = Direction(
     walk=WalkedAxis(Q),
     counts="queries",

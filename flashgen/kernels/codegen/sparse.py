@@ -6,11 +6,11 @@ alone, and a binary search finds it in a few steps, however many tiles are skipp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
-from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
 from flashgen.kernels.codegen.params import head_in_whole
 from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
@@ -19,7 +19,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.spec.language.block_layout import TENSORS
 from flashgen.spec.language.lets import atoms_of, contains
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import B, H, K, Q
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -48,25 +48,49 @@ class LayoutFunctions:
     Attributes:
         functions: the functions made so far, in an order in which they can be emitted.
         uses: the symbols that the functions of tiles use.
-        full: the function that is true if every block that a tile touches is live.
     """
 
     def __init__(self, make: SpecFunctions) -> None:
         self._make = make
         self._head = head_in_whole(make.spec, "h")
-        by_keys = make.direction is KEYS
-        self._owned, self._walked = (_QUERIES, _KEYS) if by_keys else (_KEYS, _QUERIES)
+        by_keys = make.direction is not QUERIES
+        keys = replace(_KEYS, size="BOX_K") if make.direction is GATHERED_KEYS else _KEYS
+        self._owned, self._walked = (_QUERIES, keys) if by_keys else (_KEYS, _QUERIES)
         live, *lists = (tensor.symbol for tensor in TENSORS)
         make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
         self._listed = self._next_listed_tile()
-        self.full = self._layout_full()
-        self.functions: tuple[SpecFunction, ...] = (self._listed, self.full)
+        self.functions: tuple[SpecFunction, ...] = (self._listed,)
         self.uses = self._listed.uses
 
     @staticmethod
     def of(make: SpecFunctions) -> LayoutFunctions | None:
         """The functions of the spec's block layout; None for a spec without one."""
         return LayoutFunctions(make) if make.spec.block_sparse is not None else None
+
+    def part(self) -> SpecFunction:
+        """The function that says which blocks of a part of a tile are live."""
+        why = "Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all."
+        body = (
+            "bool some = false, every = true;",
+            "for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
+            "  for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
+            f"    const bool live = read_layout(p, b, {self._head}, i, j) != 0;",
+            "    some |= live;",
+            "    every &= live;",
+            "  }",
+            "}",
+            "return some + 2 * every;",
+        )
+        uses = {B, H, Q_LO, Q_HI, K_LO, K_HI}
+        made = SpecFunction.of("live_part", "int", comment(why), body, uses)
+        self.functions += (made,)
+        return made
+
+    def full(self) -> SpecFunction:
+        """The function that is true if every block that a tile touches is live."""
+        made = self._layout_full()
+        self.functions += (made,)
+        return made
 
     def next_tile(self, live: SpecFunction | None) -> SpecFunction:
         """The function that finds the next tile of both the layout and ``live``, the mask's."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
@@ -54,6 +54,9 @@ class WalkCode:
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
+    full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
+    part: str | None = None  # which blocks are live that some rows and columns touch
+    in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
 
     @property
     def also(self) -> str:
@@ -75,18 +78,29 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         elif mask.must != sympy.false:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
-    by_row = layout is None and (mask.always or mask.row is not None)
+    gathered = plan.box_k > 0
+    in_parts = layout is not None and plan.layout_in_parts
+    by_score = None if in_parts else layout
+    by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
     masked = make.row() if by_row else by_element.function if by_element else None
     live = make.next_live_tile(may) if may else None
     visit = layout.next_tile(live) if layout else live
     costly = not by_row and is_costly(mask.expr)
     in_rows = None
-    if layout is not None and blocks_are_bits(make.spec, mask.expr, plan):
-        in_rows = layout.by_rows(by_element, masked, plan)
-    element = in_rows.function if in_rows else layout.element(masked) if layout else masked
+    if by_score is not None and blocks_are_bits(make.spec, mask.expr, plan):
+        in_rows = by_score.by_rows(by_element, masked, plan)
+    element = in_rows.function if in_rows else masked
+    if by_score is not None and in_rows is None:
+        element = by_score.element(masked)
+    part = layout.part() if layout and in_parts else None
+    in_layout = layout.element(None) if layout and in_parts else None
+    of_box = {**renamed, "tile": "own"} if gathered else renamed
+    of_whole = None if gathered else layout
+    full_tile = _full_tile(make, full, must, of_whole, of_box)
+    by_mask = _full_tile(make, full, must, None, of_box) if layout and in_parts else None
     assert element is not None, "without a layout there is a mask or a row of all keys"
-    functions = by_element.functions[:-1] if by_element else ()
+    functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
         functions += make.tile_values
     functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
@@ -101,7 +115,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         full=full.call(**renamed) if full else None,
         next=visit.call(**renamed) if visit else None,
         next_why=NEXT_LISTED if layout else NEXT_LIVE,
-        full_tile=_full_tile(make, full, must, layout, renamed),
+        full_tile=full_tile,
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
@@ -109,12 +123,25 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
-        mask_costly=costly or (layout is not None and in_rows is None),
+        mask_costly=costly or (by_score is not None and in_rows is None),
         blocks_by_row=in_rows is not None,
         by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
+        full_by_mask=by_mask,
+        part=part.call(**_part_ends(make)) if part else None,
+        in_layout=in_layout.call() if in_layout else None,
     )
+
+
+def _part_ends(make: SpecFunctions) -> dict[str, str]:
+    """The ends of a part of a tile: rows and columns of scores in the accumulators."""
+    rows, columns = ("k", "q") if make.direction is QUERIES else ("q", "k")
+    return {
+        f"{axis}_{end}": f"{name}_{end}"
+        for axis, name in ((rows, "rows"), (columns, "columns"))
+        for end in ("lo", "hi")
+    }
 
 
 def _calls(parts: FunctionInParts | None) -> dict[str, str]:
@@ -133,10 +160,11 @@ def _full_tile(
     """C++ of the condition that every element of a tile exists and is kept."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
-    if make.direction is KEYS:
+    if make.direction is not QUERIES:
         # Queries past the end need no mask: their rows are not stored. Keys in full exist.
-        conditions = [] if full else ["k_start + BLOCK_K <= p.seq_k"]
-        inside = "full.lo <= k_start && k_start + BLOCK_K <= full.hi"
+        keys = "BOX_K" if make.direction is GATHERED_KEYS else "BLOCK_K"
+        conditions = [] if full else [f"k_start + {keys} <= p.seq_k"]
+        inside = f"full.lo <= k_start && k_start + {keys} <= full.hi"
     else:
         conditions = ["whole"]
         inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
@@ -145,7 +173,7 @@ def _full_tile(
     if must is not None:
         conditions.append(must.call(**renamed))
     by_mask = " && ".join(conditions)
-    return f"{by_mask}\n        && {layout.full.call(**renamed)}" if layout else by_mask
+    return f"{by_mask}\n        && {layout.full().call(**renamed)}" if layout else by_mask
 
 
 @dataclass(frozen=True)

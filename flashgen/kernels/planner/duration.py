@@ -292,7 +292,9 @@ def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
     if not sizes.batch * sizes.heads_q * tiles:
         return [0] * tiles
     group = sizes.heads_q // sizes.heads_kv if plan.owns_keys else 1
-    lengths: list[float] = [*map(len, walks_of_head(plan, sizes, walk.visited))]
+    lengths: list[float] = [
+        plan.steps_of(len(tiles)) for tiles in walks_of_head(plan, sizes, walk.visited)
+    ]
     if walk.steps is not None:
         clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
         lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]

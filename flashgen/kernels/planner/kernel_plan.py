@@ -104,6 +104,8 @@ class Plan(LaunchRules):
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
             the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
+        box_k: keys of a box, where the producer of the forward kernel gathers boxes with live
+            blocks of a layout to tiles; 0 where tiles are whole ranges of keys.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -147,6 +149,7 @@ class Plan(LaunchRules):
     smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
     sink_bytes: int = 0
     partial: bool = False
+    box_k: int = 0
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
 
@@ -206,7 +209,7 @@ class Plan(LaunchRules):
         Args:
             ends: the ends of the range that a row has, 1 or 2.
         """
-        columns = self.block_k // 4  # the columns of a row that one lane has
+        columns = self.walked_keys // 4  # the columns of a row that one lane has
         return ends * columns > 8 * (1 + ends)
 
     def blocks_as_bits(self, layout: BlockSparse) -> bool:
@@ -326,6 +329,24 @@ class Plan(LaunchRules):
         return tuple(line.name for line in self.derivation if line.binding)
 
     @property
+    def layout_in_parts(self) -> bool:
+        """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
+        owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
+        return self.box_k > 0 or owns
+
+    @property
+    def walked_keys(self) -> int:
+        """Keys of a unit that the walk over keys finds: a box that is gathered, or a tile."""
+        return self.box_k or self.block_k
+
+    def steps_of(self, walked: int) -> int:
+        """Steps in which a block visits so many tiles, or boxes of gathered tiles.
+
+        Rows that reach no box have a gathered tile of none.
+        """
+        return max(1, -(-walked * self.box_k // self.block_k)) if self.box_k else walked
+
+    @property
     def machine(self) -> LaunchMachine:
         """The facts of the architecture's product on which launches depend."""
         gpu = facts(self.arch)
@@ -349,8 +370,8 @@ class Plan(LaunchRules):
         heads = rows // queries if self.heads_per_tile > 1 else 1
         found = (
             ("q", (panel, queries, heads)),
-            ("k", (panel, self.block_k, 1)),
-            ("v", (panel_v, self.block_k, 1)),
+            ("k", (panel, self.walked_keys, 1)),
+            ("v", (panel_v, self.walked_keys, 1)),
         )
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
 

@@ -41,6 +41,8 @@ QUANTITIES = {
     "registers": "registers that a thread needs",
     "pending": "registers per accumulator of S and dP for values that are being made or used",
     "launched": "registers of each thread at the start of a block",
+    "records": "bytes about the boxes that are gathered to tiles; 0 where none are",
+    "box_k": "keys of a box that is gathered",
     "searching": "registers of a producer thread that searches for live tiles; 0: none does",
     "producer": "registers of a thread of the producer warpgroup",
     "register_limit": "registers that a thread can have with this number of resident blocks",

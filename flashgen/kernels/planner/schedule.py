@@ -129,7 +129,7 @@ def fits_few_rows(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> bo
 
 def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:
     """Rows of the largest tile up to the plan's that this number of heads can share; 0: none."""
-    counts = (plan.warps,) if plan.policy == "given" else plan.model.warp_counts
+    counts = {plan.warps} if plan.policy == "given" else {plan.warps, *plan.model.warp_counts}
     return max(
         (
             rows

@@ -20,6 +20,7 @@ from fractions import Fraction
 
 from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
+from flashgen.kernels.planner.layout_share import share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
@@ -30,6 +31,8 @@ from flashgen.shared.arch import WARP
 from flashgen.shared.launch_facts import head_places
 from flashgen.shared.paths import CodePath
 
+WORD = 4  # bytes
+RECORDS_PER_STAGE = 2  # a tile's is read while the next one's products are computed
 COLUMNS_OF_GROUP = 8  # an mma has 8 columns of scores
 
 
@@ -76,6 +79,11 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
+    if problem.layout is not None:
+        at["box_k"] = problem.box_of(tile.step)
+        # For each tile in flight, the first keys of its boxes and words about them.
+        words = tile.step // at["box_k"] + tile.owned // MMA_ROWS + 1
+        at["records"] = WORD * RECORDS_PER_STAGE * at["stages"] * words
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(
@@ -165,7 +173,8 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
     for model in filter(None, (problem.model, problem.model.other_form)):
         for column_warps, score_warps in model.sharing:
-            for warps in model.warp_counts:
+            few = () if problem.layout is None else (model.warps_of_few_rows,)
+            for warps in (*few, *model.warp_counts):
                 if warps % column_warps:
                     continue
                 for row_groups in model.row_groups:
@@ -195,11 +204,23 @@ def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
 
 @functools.lru_cache(maxsize=1024)
 def cheapest(problem: TileProblem) -> Evaluated | None:
-    """The feasible tile of least predicted cost; None when there is none."""
-    found = (best_occupancy(problem, shape) for shape in shapes(problem))
-    return min(
-        (each for each in found if not each.excesses), key=lambda each: each.rank, default=None
-    )
+    """The feasible tile of least predicted cost; None when there is none.
+
+    Where boxes are gathered to tiles, of least cost of the scores that its rows have in them; whole
+    boxes of a block of the layout, or of a part of it, are preferred.
+    """
+    found = [best_occupancy(problem, shape) for shape in shapes(problem)]
+    fitting = [each for each in found if not each.excesses]
+    if problem.layout is None:
+        return min(fitting, key=lambda each: each.rank, default=None)
+    sparse, block = problem.layout, problem.layout.block_k
+    whole = [each for each in fitting if not (each.tile.step % block and block % each.tile.step)]
+
+    def cost(each: Evaluated) -> tuple[float, Tile]:
+        queries = each.tile.owned // problem.heads_per_tile
+        return each.cost * share_of_scores(sparse, max(1, queries)), each.tile
+
+    return min(whole or fitting, key=cost, default=None)
 
 
 def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:

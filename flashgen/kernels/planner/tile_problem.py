@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from dataclasses import dataclass, field, replace
 
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
@@ -14,6 +15,7 @@ from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.paths import PATHS, CodePath
+from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
 
 MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
@@ -80,6 +82,7 @@ class TileProblem:
         path: the code path.
         given: the quantities that do not depend on the tile.
         heads_per_tile: query heads that share a tile.
+        layout: the block layout, where boxes with live blocks of it are gathered to tiles.
         learned: the elements of learned tensors to which each score adds for itself.
     """
 
@@ -90,6 +93,7 @@ class TileProblem:
     given: Quantities
     heads_per_tile: int
     learned: spec_terms.Learned
+    layout: BlockSparse | None = None
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -101,6 +105,12 @@ class TileProblem:
         other = self.model.other_form
         pair = tile.column_warps, tile.score_warps
         return other if other is not None and pair in other.sharing else self.model
+
+    def box_of(self, step: int) -> int:
+        """Keys of a box in tiles of so many: they divide tiles and, where they can, blocks."""
+        assert self.layout is not None, "there are boxes where tiles are gathered"
+        box = math.gcd(self.layout.block_k, step)
+        return box if box % STEP == 0 else STEP
 
     def given_as(self, **changes: Number) -> TileProblem:
         """The problem with other values of given quantities."""
@@ -137,6 +147,7 @@ def problem_of(
         **model.registers_of(spec, arch, kernel, spare_registers),
         "access": access_bytes,
         "windows": 0,
+        "records": 0,
         "copy_ops": copy_ops[vectors],
         "factors": OPERANDS[spec.dtype].products,
         "tensor_rate": arch.tensor_rate(path.name),
@@ -148,4 +159,6 @@ def problem_of(
         **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
-    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned)
+    gathers = kernel == "forward" and path.copies_by_tma and not spec.is_served
+    layout = spec.block_sparse if gathers else None
+    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout)

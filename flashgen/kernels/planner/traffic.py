@@ -79,7 +79,8 @@ def computed_scores(plan: Plan, walk: Walk) -> int:
 def walks_of_head(
     plan: Plan, sizes: LaunchSizes, visited: Visited | None
 ) -> Sequence[Sequence[int]]:
-    """For each tile that a block owns, the tiles that it visits: all of them without ``visited``.
+    """For each tile that a block owns, the tiles that it visits: all of them without ``visited``;
+    the boxes, where it gathers boxes to tiles.
 
     Where blocks own keys, ``visited`` may have the tiles of each query head of a group, one head
     after the other.
@@ -87,7 +88,7 @@ def walks_of_head(
     Raises:
         ValueError: ``visited`` is for another number of tiles.
     """
-    owned, walked = -(-sizes.seq_q // plan.queries_per_tile), -(-sizes.seq_k // plan.block_k)
+    owned, walked = -(-sizes.seq_q // plan.queries_per_tile), -(-sizes.seq_k // plan.walked_keys)
     side, group = "query", 1
     if plan.owns_keys:
         owned, walked = walked, owned
@@ -207,14 +208,15 @@ def forward_traffic(
         raise ValueError(f"{heads_q} heads, {heads_kv} of K and V, do not fill tiles of {heads}")
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
     # A block that reaches no key loads nothing, and writes zeros.
-    reaching = (place for place, tiles in enumerate(walks) if tiles)
+    reaching = (place for place, tiles in enumerate(walks) if plan.steps_of(len(tiles)))
     q_rows = rows_in(reaching, plan.queries_per_tile, seq_q)
-    k_rows = rows_in(chain(*walks), plan.block_k, seq_k)
+    k_rows = rows_in(chain(*walks), plan.walked_keys, seq_k)
     pairs = batch * heads_q
+    steps = sum(plan.steps_of(len(tiles)) for tiles in walks)
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
-    kv_touched = rows_in(set(chain(*walks)), plan.block_k, seq_k)
+    kv_touched = rows_in(set(chain(*walks)), plan.walked_keys, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
     neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
     logits = heads_q * plan.sink_bytes
@@ -226,7 +228,7 @@ def forward_traffic(
         o=o,
         lse=lse,
         compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + v_row),
-        scores=shared * sum(map(len, walks)) * plan.block_q * plan.block_k,
+        scores=shared * steps * plan.block_q * plan.block_k,
         sink=batch * logits // heads * len(walks) * lanes,
     )
 

@@ -11,6 +11,7 @@ from flashgen.kernels.planner import Plan, plan_backward, split_of_call
 from flashgen.kernels.planner import plan as plan_forward
 from flashgen.kernels.planner.duration import cost_of_parts
 from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.visits.layout_path import path_of_layout
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import DECODING_SHAPE, CallArguments, PlanArguments
 from flashgen.tools.cli.call import random_call
@@ -53,6 +54,11 @@ def plan(arguments: PlanArguments) -> None:
         plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write_summary(plans)
         write(str(plans[0]))
+    path = path_of_layout(
+        spec, arch, backward=arguments.backward, deterministic=arguments.deterministic
+    )
+    if path is not None:
+        write(f"calls that name no architecture: {path.why}")
     if arguments.shape is not None and not arguments.decode:
         _predict(arguments, sizes, spec, plans)
     if arguments.certify:

@@ -20,8 +20,8 @@ from flashgen.tools.cli.inputs import Shape, changed_spec, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
+    from flashgen.kernels.visits.visited_tiles import KnownCall
     from flashgen.spec.language.spec import AttentionSpec
-    from flashgen.tools.profile.visited_tiles import KnownCall
     from flashgen.tools.tune.measure import Measured
     from flashgen.tools.tune.rank import TileChoice
 
@@ -120,8 +120,8 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
 def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
     """A call with its problem and its captured tensors as arrays."""
     from flashgen.calls.cpu.problem import array
+    from flashgen.kernels.visits.visited_tiles import KnownCall
     from flashgen.tools.profile.run import problem_of_call
-    from flashgen.tools.profile.visited_tiles import KnownCall
 
     problem = problem_of_call(spec, call.operands, call.options)
     tensors = call.options["tensors"].items()

@@ -18,15 +18,17 @@ import numpy as np
 
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.backward_sm90 import WALKING_WARPS
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
+from flashgen.kernels.visits.listed_blocks import ListedBlocks
+from flashgen.kernels.visits.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 from flashgen.shared.arch import WARP
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.tile_walk import EMPTY, Array, TileWalk
 from flashgen.spec.language.symbols import K, Q
-from flashgen.tools.profile.listed_blocks import ListedBlocks
-from flashgen.tools.profile.visited_tiles import AlikeHeads, Visit, unmasked_tiles
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
+COLUMNS_OF_PART = 8  # that a lane tests at once, with 16 rows
 LANES_OF_ROW = 4  # of a warp, which have the scores of a row
 
 
@@ -47,6 +49,9 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
             reads = _reads_of_lists(each.walk, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
+            if plan.box_k:
+                blocks += times * _reads_of_boxes(each.walk, plan, each.listed, visit)
+                continue
             by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
     if plan.is_persistent:
@@ -120,11 +125,58 @@ def _reads_of_tiles(
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
-        if by_rows:
+        if plan.layout_in_parts:
+            elements += _blocks_of_parts(walk, plan, listed, visit, tile)
+        elif by_rows:
             elements += _blocks_of_rows(walk, plan, listed)
         else:
             elements += _unmasked_elements(walk, plan, visit, tile)
     return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
+
+
+def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit) -> int:
+    """Blocks read of the layout itself, for the tiles that a thread block gathers.
+
+    A lane of the producer reads those that 16 rows and a box touch. Where some of these are live
+    and some not, the lanes of these rows read the block of each element of the tile.
+    """
+    together, found = plan.block_k // plan.box_k, 0
+    queries = min(MMA_ROWS, plan.queries_per_tile)
+    for first in range(0, len(visit.tiles), together):
+        boxes = visit.tiles[first : first + together]
+        for group in range(plan.block_q // MMA_ROWS):
+            start = visit.start + MMA_ROWS * group % plan.queries_per_tile
+            if start >= visit.stop:
+                continue
+            lines = listed.lines(walk.owned, start, min(start + queries, visit.stop))
+            differ = False
+            for box in boxes:
+                end = min((box + 1) * plan.box_k, walk.walked.length)
+                places = listed.places(walk.walked, box * plan.box_k, end)
+                live = listed.live[np.ix_(lines, places)]
+                found += live.size
+                differ |= bool(live.any() and not live.all())
+            found += MMA_ROWS * plan.block_k * differ
+    return found
+
+
+def _blocks_of_parts(
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit, tile: int
+) -> int:
+    """The blocks that lanes read for 16 keys and 8 queries each; where some of a warp's are live
+    and some not, also those of its elements."""
+    found = 0
+    for start in range(visit.start, visit.stop, MMA_ROWS):
+        lines = listed.lines(walk.owned, start, min(start + MMA_ROWS, visit.stop))
+        differ = False
+        end = min((tile + 1) * plan.block_q, walk.walked.length)
+        for first in range(tile * plan.block_q, end, COLUMNS_OF_PART):
+            places = listed.places(walk.walked, first, min(first + COLUMNS_OF_PART, end))
+            live = listed.live[np.ix_(lines, places)]
+            found += live.size
+            differ |= bool(live.any() and not live.all())
+        found += MMA_ROWS * plan.block_q * differ
+    return found
 
 
 def _until_one_is_not_live(live: Array) -> int:

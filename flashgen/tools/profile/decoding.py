@@ -15,6 +15,7 @@ from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import Plan, plan, plan_splits
 from flashgen.kernels.planner.traffic import LaunchSizes
+from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import Number
@@ -24,7 +25,6 @@ from flashgen.shared.split_choice import SplitPlan
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
-from flashgen.tools.profile.visited_tiles import KnownCall
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 

@@ -15,6 +15,7 @@ from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.traffic import Traffic, Walk, computed_scores
+from flashgen.kernels.visits.visited_tiles import KnownCall, heads_of, joined, walks_of
 from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
@@ -24,7 +25,6 @@ from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
 from flashgen.tools.profile.split_calls import SplitPrediction
-from flashgen.tools.profile.visited_tiles import KnownCall, heads_of, joined, walks_of
 
 COUNTER_BYTES = 4
 RNG_BYTES = 16

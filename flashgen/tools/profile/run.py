@@ -14,6 +14,7 @@ from flashgen.calls.runtime.programs import Variant, program_of
 from flashgen.kernels.codegen import Param
 from flashgen.kernels.pipeline import Build, build_minmax_tables
 from flashgen.kernels.planner import Plan
+from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import BOUNDARIES, SPLIT
@@ -28,7 +29,6 @@ from flashgen.tools.profile.prediction import (
 )
 from flashgen.tools.profile.roofline import clocks, roofline
 from flashgen.tools.profile.split_calls import predict_splits
-from flashgen.tools.profile.visited_tiles import KnownCall
 from ptx_emulator import Counters, Totals
 from ptx_emulator.counters.l2 import simulate
 from ptx_emulator.counters.ptx_lines import ptx_lines

@@ -17,13 +17,13 @@ from flashgen.kernels.planner.traffic import (
     computed_scores,
     forward_traffic,
 )
+from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchBlocks
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import BATCH, B
-from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 
 @dataclass(frozen=True)

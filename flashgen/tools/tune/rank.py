@@ -13,9 +13,9 @@ from flashgen.kernels.planner import Plan, Tile, feasible, plan, plan_backward
 from flashgen.kernels.planner.backward_schemes import kernels_of, streaming_kernels_of
 from flashgen.kernels.planner.duration import Duration, duration_of, gaps_between
 from flashgen.kernels.planner.traffic import LaunchSizes, Walk
+from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.tools.profile.visited_tiles import KnownCall, walks_of
 
 NEIGHBOURS = 4
 """The number of alternative tiles of each backward kernel, tried with the others' best tiles."""

@@ -199,7 +199,7 @@ def _map_of(spec: AttentionSpec, plan: Plan, inputs: Inputs) -> TileMap:
         spec,
         sizes,
         arch=plan.arch,
-        tile=(plan.queries_per_tile, plan.block_k),
+        tile=(plan.queries_per_tile, plan.walked_keys),
         kernel=kernel,
         q_offset=options.get("q_offset", 0),
         k_offset=options.get("k_offset", 0),
@@ -212,7 +212,7 @@ def _data(
 ) -> Mapping[str, Any]:
     drawing = found.drawing()
     plan = profile.plan
-    per_tile = multiply_adds_of(plan, plan.queries_per_tile * plan.block_k)
+    per_tile = multiply_adds_of(plan, plan.queries_per_tile * plan.walked_keys)
     counted = profile.totals.tensor_multiply_adds / per_tile if per_tile else None
     return {
         "tile": list(found.tile),

@@ -249,7 +249,7 @@ def _kernel_tile(spec: AttentionSpec, arch: str, tile: Any, kernel: str) -> Kern
             )
         (chosen,) = found
     return KernelTile(
-        chosen.queries_per_tile, chosen.block_k, owns_keys, kernel, f"planned for {chosen.arch}"
+        chosen.queries_per_tile, chosen.walked_keys, owns_keys, kernel, f"planned for {chosen.arch}"
     )
 
 

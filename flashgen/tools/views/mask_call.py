@@ -12,6 +12,7 @@ import torch
 
 from flashgen.calls.cpu.chunks import SequenceRows, sequences
 from flashgen.calls.cpu.problem import array
+from flashgen.kernels.visits.visited_tiles import KnownCall, live_blocks
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -19,7 +20,6 @@ from flashgen.spec.analysis.tile_walk import Array, TileAxis, exact, numbers_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
-from flashgen.tools.profile.visited_tiles import KnownCall, live_blocks
 
 Pair = tuple[int, int]
 """A batch entry and a query head; with packed sequences, a sequence and a query head."""

@@ -8,10 +8,10 @@ from enum import IntEnum
 import numpy as np
 import sympy
 
+from flashgen.kernels.visits.visited_tiles import listed_blocks, unmasked_tiles, visits_of
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.tile_walk import Array, TileAxis, TileWalk
 from flashgen.spec.language.symbols import B, H, K, Q
-from flashgen.tools.profile.visited_tiles import listed_blocks, unmasked_tiles, visits_of
 from flashgen.tools.views.mask_call import MaskCall, Place
 
 ELEMENTS = 1 << 25

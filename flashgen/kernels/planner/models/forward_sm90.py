@@ -27,7 +27,7 @@ DEPTH = Formula("depth", f"{DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP})")
 DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 # For each buffer a "full" and an "empty" barrier, the same for the next work tile's number, and
 # that number; and for each warpgroup a barrier for its Q.
-_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps"
+_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps + records"
 SMEM, PARTS = sum_of(
     {
         "smem_q": "e*block_q*depth",

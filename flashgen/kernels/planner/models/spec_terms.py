@@ -72,14 +72,17 @@ def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[Level
     return code, True
 
 
-def mask_instructions(spec: AttentionSpec, kernel: str) -> float:
+def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = False) -> float:
     """Instructions per score of a tile whose mask or block layout is evaluated.
 
     Each score is compared with the range of its row, or with what the mask's expression results in,
     and replaced where it is outside.
+
+    Args:
+        in_parts: whether blocks of a layout are tested for several rows and columns at once.
     """
     choice = fitted_common.MASKING_INSTRUCTIONS
-    if spec.block_sparse is not None:
+    if spec.block_sparse is not None and not in_parts:
         choice += fitted_common.LAYOUT_INSTRUCTIONS
     if row_interval(spec.mask) is not None:
         return choice
@@ -253,6 +256,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     row, reads = row_interval(spec.mask), _reads_elements(spec)
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward":
+        if spec.block_sparse is not None and not spec.is_served:
+            return fitted.GATHER_REGISTERS
         if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
         # A range with two ends that are made from quotients or from elements of tensors.

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.fitted_common import DEAD_BOX_INSTRUCTIONS, PARTS_INSTRUCTIONS
 from flashgen.kernels.planner.models.spec_terms import mask_instructions
 from flashgen.kernels.planner.traffic import LaunchSizes, StepKind, Steps, Walk
+from flashgen.kernels.visits.listed_blocks import ListedBlocks
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -27,7 +29,6 @@ from flashgen.spec.analysis.tile_walk import (
 )
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H
-from flashgen.tools.profile.listed_blocks import ListedBlocks
 
 
 class KnownCall(NamedTuple):
@@ -120,12 +121,12 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     if live is not None:
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
-    ops = mask_instructions(spec, plan.kernel)
+    ops = mask_instructions(spec, plan.kernel, in_parts=plan.layout_in_parts)
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
-        queries, keys = plan.queries_per_tile, plan.block_k
+        queries, keys = plan.queries_per_tile, plan.walked_keys
         axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
         walk = TileWalk(mask, (known | places).items(), *axes, plan.owns_keys)
         visits = visits_of(walk, listed)
@@ -202,6 +203,8 @@ def steps_of(
     Args:
         mask_ops: instructions of the mask for each score at which it is evaluated.
     """
+    if plan.box_k:
+        return _gathered_steps(plan, walk, listed, visit, mask_ops)
     mask = walk.mask
     bounded = (mask.reach.lo is not None or mask.reach.hi is not None) and mask.reach_exact
     rows = plan.skipping_rows(bounded=bounded and listed is None)
@@ -216,15 +219,44 @@ def steps_of(
             first, end = reached_tiles(walk, start, stop)
             reached = (first <= tiles) & (tiles < end)
         computed += together * reached
-        masked += together * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
+        by_mask = None if plan.layout_in_parts else listed
+        masked += together * (reached & ~unmasked_tiles(walk, start, stop, by_mask)[tiles])
+    parts = np.zeros(len(tiles))
+    if listed is not None and plan.layout_in_parts:
+        whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)
+        parts = PARTS_INSTRUCTIONS * ~whole[tiles]
     found: Counter[StepKind] = Counter()
-    for some, by_mask in zip(computed.tolist(), masked.tolist(), strict=True):
-        found[StepKind(some, mask_ops * by_mask / some if some else 0)] += 1
+    for some, of_mask, more in zip(computed.tolist(), masked.tolist(), parts.tolist(), strict=True):
+        found[StepKind(some, mask_ops * of_mask / some + more if some else 0)] += 1
+    return found
+
+
+def _gathered_steps(
+    plan: Plan, walk: TileWalk, listed: ListedBlocks | None, visit: Visit, mask_ops: float
+) -> Steps:
+    """The kinds of the steps of one block that gathers boxes to tiles."""
+    assert listed is not None, "boxes have live blocks"
+    boxes = np.array(visit.tiles, dtype=np.int64)
+    masked = ~unmasked_tiles(walk, visit.start, visit.stop)[boxes]
+    whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)[boxes]
+    together = plan.block_k // plan.box_k
+    found: Counter[StepKind] = Counter()
+    for first in range(0, max(1, len(boxes)), together):
+        tile = slice(first, first + together)
+        ops = mask_ops * np.count_nonzero(masked[tile]) / together
+        if np.count_nonzero(whole[tile]) < together:
+            ops += DEAD_BOX_INSTRUCTIONS
+        found[StepKind(plan.block_q, ops)] += 1
     return found
 
 
 def unmasked_tiles(
-    walk: TileWalk, start: int, stop: int, listed: ListedBlocks | None = None
+    walk: TileWalk,
+    start: int,
+    stop: int,
+    listed: ListedBlocks | None = None,
+    *,
+    ignores_mask: bool = False,
 ) -> Array:
     """Where the kernel does not evaluate the mask, for the walked tiles of one owned tile.
 
@@ -233,6 +265,7 @@ def unmasked_tiles(
 
     Args:
         listed: a block-sparse layout, of which all blocks of such a tile are live.
+        ignores_mask: whether the layout and the lengths alone count.
     """
     mask, owned, walked = walk.mask, walk.owned, walk.walked
     starts = np.arange(0, walked.length, walked.block)
@@ -243,6 +276,8 @@ def unmasked_tiles(
         layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
         corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
         found &= layout.of_tiles(corners, walked.corners())[1][0]
+    if ignores_mask:
+        return found
     if mask.full is None or not mask.full_exact:
         return found if mask.always else found & (walk.classes(start, stop) == FULL)
     lo, hi = walk.ends(mask.full, start, stop)

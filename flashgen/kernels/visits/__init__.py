@@ -1,0 +1,1 @@
+"""Which tiles of a call the thread blocks visit, and what follows from their number."""

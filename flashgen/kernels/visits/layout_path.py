@@ -1,0 +1,104 @@
+"""Chooses the code path of a pass over a block layout, for calls that leave it open.
+
+A device may run kernels of two code paths. Without a block layout the path with its fastest
+instructions is the faster one; with a layout, the tiles of the paths cover different numbers of
+scores beside the live blocks, and evaluate the layout at different costs. The path of fewer
+predicted clocks is chosen, for the forward and the backward pass apart.
+
+The choice holds for all calls of a spec, so that the bits of a row do not depend on lengths. It is
+made for `POSITIONS` queries and keys, with the layout's function, or with random blocks where calls
+give the layout. A mask that reads more than positions is counted as if it kept every score.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import sympy
+
+from flashgen.kernels.planner.api import plan_forward
+from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.duration import duration_of, gaps_between
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.layout_share import POSITIONS, live_blocks
+from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
+from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
+from flashgen.shared.arch import facts, portable
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.signature import LAYOUT
+from flashgen.spec.analysis.intervals import WalkedAxis
+from flashgen.spec.analysis.mask import analyse_mask
+from flashgen.spec.language.lets import elements_of
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import K, Q
+
+# Assumed: heads that fill a GPU.
+HEADS = 32
+
+
+class LayoutPath(NamedTuple):
+    """The architecture whose kernels compute a pass, and why."""
+
+    arch: str
+    why: str
+
+
+@functools.lru_cache(maxsize=1024)
+def path_of_layout(
+    spec: AttentionSpec, arch: str, *, backward: bool = False, deterministic: bool = False
+) -> LayoutPath | None:
+    """The path of a pass on a device of ``arch``; None where there is nothing to choose."""
+    if spec.block_sparse is None or spec.is_served:
+        return None
+    if not facts(arch).code_path.copies_by_tma:
+        return None
+    seconds = {
+        each: _seconds(spec, _plans(spec, each, backward, deterministic))
+        for each in (arch, portable(arch))
+    }
+    best = min(seconds, key=lambda each: seconds[each])
+    other = next(each for each in seconds if each != best)
+    what = "backward" if backward else "forward"
+    return LayoutPath(
+        best,
+        f"block layout, {what}: predicted {seconds[best] * 1e3:.3f} ms with {best}, "
+        f"{seconds[other] * 1e3:.3f} with {other}, for {HEADS} heads of {POSITIONS:,} positions",
+    )
+
+
+def _plans(spec: AttentionSpec, arch: str, backward: bool, deterministic: bool) -> Sequence[Plan]:
+    if not backward:
+        return (plan_forward(PlanRequest(spec, arch)),)
+    return plan_schemes(BackwardPlanRequest(spec, arch, deterministic=deterministic)).kernels
+
+
+def _seconds(spec: AttentionSpec, plans: Sequence[Plan]) -> float:
+    """The predicted duration of the launches of a pass whose tiles of scores have a model."""
+    known = spec.mask.free_symbols <= {Q, K} and not elements_of(spec.mask)
+    mask = spec.mask if known else sympy.true
+    total = gaps_between(plans)
+    for plan in plans:
+        if plan.of_captured:
+            continue  # both paths have it
+        sizes = (1, 1, 1, POSITIONS, POSITIONS)
+        call = CheckedCall(*sizes, spec.head_dim, plan.head_dim_v, 0, 0, 1.0, {})
+        analysis = analyse_mask(mask, WalkedAxis(Q if plan.owns_keys else K))
+        walks = [
+            walk._replace(sizes=walk.sizes._replace(batch=HEADS))
+            for walk in walks_of(KnownCall(spec, call, _layout(spec)), analysis, plan)
+        ]
+        total += duration_of(plan, walks, uneven=analysis.growth != 0).seconds
+    return total
+
+
+def _layout(spec: AttentionSpec) -> dict[str, object]:
+    """The layout of the call for which the paths are compared, where calls give it."""
+    sparse = spec.block_sparse
+    assert sparse is not None, "specs without a layout have no choice"
+    if sparse.is_static:
+        return {}
+    live = np.frombuffer(live_blocks(sparse), dtype=bool)
+    return {LAYOUT: live.reshape(1, 1, *sparse.blocks(POSITIONS, POSITIONS))}

@@ -1,0 +1,84 @@
+"""Hopper's backward kernels that own keys test the blocks of a layout for 16 keys and 8 queries at
+once: the error rule, and planted bugs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from tests.kernels.sm90.test_gathered import BLOCKS, MODS
+from tests.support.judged import Call
+from tests.support.planted import planted
+from tests.support.shapes import Case
+from tests.support.sparse_layouts import causal, random_layout, sparse_spec
+from tests.support.tiers import slow
+
+ARCH = "sm_90a"
+
+FAST = ("32, causal", "48, rows that differ in a box", "boxes across blocks")
+
+
+def judged(
+    spec: fg.AttentionSpec, case: Case, offsets: tuple[int, int] = (0, 0), **how: Any
+) -> None:
+    lines = how.pop("lines", (1, 1))
+    live = random_layout(spec, lines, (case.seq_q + offsets[0], case.seq_k + offsets[1]), 0.4, 3)
+    at = dict(zip(("q_offset", "k_offset"), offsets, strict=True))
+    tensors = {"layout": live, **how.pop("tensors", {})}
+    fixed = how.pop("deterministic", False)
+    call = Call(spec, case.tensors(), {"tensors": tensors, **at, **how}, arch=ARCH)
+    run = call.judged_backward(deterministic=fixed)
+    plans = [each.kernel.plan for each in run.reports if each.kernel is not None]
+    assert any(plan.layout_in_parts for plan in plans)
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in BLOCKS])
+def test_gradients_through_a_layout_meet_the_error_rule(name: str) -> None:
+    block, mask, lines, offsets, _ = BLOCKS[name]
+    spec = sparse_spec(*block, mask, dtype="float16", head_dim=64)
+    fixed = list(BLOCKS).index(name) % 2 == 0
+    case = Case(150, 200, lines[0], 2, 1)
+    judged(spec, case, offsets, lines=(lines[0], lines[1]), deterministic=fixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a score of positions", "a costly mask", "dropout"])
+def test_layouts_combine_with_what_reads_positions(name: str) -> None:
+    mask, score, numbers = MODS[name]
+    drops = "dropout_p" in numbers
+    spec = sparse_spec(
+        *(32, 32, mask), score_mod=score, dtype="float16", head_dim=64, dropout=drops
+    )
+    judged(spec, Case(150, 200, 1, 2, 1), **numbers)
+
+
+BUGS = {
+    "blocks of other keys": (
+        "thread / 32 * 16;\n      const int rows_hi",
+        "thread / 64 * 16;\n      const int rows_hi",
+    ),
+    "blocks of other queries": ("thread % 32 * 8;", "(thread % 32 ^ 1) * 8;"),
+    "rows that differ are taken for live": ("part == 1)", "part == 0 && false)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str) -> None:
+    old, new = BUGS[bug]
+    spec = sparse_spec(12, 12, causal, dtype="float16", head_dim=64)
+    with planted("fused", old, new), pytest.raises(AssertionError):
+        judged(spec, Case(150, 200))
+
+
+def test_a_block_of_keys_without_a_live_block_has_no_gradients() -> None:
+    spec = sparse_spec(64, 64, None, dtype="float16", head_dim=64)
+    live = torch.zeros(1, 1, 3, 4, dtype=torch.bool)
+    live[..., 1, 2] = True
+    call = Call(spec, Case(190, 250).tensors(), {"tensors": {"layout": live}}, arch=ARCH)
+    run = call.judged_backward()
+    assert torch.all(run.dk[:, :, :128] == 0)
+    assert torch.all(run.dv[:, :, 192:] == 0)
