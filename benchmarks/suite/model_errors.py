@@ -4,6 +4,8 @@ The records name the tiles of each call, so that a call is predicted with the ti
 whichever the planner chooses today. The kernels of the runs in `EARLIER` computed every tile for
 all rows of a block and score functions as they are written; since then, warpgroups of forward
 kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
+Hopper's kernels for block layouts gather live blocks since then: their former records are of
+another kernel, whose tiles no longer exist.
 
 Each of these records has one tile. `comparisons` has calls whose kernels with different tiles took
 turns in one process.
@@ -148,6 +150,7 @@ def points(results: Path = RESULTS) -> list[Point]:
         and row["contender"].removesuffix(DETERMINISTIC) in ARCHS
         and row["pass"] != "both"
         and recorded(case_of(row))
+        and not of_another_kernel(row)
     ]
 
 
@@ -156,6 +159,12 @@ def recorded(case: Case) -> bool:
     the plans with dropout, in whose place they have those of a call that drops nothing."""
     spec = spec_of(case)
     return not spec.tensors and not spec.dropout
+
+
+def of_another_kernel(row: Row) -> bool:
+    """Whether the kernel of a record has been replaced by one with other tiles."""
+    gathered = spec_of(case_of(row)).block_sparse is not None and row["path"] == PATH
+    return gathered and row["run"] in EARLIER
 
 
 def comparisons(results: Path = RESULTS) -> list[list[Point]]:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.suite.cases import flops
-from benchmarks.suite.model_errors import ARCHS, case_of, launches_of, point_of, recorded
+from benchmarks.suite.model_errors import (
+    ARCHS,
+    case_of,
+    launches_of,
+    of_another_kernel,
+    point_of,
+    recorded,
+)
 from benchmarks.suite.records import RESULTS, read
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS, STATED_ERROR
 from flashgen.shared.arch import facts
@@ -35,6 +42,7 @@ def table(results: Path = RESULTS) -> str:
         measured, ratio = float(row["ms_p50"]), float(row["ratio"])
         speed = flops(row["pass"], case.batch * case.heads_q, case.head_dim)
         speed *= case.seq_q * case.seq_k * float(row["live"]) / milliseconds / 1e9
+        error = "other kernel" if of_another_kernel(row) else f"{point_of(row).error():+.0%}"
         shape = f"{case.batch} x {case.heads_q}/{case.heads_kv} x {case.seq_q}"
         shape += "" if case.seq_q == case.seq_k else f" to {case.seq_k}"
         found.append(
@@ -44,7 +52,7 @@ def table(results: Path = RESULTS) -> str:
                 f"{row['gpu'].removeprefix('NVIDIA ').split()[0]} | {milliseconds:.3f} | "
                 f"{speed:.0f} | {row['peer']} {ratio * measured:.3f} | "
                 f"{ratio * measured / milliseconds:.2f} | {ratio:.2f} | "
-                f"{100 * point_of(row).error():+.0f} % |",
+                f"{error.replace('%', ' %')} |",
             )
         )
     return "\n".join(

@@ -80,7 +80,7 @@ def test_every_series_names_its_source() -> None:
 
 @pytest.mark.slow
 def test_the_script_fits_and_prints_the_errors() -> None:
-    for options, text in ((("--fit", "1"), "224 points"), ((), "all: 149 points")):
+    for options, text in ((("--fit", "1"), "206 points"), ((), "all: 149 points")):
         done = run_python(str(ROOT / "benchmarks" / "fit_duration.py"), *options)
         assert done.returncode == 0, done.stderr
         assert text in done.stdout
