@@ -23,7 +23,7 @@ def share_of_scores(sparse: BlockSparse, queries: int) -> float:
     """The share of all scores that tiles of so many queries compute."""
     rows, columns = sparse.blocks(POSITIONS, POSITIONS)
     table = live_blocks(sparse)
-    lines = [int.from_bytes(table[i * columns : (i + 1) * columns]) for i in range(rows)]
+    lines = [int.from_bytes(table[i * columns : (i + 1) * columns], "big") for i in range(rows)]
     tiles, found = range(0, POSITIONS, queries), 0
     for first in tiles:
         last = min((first + queries - 1) // sparse.block_q, rows - 1)
