@@ -6,8 +6,8 @@ scores beside the live blocks, and evaluate the layout at different costs. The p
 predicted clocks is chosen, for the forward and the backward pass apart.
 
 The choice holds for all calls of a spec, so that the bits of a row do not depend on lengths. It is
-made for `POSITIONS` queries and keys, with the layout's function, or with random blocks where calls
-give the layout. A mask that reads more than positions is counted as if it kept every score.
+made for `positions_of` queries and keys, with the layout's function, or with random blocks where
+calls give the layout. A mask that reads more than positions is counted as if it kept every score.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of, gaps_between
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.layout_share import POSITIONS, live_blocks
+from flashgen.kernels.planner.layout_share import live_blocks, positions_of
 from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.arch import facts, portable
@@ -31,6 +31,7 @@ from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.analysis.mask import analyse_mask
+from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
@@ -62,10 +63,11 @@ def path_of_layout(
     best = min(seconds, key=lambda each: seconds[each])
     other = next(each for each in seconds if each != best)
     what = "backward" if backward else "forward"
+    positions = positions_of(spec.block_sparse)
     return LayoutPath(
         best,
         f"block layout, {what}: predicted {seconds[best] * 1e3:.3f} ms with {best}, "
-        f"{seconds[other] * 1e3:.3f} with {other}, for {HEADS} heads of {POSITIONS:,} positions",
+        f"{seconds[other] * 1e3:.3f} with {other}, for {HEADS} heads of {positions:,} positions",
     )
 
 
@@ -79,26 +81,24 @@ def _seconds(spec: AttentionSpec, plans: Sequence[Plan]) -> float:
     """The predicted duration of the launches of a pass whose tiles of scores have a model."""
     known = spec.mask.free_symbols <= {Q, K} and not elements_of(spec.mask)
     mask = spec.mask if known else sympy.true
+    assert spec.block_sparse is not None, "specs without a layout have no choice"
+    positions = positions_of(spec.block_sparse)
     total = gaps_between(plans)
     for plan in plans:
         if plan.of_captured:
             continue  # both paths have it
-        sizes = (1, 1, 1, POSITIONS, POSITIONS)
+        sizes = (1, 1, 1, positions, positions)
         call = CheckedCall(*sizes, spec.head_dim, plan.head_dim_v, 0, 0, 1.0, {})
         analysis = analyse_mask(mask, WalkedAxis(Q if plan.owns_keys else K))
         walks = [
             walk._replace(sizes=walk.sizes._replace(batch=HEADS))
-            for walk in walks_of(KnownCall(spec, call, _layout(spec)), analysis, plan)
+            for walk in walks_of(KnownCall(spec, call, _layout(spec.block_sparse)), analysis, plan)
         ]
         total += duration_of(plan, walks, uneven=analysis.growth != 0).seconds
     return total
 
 
-def _layout(spec: AttentionSpec) -> dict[str, object]:
-    """The layout of the call for which the paths are compared, where calls give it."""
-    sparse = spec.block_sparse
-    assert sparse is not None, "specs without a layout have no choice"
-    if sparse.is_static:
-        return {}
+def _layout(sparse: BlockSparse) -> dict[str, object]:
+    """The layout for which the paths are compared."""
     live = np.frombuffer(live_blocks(sparse), dtype=bool)
-    return {LAYOUT: live.reshape(1, 1, *sparse.blocks(POSITIONS, POSITIONS))}
+    return {LAYOUT: live.reshape(1, 1, *sparse.blocks(*[positions_of(sparse)] * 2))}

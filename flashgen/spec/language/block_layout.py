@@ -61,6 +61,8 @@ class BlockSparse:
             pure function, called once per block when a length is first used, with the values that
             it could reach when the BlockSparse was made. A copy of it is called for some blocks
             then and at each new length, with indices up to 127: a result that differs is an error.
+            To choose tiles it is called for the blocks of up to 8,192 positions too, and may raise
+            for those that no call has: random blocks then take the place of all.
             If None, each call gives the layout: ``op(q, k, v, layout=...)``.
         block_q: number of queries in a block, at least 1.
         block_k: number of keys in a block, at least 1.

@@ -12,7 +12,8 @@ import torch
 import flashgen as fg
 from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.kernels.planner import Tile, plan
-from flashgen.kernels.planner.layout_share import share_of_scores
+from flashgen.kernels.planner.layout_share import live_blocks, share_of_scores
+from flashgen.kernels.visits.layout_path import path_of_layout
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.examples import spec_path
@@ -199,3 +200,21 @@ def test_the_tile_has_rows_of_few_blocks_where_these_differ() -> None:
     assert share_of_scores(sparse, 64) < share_of_scores(sparse, 128) < share_of_scores(sparse, 192)
     assert plan(split(butterfly), ARCH).box_k == 0  # a call that serves has one tile for all
     assert plan(butterfly, "sm_80").box_k == 0
+
+
+def test_a_layout_that_knows_the_blocks_of_its_calls_alone_has_plans() -> None:
+    table = [[True, False], [True, True]]
+    sparse = fg.BlockSparse(lambda i, j: table[i][j], 64, 64)
+    spec = AttentionSpec(block_sparse=sparse, dtype="float16", head_dim=64)
+    call = Call(spec, Case(128, 128).tensors(), arch=ARCH)
+    call.judged_backward(call.judged_forward())
+    for backward in (False, True):
+        assert path_of_layout(spec, ARCH, backward=backward) is not None
+
+
+def test_a_layout_of_small_blocks_is_asked_for_few_of_them() -> None:
+    for block_q, block_k in ((1, 1), (1, 64), (16, 16), (64, 128)):
+        spec = sparse_spec(block_q, block_k, None, lambda i, j: j <= i, dtype="float16")
+        plan(spec, ARCH)
+        assert spec.block_sparse is not None
+        assert 0 < len(live_blocks(spec.block_sparse)) <= 512 * 512
