@@ -310,3 +310,11 @@ def test_a_division_of_64_bits_stays_a_division() -> None:
     ids = fg.Tensor("ids", ("seq_k",), "int64")
     spec = fg.AttentionSpec(lambda b, h, q, k: ids[k] // width > q, name="wide_division")
     assert "floor_div(ids_k, int64(p.s_width))" in fg.emit(spec, "sm_80").forward.text
+
+
+def test_a_comparison_of_floats_beside_an_or_states_nothing_about_integers() -> None:
+    spec = fg.AttentionSpec(
+        head_dim=64,
+        mask_mod=lambda b, h, q, k: (fg.exp(fg.Scalar("slope") * 1.0) > 0.0) | (k % 3 == 0),
+    )
+    assert not with_natural_divisions(spec.mask).atoms(NaturalDiv, NaturalMod)

@@ -101,10 +101,10 @@ def _stated(condition: sympy.Basic, *, negated: bool) -> Iterator[sympy.Expr]:
     """
     if not isinstance(condition, Relational) or contains(condition, FloorDiv, FloorMod):
         return
+    if not all(map(is_int, condition.args)):  # the negation of floats is no comparison: NaN
+        return
     known = condition.negated if negated else condition
     left, right, sign = known.lhs, known.rhs, known.rel_op
-    if not (is_int(left) and is_int(right)):
-        return
     if sign in (">", ">=", "=="):
         yield left - right - int(sign == ">")
     if sign in ("<", "<=", "=="):

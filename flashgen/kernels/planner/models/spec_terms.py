@@ -172,8 +172,8 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
         return 0
     if not PATHS[path].copies_by_tma:
         return fitted_sm80.FORWARD_SERVED_REGISTERS
-    wide = (spec.head_dim_v or spec.head_dim) > fitted_sm90.SERVED_HEAD_DIM
-    needed = wide or _reads_for_each_score(spec)
+    usual = (spec.head_dim_v or spec.head_dim) in fitted_sm90.SERVED_HEAD_DIMS
+    needed = not usual or _reads_for_each_score(spec)
     return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
 
 
