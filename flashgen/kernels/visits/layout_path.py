@@ -5,8 +5,8 @@ instructions is the faster one; with a layout, the tiles of the paths cover diff
 scores beside the live blocks, and evaluate the layout at different costs. The path of fewer
 predicted clocks is chosen, for the forward and the backward pass apart.
 
-The choice holds for all calls of a spec, so that the bits of a row do not depend on lengths. It is
-made for `positions_of` queries and keys, with the layout's function, or with random blocks where
+The choice holds for all calls of a spec, so that the path does not depend on lengths. It is made
+for `positions_of` queries and keys, with the layout's function, or with random blocks where
 calls give the layout. A mask that reads more than positions is counted as if it kept every score.
 """
 
