@@ -27,7 +27,7 @@ SEARCH_BY_TENSORS_REGISTERS = 16
 # The head dims of v for which calls with split keys or pages need no more registers of consumers
 # than others. With another, or a score function that reads an element of a tensor for each score,
 # they need as many more as on sm_80; and as many again with a block layout.
-SERVED_HEAD_DIMS = range(49, 129)
+SERVED_HEAD_DIMS = (*range(25), *range(49, 129))
 
 # ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
 
