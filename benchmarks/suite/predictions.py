@@ -42,7 +42,9 @@ def table(results: Path = RESULTS) -> str:
         measured, ratio = float(row["ms_p50"]), float(row["ratio"])
         speed = flops(row["pass"], case.batch * case.heads_q, case.head_dim)
         speed *= case.seq_q * case.seq_k * float(row["live"]) / milliseconds / 1e9
-        error = "other kernel" if of_another_kernel(row) else f"{point_of(row).error():+.0%}"
+        error = "other kernel"
+        if not of_another_kernel(row):
+            error = f"{100 * point_of(row).error():+.0f} %"
         shape = f"{case.batch} x {case.heads_q}/{case.heads_kv} x {case.seq_q}"
         shape += "" if case.seq_q == case.seq_k else f" to {case.seq_k}"
         found.append(
@@ -52,7 +54,7 @@ def table(results: Path = RESULTS) -> str:
                 f"{row['gpu'].removeprefix('NVIDIA ').split()[0]} | {milliseconds:.3f} | "
                 f"{speed:.0f} | {row['peer']} {ratio * measured:.3f} | "
                 f"{ratio * measured / milliseconds:.2f} | {ratio:.2f} | "
-                f"{error.replace('%', ' %')} |",
+                f"{error} |",
             )
         )
     return "\n".join(

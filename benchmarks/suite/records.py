@@ -230,15 +230,14 @@ def latest(rows: list[dict[str, str]], device: str = "gpu") -> list[dict[str, st
 def newest_of_cases(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Of the GPU of the newest run: the rows of each case and pass from the newest run that has
     it, because a short run has few cases; newest runs first."""
-    newest = latest(rows)
+    gpus = {row["gpu"] for row in latest(rows)}
     last: dict[tuple[str, ...], str] = {}
-    kept = []
-    for row in sorted(rows, key=lambda row: row["run"], reverse=True):
-        if newest and row["gpu"] == newest[0]["gpu"]:
-            case = tuple(row[name] for name in CASE)
-            if last.setdefault(case, row["run"]) == row["run"]:
-                kept.append(row)
-    return kept
+    return [
+        row
+        for row in sorted(rows, key=lambda row: row["run"], reverse=True)
+        if row["gpu"] in gpus
+        and last.setdefault(tuple(row[name] for name in CASE), row["run"]) == row["run"]
+    ]
 
 
 def now() -> str:

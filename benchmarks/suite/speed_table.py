@@ -42,8 +42,8 @@ def block(results: Path = RESULTS) -> str:
     slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken)
     measured = (
         f"Measured on one {first['gpu']} (driver {first['driver']}), each case last on {at}, in "
-        f"{USUAL} unless a row says otherwise, by calls without "
-        "options, beside its peers on the same inputs; all of it is in `benchmarks/results/`. "
+        f"{USUAL} unless a row says otherwise, by calls without options, beside its peers on the "
+        "same inputs; all of it is in `benchmarks/results/`. "
         f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed."
     )
     lines = [

@@ -569,7 +569,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       };
       if (copies && tile < tile_end) {
         copy_k();
-        const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of the last K before
+        const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of that K
         barrier_wait(k_empty[next.index], next.parity ^ 1);
         UNROLL for (int i = 0; i < CONSUMERS; ++i) {
           barrier_announce(q_full[i], Q_BYTES);

@@ -68,9 +68,8 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
     found = arch_of(arch, chosen, device)
     order = order_of(backend)
     open_path = chosen == "gpu" and arch is None and config.arch() is None
-    return Target(
-        *(chosen, found.arch, device, index, found.why, found.settled, order), open_path=open_path
-    )
+    how = found.why, found.settled, order
+    return Target(chosen, found.arch, device, index, *how, open_path=open_path)
 
 
 def choose(given: str | None, device: torch.device) -> str:

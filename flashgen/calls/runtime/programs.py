@@ -231,9 +231,9 @@ class SpecProgram(CallProgram):
         return split_of_call(self.spec, target.arch, call, sms=target.sms)
 
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
-        from flashgen.kernels.visits.layout_path import path_of_layout
+        if target.open_path and self.spec.block_sparse is not None:
+            from flashgen.kernels.visits.layout_path import path_of_layout
 
-        if target.open_path:
             found = path_of_layout(
                 self.spec, target.arch, backward=backward, deterministic=deterministic
             )

@@ -27,11 +27,17 @@ def positions_of(sparse: BlockSparse) -> int:
     return min(POSITIONS, BLOCKS * min(sparse.block_q, sparse.block_k))
 
 
+def grid_of(sparse: BlockSparse) -> tuple[int, int]:
+    """Rows and columns of blocks of these positions."""
+    positions = positions_of(sparse)
+    return sparse.blocks(positions, positions)
+
+
 @functools.lru_cache(maxsize=256)
 def share_of_scores(sparse: BlockSparse, queries: int) -> float:
     """The share of all scores that tiles of so many queries compute."""
     positions = positions_of(sparse)
-    rows, columns = sparse.blocks(positions, positions)
+    rows, columns = grid_of(sparse)
     table = live_blocks(sparse)
     lines = [int.from_bytes(table[i * columns : (i + 1) * columns], "big") for i in range(rows)]
     tiles, found = range(0, positions, queries), 0
@@ -51,7 +57,7 @@ def live_blocks(sparse: BlockSparse) -> bytes:
     A function may be of the blocks of its calls alone, such as one that reads a table. Where it
     fails for others, the blocks are those of a layout that calls give.
     """
-    rows, columns = sparse.blocks(*[positions_of(sparse)] * 2)
+    rows, columns = grid_of(sparse)
     if sparse.is_static:
         with contextlib.suppress(SpecError):
             return sparse.table(1, 1, rows, columns)

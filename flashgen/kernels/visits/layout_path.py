@@ -23,7 +23,7 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of, gaps_between
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.layout_share import live_blocks, positions_of
+from flashgen.kernels.planner.layout_share import grid_of, live_blocks, positions_of
 from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.arch import facts, portable
@@ -101,4 +101,4 @@ def _seconds(spec: AttentionSpec, plans: Sequence[Plan]) -> float:
 def _layout(sparse: BlockSparse) -> dict[str, object]:
     """The layout for which the paths are compared."""
     live = np.frombuffer(live_blocks(sparse), dtype=bool)
-    return {LAYOUT: live.reshape(1, 1, *sparse.blocks(*[positions_of(sparse)] * 2))}
+    return {LAYOUT: live.reshape(1, 1, *grid_of(sparse))}

@@ -152,10 +152,9 @@ def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Vis
             differ = False
             for box in boxes:
                 end = min((box + 1) * plan.box_k, walk.walked.length)
-                places = listed.places(walk.walked, box * plan.box_k, end)
-                live = listed.live[np.ix_(lines, places)]
-                found += live.size
-                differ |= bool(live.any() and not live.all())
+                some, mixed = _read_part(walk, listed, lines, box * plan.box_k, end)
+                found += some
+                differ |= mixed
             found += MMA_ROWS * plan.block_k * differ
     return found
 
@@ -171,12 +170,19 @@ def _blocks_of_parts(
         differ = False
         end = min((tile + 1) * plan.block_q, walk.walked.length)
         for first in range(tile * plan.block_q, end, COLUMNS_OF_PART):
-            places = listed.places(walk.walked, first, min(first + COLUMNS_OF_PART, end))
-            live = listed.live[np.ix_(lines, places)]
-            found += live.size
-            differ |= bool(live.any() and not live.all())
+            some, mixed = _read_part(walk, listed, lines, first, min(first + COLUMNS_OF_PART, end))
+            found += some
+            differ |= mixed
         found += MMA_ROWS * plan.block_q * differ
     return found
+
+
+def _read_part(
+    walk: TileWalk, listed: ListedBlocks, lines: Array, start: int, stop: int
+) -> tuple[int, bool]:
+    """The blocks of these lines at walked positions, and whether some are live and some are not."""
+    live = listed.live[np.ix_(lines, listed.places(walk.walked, start, stop))]
+    return live.size, bool(live.any() and not live.all())
 
 
 def _until_one_is_not_live(live: Array) -> int:
