@@ -30,7 +30,7 @@ from benchmarks.suite.records import RESULTS, read
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import divides_groups
-from flashgen.kernels.planner import Plan, feasible
+from flashgen.kernels.planner import Plan, feasible, split_of_call
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS, constants_of
@@ -56,6 +56,9 @@ ONE_RANGE = "one range of keys for each row"
 OTHERS = "all others, block layouts"
 
 EARLIER = ("20261126T032114Z", "20261126T172208Z")
+
+UNSPLIT = (*EARLIER, "20261127T225255Z")
+"""The runs whose calls with few rows did not split their keys by themselves."""
 
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
 
@@ -84,8 +87,8 @@ class Launch:
 
     @property
     def exceeds_l2(self) -> bool:
-        """Whether the kernel walked whole groups where a call of today divides them, because the
-        heads that run at the same time do not fit in L2."""
+        """Whether the kernel walked whole groups whose heads that run at the same time do not fit
+        in L2."""
         plan, sizes = self.plan, self.walks[0].sizes
         if plan.in_parts or not (self.uneven and plan.divides_groups):
             return False
@@ -162,8 +165,12 @@ def recorded(case: Case) -> bool:
 
 
 def of_another_kernel(row: Row) -> bool:
-    """Whether the kernel of a record has been replaced by one with other tiles."""
-    gathered = spec_of(case_of(row)).block_sparse is not None and row["path"] == PATH
+    """Whether the launches of a record are not those of `launches_of`: kernels that have been
+    replaced by ones with other tiles, and calls that split their keys by themselves."""
+    case, arch = case_of(row), ARCHS[row["contender"].removesuffix(DETERMINISTIC)]
+    if row["run"] not in UNSPLIT and row["pass"] == "forward":
+        return split_of_call(spec_of(case), arch, call_of(case)) > 0
+    gathered = spec_of(case).block_sparse is not None and row["path"] == PATH
     return gathered and row["run"] in EARLIER
 
 
@@ -204,6 +211,13 @@ def case_of(row: Row) -> Case:
     return Case(row["group"], row["spec"], *sizes, row["dtype"], scalars, dim_v=dim_v)
 
 
+def call_of(case: Case) -> CheckedCall:
+    """The call of a problem."""
+    sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
+    dims = case.head_dim, case.head_dim_v
+    return CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
+
+
 @functools.cache
 def launches_of(
     case: Case,
@@ -221,12 +235,9 @@ def launches_of(
         earlier: whether the kernels were those of the runs in `EARLIER`.
         fma_columns: columns of a tile whose exponentials are on FMA units; None for today's number.
     """
-    spec = spec_of(case)
-    sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
-    dims = case.head_dim, case.head_dim_v
-    call = CheckedCall(*sizes, *dims, 0, 0, case.head_dim**-0.5, dict(case.scalars))
+    spec, call = spec_of(case), call_of(case)
     found = []
-    for plan in plans_of(spec, arch, pass_, sizes, deterministic, plans):
+    for plan in plans_of(spec, arch, pass_, call.sizes, deterministic, plans):
         if plan.kernel == "forward":
             heads = heads_of_call(spec, plan, call, {}).heads
             if heads > 1:  # heads that share a tile may have another one
