@@ -21,13 +21,14 @@ from flashgen.kernels.planner import (
     BackwardPlanRequest,
     PlanRequest,
     Tile,
+    parts_pay,
     plan_forward,
     plan_merge,
     plan_minmax_table,
     plan_schemes,
 )
 from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
 from flashgen.shared.call import CallRanges
 from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by_users
 from flashgen.shared.launch_facts import Sizes
@@ -345,19 +346,21 @@ def build_backward(
     tiles: Mapping[str, Tile] = NO_TILES,
     ranges: CallRanges | None = None,
     sizes: Sizes | None = None,
+    memory: GpuMemory | None = None,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
-    Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, which may
-    be divided into parts of its groups of query heads (`LaunchRules.part_heads`).
+    Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
+    groups of query heads may be divided; ``memory`` as for ``divides_groups``.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
     request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
-    request = replace(request, in_parts=sizes is not None and divides_groups(request, sizes))
+    in_parts = sizes is not None and divides_groups(request, sizes, memory)
+    request = replace(request, in_parts=in_parts)
     return _build_backward(request, _needs_wide(request, ranges))
 
 
@@ -378,16 +381,27 @@ def plan_backward_of_call(
     return plan_schemes(replace(request, in_parts=divides_groups(request, sizes)))
 
 
-def divides_groups(request: BackwardPlanRequest, sizes: Sizes) -> bool:
-    """Whether blocks own parts of a group of query heads in a call of these sizes: where a mask
-    gives them different numbers of tiles, and the rule of the launch finds that L2 is too small."""
+def divides_groups(
+    request: BackwardPlanRequest, sizes: Sizes, memory: GpuMemory | None = None
+) -> bool:
+    """Whether blocks own parts of a group of query heads in a call of these sizes.
+
+    A mask must give them different numbers of tiles. Then they do where L2 has no room for whole
+    groups (`LaunchRules.part_heads`), and where that takes longer than the sums of the parts.
+
+    Args:
+        memory: that of the GPU; None for that of the architecture's product.
+    """
     _, heads_q, heads_kv, *_ = sizes
     if not 0 < heads_kv < heads_q:
         return False
     plan = plan_schemes(request).of_keys
     if not plan.divides_groups or plan.part_heads(*sizes) >= heads_q // heads_kv:
         return False
-    return analysed(request.spec, codegen.walk_of_kernel(plan.kernel)).mask.growth != 0
+    if analysed(request.spec, codegen.walk_of_kernel(plan.kernel)).mask.growth == 0:
+        return False
+    memory = memory or facts(request.arch).memory
+    return parts_pay(plan, sizes, memory, packed=request.spec.packed)
 
 
 def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flashgen.shared.errors import PlanError
 from flashgen.shared.paths import PATHS, CodePath, path_on
@@ -38,6 +39,18 @@ SMEM_RESERVED = 1 * KIB  # the system's share of shared memory in every resident
 SCHEDULERS = 4  # per SM, each issues one warp instruction per clock
 SMEM_BYTES_PER_CLOCK = 128  # 32 banks of 4 bytes
 SPECIAL_PER_CLOCK = 16  # exp2, log2, reciprocal, ... results per clock and SM
+
+
+class GpuMemory(NamedTuple):
+    """The memory of a GPU, on which the choice of parts of groups of query heads depends.
+
+    Attributes:
+        l2_bytes: the size of L2.
+        bytes_per_s: the rate of global memory, by its clock and its width.
+    """
+
+    l2_bytes: int
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,11 @@ class Arch:
     def path(self) -> str:
         """The name of the code path."""
         return self.code_path.name
+
+    @property
+    def memory(self) -> GpuMemory:
+        """The memory of the product."""
+        return GpuMemory(self.l2_bytes, self.hbm_bytes_per_s)
 
     @property
     def major(self) -> int:

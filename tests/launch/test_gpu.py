@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.calls.launch import gpu, gpu_facts, gpus
+from flashgen.calls.launch import device_memory, gpu, gpu_facts, gpus
+from flashgen.shared.arch import GpuMemory, facts
 from flashgen.shared.errors import LaunchError
 from tests.support.fake_driver import FakeDriver
 
@@ -20,6 +21,19 @@ def test_the_facts_are_those_of_the_driver_and_need_no_context(
     assert (found.cuda, found.driver) == ((12, 8), "580.65.06")
     assert found.is_exclusive
     assert not [name for name in driver.calls if "Ctx" in name]
+
+
+def test_the_rate_of_memory_is_two_bits_in_a_clock_on_each_line() -> None:
+    found = device_memory(driver=FakeDriver())
+    assert found == GpuMemory(40 << 20, 2 * 1_593_000e3 * 5120 / 8)
+    assert found.bytes_per_s == pytest.approx(facts("sm_80").memory.bytes_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_memory_that_the_driver_does_not_report_is_unknown(missing: int) -> None:
+    reported = [1_593_000, 5120, 40 << 20]
+    reported[missing] = 0
+    assert device_memory(driver=FakeDriver(memory=tuple(reported))) is None
 
 
 def test_every_device_is_listed_and_another_one_is_an_error() -> None:

@@ -20,9 +20,9 @@ import ptx_emulator as emulator
 from flashgen import reference
 from flashgen.calls.launch.params import field_bytes
 from flashgen.calls.runtime.bound_kernel import span
-from flashgen.shared.launch_facts import LaunchRules
 from tests.support.judged import forward_verdicts
 from tests.support.native_driver import CAUSAL, STREAM, NativeDriver, Record, native_gpu
+from tests.support.parts_of_groups import divide_groups
 
 pytestmark = pytest.mark.slow
 
@@ -109,8 +109,7 @@ def test_a_replay_of_both_passes_computes_with_the_present_contents(
     arch: str, heads: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three query heads that share keys are divided into parts of two heads and of one."""
-    group = heads[0] // heads[1]
-    monkeypatch.setattr(LaunchRules, "part_heads", lambda *_: min(2, group))
+    divide_groups(monkeypatch, 2)
     monkeypatch.setenv("FLASHGEN_NATIVE", "1" if native else "0")
     torch.manual_seed(0)
     qkv = [

@@ -14,12 +14,12 @@ from flashgen.calls.runtime.bound_kernel import span
 from flashgen.kernels.compile import compile
 from flashgen.kernels.pipeline import Build, build
 from flashgen.kernels.planner import backward_traffic, forward_traffic
-from flashgen.shared.launch_facts import LaunchRules
 from flashgen.tools.cli.inputs import example_scalars
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import LaunchPrediction
 from flashgen.tools.profile.run import profile_of
 from ptx_emulator.counters.recorder import SECTOR_BYTES
+from tests.support.parts_of_groups import divide_groups
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
 from tests.support.tiers import one_in, slow
 
@@ -98,7 +98,7 @@ def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
 
 @pytest.mark.slow
 def test_predicted_bytes_are_exact_for_parts_of_groups(monkeypatch):
-    monkeypatch.setattr(LaunchRules, "part_heads", lambda *_: 2)
+    divide_groups(monkeypatch, 2)
     spec = loaded("causal").replace(head_dim=64, head_dim_v=40)
     _, *profiles = all_kernels(spec, (1, 6, 2, 113, 203), arch="sm_90a")
     assert {"convert_dk", "convert_dv"} <= {profile.plan.kernel for profile in profiles}

@@ -30,6 +30,9 @@ _ATTRIBUTES = (
     "MAX_REGISTERS_PER_BLOCK",
     "MULTIPROCESSOR_COUNT",
     "COMPUTE_MODE",
+    "MEMORY_CLOCK_RATE",
+    "GLOBAL_MEMORY_BUS_WIDTH",
+    "L2_CACHE_SIZE",
 )
 _TENSOR_MAP = {
     "DataType": ("DATA_TYPE", "UINT8 UINT16 UINT32 INT32 UINT64 INT64 FLOAT16 FLOAT32 BFLOAT16"),
@@ -87,8 +90,9 @@ class FakeDriver:
         cuda: int = 13_000,
         name: str = "NVIDIA A100-SXM4-80GB",
         compute_mode: int = 0,
+        memory: tuple[int, int, int] = (1_593_000, 5120, 40 << 20),
     ) -> None:
-        self.values = (*capability, 1024, smem, 65_536, 108, compute_mode)
+        self.values = (*capability, 1024, smem, 65_536, 108, compute_mode, *memory)
         self.name = name
         self.devices = devices
         self.cuda = cuda  # the version of CUDA that it supports: 13_000 is 13.0

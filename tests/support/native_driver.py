@@ -257,6 +257,7 @@ def native_gpu(arch: str = "sm_80", *, library: Any = None) -> Iterator[NativeDr
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.TAKES, "gpu", "cpu")
         patch.setitem(backends.DEFAULTS, "cpu", "gpu")
+        patch.setattr(backends, "device_memory", lambda index: None)
         patch.setattr(backends, "index_of", lambda device: 0)
         patch.setattr(backends, "decide", lambda index, capturing: Decision(arch, "a stub"))
         patch.setattr(bound_kernel, "current_stream", driver.stream)

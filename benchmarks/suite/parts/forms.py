@@ -26,6 +26,7 @@ from benchmarks.suite.contenders.ours import spec_of
 from benchmarks.suite.context import Context
 from benchmarks.suite.device import Device, first_line
 from benchmarks.suite.timing import measure
+from flashgen.calls.launch import available, device_memory
 from flashgen.calls.runtime import backward, forward
 from flashgen.kernels.pipeline import build, build_backward
 from flashgen.kernels.planner import Tile
@@ -165,6 +166,7 @@ def shrunk(comparison: Comparison) -> Comparison:
 
 def compile_all(comparisons: Iterable[Comparison]) -> None:
     """Compiles the forms side by side; what fails here fails again where it is recorded."""
+    memory = device_memory() if available() is None else None
 
     def compiled(comparison: Comparison, form: Form) -> None:
         case, spec = comparison.case, spec_of(comparison.case)
@@ -173,7 +175,8 @@ def compile_all(comparisons: Iterable[Comparison]) -> None:
             build(spec, ARCH, tile=form.tiles.get("forward"))
             if comparison.pass_ == "backward":
                 fixed = form.deterministic
-                build_backward(spec, ARCH, deterministic=fixed, tiles=form.tiles, sizes=sizes)
+                options: dict[str, Any] = {"deterministic": fixed, "tiles": form.tiles}
+                build_backward(spec, ARCH, **options, sizes=sizes, memory=memory)
 
     with ThreadPoolExecutor(COMPILING) as pool:
         for comparison in comparisons:

@@ -20,7 +20,7 @@ from flashgen.calls.ops.registration import register_hashed_name
 from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import Sizes, heads_of_fewest_rows
@@ -270,6 +270,7 @@ class ExportedProgram(CallProgram):
         launch: LaunchOptions,
         ranges: CallRanges,
         sizes: Sizes,
+        memory: GpuMemory | None,
     ) -> tuple[ExportedKernel, ...]:
         self._refuse_options(launch)
         wide = self._is_wide(ranges)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.shared.arch import GpuMemory
 from flashgen.shared.errors import LaunchError
 
 _EMULATE = 'run the same call with backend="emulator", which names the instruction and the line'
@@ -192,6 +193,23 @@ def _capability(driver: Any, handle: Any, where: str) -> tuple[int, int]:
         attribute(driver, handle, "COMPUTE_CAPABILITY_MAJOR", where),
         attribute(driver, handle, "COMPUTE_CAPABILITY_MINOR", where),
     )
+
+
+def device_memory(device: int = 0, *, driver: Any = None) -> GpuMemory | None:
+    """The memory of a device, which moves two bits in a clock on each line; None where the driver
+    does not report its clock or its width.
+
+    Raises:
+        LaunchError: there is no driver or no such device.
+    """
+    driver = driver or real_driver()
+    where = f"CUDA device {device}"
+    handle = check(driver, driver.cuDeviceGet(device), where)
+    khz, bits, l2_bytes = (
+        attribute(driver, handle, name, where)
+        for name in ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH", "L2_CACHE_SIZE")
+    )
+    return GpuMemory(l2_bytes, 2 * khz * 1000 * bits / 8) if khz * bits * l2_bytes else None
 
 
 @dataclass(frozen=True)

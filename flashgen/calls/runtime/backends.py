@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.launch import device_memory
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.trust import Decision, decide
 from flashgen.shared import arch as archs
 from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory
 
 TAKES = {"gpu": "cuda", "emulator": "cpu", "tiled": "cpu"}
 """The type of the devices whose tensors a backend accepts."""
@@ -52,6 +53,11 @@ class Target:
         if self.backend != "gpu":
             return None
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+
+    @property
+    def memory(self) -> GpuMemory | None:
+        """The memory of the GPU; None where the call runs without a GPU, or it is not reported."""
+        return device_memory(self.index) if self.backend == "gpu" else None
 
 
 def target_of(backend: str | None, arch: str | None, device: torch.device) -> Target:

@@ -18,6 +18,7 @@ from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
 from flashgen.calls.trust import Decision
+from flashgen.shared.arch import GpuMemory
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
@@ -152,8 +153,13 @@ class CallProgram(abc.ABC):
         launch: LaunchOptions,
         ranges: CallRanges,
         sizes: Sizes,
+        memory: GpuMemory | None,
     ) -> tuple[LaunchableKernel, ...]:
-        """The backward kernels of a call of these sizes, in the order of their launches."""
+        """The backward kernels of a call of these sizes, in the order of their launches.
+
+        Args:
+            memory: the memory of the GPU; None for that of the architecture's product.
+        """
 
     @abc.abstractmethod
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
@@ -268,6 +274,7 @@ class SpecProgram(CallProgram):
         launch: LaunchOptions,
         ranges: CallRanges,
         sizes: Sizes,
+        memory: GpuMemory | None,
     ) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_backward
 
@@ -279,6 +286,7 @@ class SpecProgram(CallProgram):
             tiles=launch.tiles,
             ranges=ranges,
             sizes=sizes,
+            memory=memory,
         )
 
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:

@@ -7,6 +7,7 @@ predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.parts_of_groups import parts_pay, times_of_parts
 from flashgen.kernels.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
 from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
 from flashgen.kernels.planner.split_keys import plan_splits, split_of_call
@@ -29,6 +30,7 @@ __all__ = [
     "feasible",
     "fits_few_rows",
     "forward_traffic",
+    "parts_pay",
     "plan",
     "plan_append_kv",
     "plan_backward",
@@ -38,4 +40,5 @@ __all__ = [
     "plan_schemes",
     "plan_splits",
     "split_of_call",
+    "times_of_parts",
 ]

@@ -35,6 +35,7 @@ from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
 from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP_GAP_US
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
+from flashgen.kernels.planner.parts_of_groups import times_of_parts
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.schedule import ROUNDS, SLOTS
 from flashgen.kernels.planner.traffic import (
@@ -207,10 +208,12 @@ def cost_of_parts(durations: Sequence[Duration], sizes: LaunchSizes) -> str:
     moved = SUM_BYTES * rows * (fused.head_dim + fused.head_dim_v)
     written = moved / facts(fused.arch).hbm_bytes_per_s
     read = sum(each.seconds for each in durations if each.plan.of_parts is not None)
+    waits, _ = times_of_parts(fused, sizes, facts(fused.arch).memory, packed=False)
     return (
         f"parts     {parts} of each group, of up to {heads} query heads: {moved:,} B of sums of dK "
         f"and dV, which fused writes in {written * 1e6:,.1f} us at the rate of global memory, and "
-        f"which convert_dk and convert_dv add in order in {read * 1e6:,.1f} us"
+        f"which convert_dk and convert_dv add in order in {read * 1e6:,.1f} us; blocks of whole "
+        f"groups would wait {waits * 1e6:,.1f} us for rows that L2 does not hold"
     )
 
 
