@@ -109,6 +109,7 @@ class Point:
     """A record of flashgen's own kernels.
 
     Attributes:
+        run: the run that measured it.
         case: the problem.
         pass_: "forward" or "backward".
         path: the code path.
@@ -118,6 +119,7 @@ class Point:
         launches: the launches of the call.
     """
 
+    run: str
     case: Case
     pass_: str
     path: str
@@ -186,7 +188,8 @@ def comparisons(results: Path = RESULTS) -> list[list[Point]]:
         case = make("forms", spec, *map(int, sizes))
         fixed = pass_ == "backward" and not plans.startswith("fused")
         launches = launches_of(case, PATH, pass_, fixed, plans, fma_columns=int(columns or 0))
-        point = Point(case, pass_, PATH, fixed, row["gpu"], float(row["value"]) / 1e3, launches)
+        measured = float(row["value"]) / 1e3
+        point = Point(row["run"], case, pass_, PATH, fixed, row["gpu"], measured, launches)
         found.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
     return list(found.values())
 
@@ -199,7 +202,8 @@ def point_of(row: Row) -> Point:
     columns = 0 if earlier else None
     launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier, columns)
     seconds = float(row["ms_p50"]) / 1e3
-    return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
+    of = row["run"], case, row["pass"], row["path"], fixed, row["gpu"]
+    return Point(*of, seconds, launches)
 
 
 def case_of(row: Row) -> Case:

@@ -43,6 +43,13 @@ def test_ranges_of_keys_are_predicted_within_a_fifth_on_the_fitted_path(
     assert max(found) <= 0.20
 
 
+def test_records_that_the_fit_did_not_see_are_predicted_as_well() -> None:
+    found = [abs(point.error()) for point in fit_duration.records(seen=False)]
+    assert len(found) == 27
+    assert statistics.median(found) <= 0.025
+    assert max(found) <= 0.10
+
+
 @pytest.mark.slow
 def test_fitting_anew_does_not_improve_the_constants() -> None:
     of, fitted = fit_duration.records(), fitted_time.CONSTANTS
