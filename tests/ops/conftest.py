@@ -20,6 +20,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
     monkeypatch.setattr(bound_kernel, "current_stream", lambda index: 77 + index)
     monkeypatch.setattr(backends, "decide", lambda index, capturing: Decision("sm_80", "a stub"))
+    memory = launch.device_memory
+    monkeypatch.setattr(backends, "device_memory", lambda index: memory(index, driver=driver))
     load, real = launch.load, launch.Launch.__call__
     monkeypatch.setattr(
         launch,

@@ -12,6 +12,7 @@ from flashgen.calls import launch
 from flashgen.calls.ops import check, run_backward, run_forward
 from flashgen.calls.runtime.kernel_arguments import KernelArguments, numbers_of
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
+from flashgen.kernels import pipeline
 from flashgen.shared.dropout import keep_scale, kept_levels
 from flashgen.shared.errors import LaunchError
 from tests.support.fake_driver import Field, unpacked
@@ -193,6 +194,18 @@ def test_a_backward_call_launches_its_kernels_in_order(gpu, deterministic):
     assert all(len(addresses) == 1 for addresses in shared.values())
     assert 0 not in shared["rows"]
     assert (0 in shared["dq_sum"]) == deterministic
+
+
+def test_groups_are_divided_by_the_memory_of_the_gpu_or_of_the_architecture(gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pipeline, "divides_groups", lambda *given: asked.append(given[2]))
+    q, k, v = (torch.randn(1, heads, 40, 16).half() for heads in (2, 1, 1))
+    spec = SPEC.replace(name="of_memory", dropout=False)
+    for backend in ("gpu", "emulator"):
+        options = {"scalars": GIVEN, "backend": backend}
+        run = run_forward(spec, q, k, v, **options)
+        run_backward(spec, q, k, v, run.out, run.lse, run.out, **options)
+    assert asked == [launch.device_memory(driver=gpu.driver), None]
 
 
 def test_a_kernel_is_loaded_once_and_a_call_is_prepared_once(gpu):

@@ -44,10 +44,10 @@ def times_of_parts(plan: Plan, sizes: Sizes, memory: GpuMemory, *, packed: bool)
     """
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
     if packed:
-        seq_q, seq_k = -(-seq_q // batch), -(-seq_k // batch)
+        seq_q, seq_k = (-(-length // max(1, batch)) for length in (seq_q, seq_k))
     group, gpu, columns = heads_q // heads_kv, facts(plan.arch), plan.head_dim + plan.head_dim_v
     tiles = batch * heads_kv * -(-seq_k // plan.block_k)
-    running = min(tiles, gpu.sms * plan.blocks_per_sm)
+    running = max(1, min(tiles, gpu.sms * plan.blocks_per_sm))
     kept_heads = memory.l2_bytes / (running * plan.block_k * plan.row_bytes)
     missing = max(0.0, 1 - (kept_heads + 1) / group)
     if batch * heads_q * seq_q * plan.row_bytes <= memory.l2_bytes:
