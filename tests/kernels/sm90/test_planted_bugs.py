@@ -106,8 +106,8 @@ HANDED_ON = [
 FUSED = [
     NOT_FENCED,
     ("no fence before dS is read",
-     "      proxy_fence();\n      named_wait(BARRIER_CONSUMERS", "      named_wait(BARRIER_CONSUMERS",
-     NO_FENCE),
+     "      proxy_fence();\n      named_wait(BARRIER_CONSUMERS",
+     "      named_wait(BARRIER_CONSUMERS", NO_FENCE),
     ("no fence before dQ is added",
      "    proxy_fence();\n    named_arrive(BARRIER_DQ_FULL", "    named_arrive(BARRIER_DQ_FULL",
      NO_FENCE),

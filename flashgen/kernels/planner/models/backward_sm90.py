@@ -134,8 +134,8 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
     return solved_registers(kernel, own, "(1 + pending)")
 
 
-# "fused" computes S of the next step behind dK, where S and dQ have registers of their own beside the
-# rounded P and dS: 1 where they do, else 0.
+# "fused" computes S of the next step behind dK, where S and dQ have registers of their own beside
+# the rounded P and dS: 1 where they do, else 0.
 AHEAD = Formula(
     "ahead",
     f"max(0, first_plan + floor((register_limit - {fitted.AHEAD_REGISTERS} - columns/2"
