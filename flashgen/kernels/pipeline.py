@@ -295,7 +295,7 @@ def _without_spills(
             compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
             for source in sources
         )
-        spilling = [each for each in made if _spilled(each) and each.source.role not in kept]
+        spilling = [each for each in made if _cramped(each) and each.source.role not in kept]
         if best is None or not spilling or sum(map(_spilled, made)) < sum(map(_spilled, best)):
             best = made
         if not spilling:
@@ -456,16 +456,25 @@ def _asynchronous(build: Build) -> Build:
     Raises:
         CompileError: the assembler changed the order of wgmma instructions.
     """
-    source = build.source
-    changed = [text for text in build.binary.warnings if _CHANGED_WGMMA in text]
+    source, changed = build.source, _changed_wgmma(build)
     if changed:
         raise CompileError(
             f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
             where=source.filename,
-            numbers=changed[0].splitlines()[0],
+            numbers=changed.splitlines()[0],
             way_out="report this with the release of NVRTC; arch='sm_80' has kernels without wgmma",
         )
     return build
+
+
+def _changed_wgmma(build: Build) -> str:
+    """The first warning that the assembler changed the order of wgmma instructions; "" without."""
+    return next((text for text in build.binary.warnings if _CHANGED_WGMMA in text), "")
+
+
+def _cramped(build: Build) -> bool:
+    """Whether another plan may have the registers that this kernel lacks."""
+    return _spilled(build) > 0 or (build.plan.scores_ahead and bool(_changed_wgmma(build)))
 
 
 def _spilled(build: Build) -> int:
@@ -477,4 +486,4 @@ def _after_spill(build: Build, spare: int) -> int:
     """The next number of registers to leave free: its tile does not leave as many."""
     name, plan = build.source.name, build.plan
     config.log(1, f"flashgen: {name} spills {_spilled(build)} B with {spare} spare registers")
-    return spare + max(8, plan.registers - plan.registers_needed + 1)
+    return plan.spare_after_spill(spare)

@@ -578,10 +578,25 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   float dv[COLUMNS_V / 8][4] = {};
   Stage stage;
 
+  const auto tile_here = [&] {
+    return read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
+  };
+  const auto next_tile = [&] {
+    barrier_wait(q_full[stage.index], stage.parity);
+    return tile_here();
+  };
+  const auto start_scores = [&](float (&s)[QUERIES / 8][4]) {
+    const auto q_here = q_operand.moved(stage.index, Q_BYTES);
+    wgmma_fence();
+    UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
+      multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
+    }
+    wgmma_commit();
+  };
+
   // 5. Main loop.
   ROLLED while (true) {
-    barrier_wait(q_full[stage.index], stage.parity);
-    const Tile tile = read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
+    const Tile tile = next_tile();
     if (tile.start < 0) break;
     const int q_start = tile.start;
     const int h = tile.h;
@@ -594,11 +609,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     const int first = 2 * (lane % 4);  // first query of this lane in the tile
     const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 8 * first;
     const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
-    wgmma_fence();
-    UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
-      multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
-    }
-    wgmma_commit();
+    start_scores(s);
     barrier_wait(do_full[stage.index], stage.parity);
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
@@ -679,6 +690,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     // 5g. While that product runs, the buffer of dO is released.
     wgmma_wait<1>();
     barrier_arrive_warp(do_empty[stage.index]);
+
     wgmma_wait<0>();
     pin(dk);
     pin(dv);

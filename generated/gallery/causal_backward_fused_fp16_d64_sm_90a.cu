@@ -674,143 +674,172 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   Stage stage;
   unsigned exchange = 0;  // the buffer of dS that this step writes
 
-  // 5. Main loop.
-  ROLLED while (true) {
+  const auto tile_here = [&] {
+    return read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
+  };
+  const auto next_tile = [&] {
     barrier_wait(q_full[stage.index], stage.parity);
-    const Tile tile = read_tile(smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + ROWS_BYTES - 16);
-    if (tile.start < 0) break;
-    const int q_start = tile.start;
-    const int h = tile.h;
-
-    // 5a. S^T = K Q^T and dP^T = V dO^T
-    float s[QUERIES / 8][4];
-    float ds[QUERIES / 8][4];
+    return tile_here();
+  };
+  const auto start_scores = [&](float (&s)[QUERIES / 8][4]) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
-    const auto do_here = do_operand.moved(stage.index, DO_BYTES);
-    const int first = 2 * (lane % 4);  // first query of this lane in the tile
-    const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 8 * first;
-    const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
     wgmma_fence();
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
     }
     wgmma_commit();
-    barrier_wait(do_full[stage.index], stage.parity);
-    wgmma_fence();
-    UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
-      multiply_rows(ds, v_rows.columns(c), do_here.columns(c), c > 0);
-    }
-    wgmma_commit();
-
-    // 5b. P = exp(S - LSE), while dP is computed; then dS = P (dP - delta).
-    wgmma_wait<1>();
-    pin(s);
-    if (tile.far) {
-      const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
-      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-        float base[2];
-        read_pair(base, base_lane + of_columns(n));
-        subtract_lse(s[n], p.scale, base, lse + 8 * n);
-      }
-    }
-    float base[4];  // of two n
-    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      if (n % 2 == 0) read_four(base, base_lane + 32 * n);
-      UNROLL for (int e = 0; e < 4; ++e) {
-        s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
-      }
-    }
-    float delta[QUERIES / 16][4];  // each of two n
-    UNROLL for (int n = 0; n < QUERIES / 16; ++n) read_four(delta[n], delta_lane + 64 * n);
-    // This wait is over at once. The compiler leaves the exponentials before its loop; in
-    // straight code it moves most of them behind the next wait, where nothing else runs.
-    barrier_wait(q_full[stage.index], stage.parity);
-    wgmma_wait<0>();
-    pin(ds);
-    UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-      UNROLL for (int e = 0; e < 4; ++e) {
-        ds[n][e] = s[n][e] * (ds[n][e] - delta[n / 2][n % 2 * 2 + e % 2]);
-      }
-    }
-
-    // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
-    unsigned p_rows[QUERIES / 16][4], ds_rows[QUERIES / 16][4];
-    round_scores(p_rows, s);
-    round_scores(ds_rows, ds);
-
-    // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
-    if (!tile.full) {
-      const int thread = thread_index();
-      const int column = q_start + thread % 4 * 2;
-      const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
-      UNROLL for (int r = 0; r < 2; ++r) {
-        const int key = row + 8 * r;
-        const int k = p.k_offset + key;
-        const Range queries = key_queries(p, k);
-        const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
-        // Past the last query too: there P is 0, but not where a key is infinite or NaN.
-        const int hi = queries.hi - column;
-        UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-          const unsigned keep = pair_from(lo, n) & ~pair_from(hi, n);
-          p_rows[n / 2][n % 2 * 2 + r] &= keep;
-          ds_rows[n / 2][n % 2 * 2 + r] &= keep;
-        }
-      }
-    }
-
-    // 5e. dS to shared memory, for all warpgroups.
-    const unsigned scores_here = scores_lane + exchange * S_BYTES;
-    store_scores(scores_here + SMEM_DS, ds_rows);
-    const auto ds_here = ds_operand.moved(exchange, S_BYTES);
-
-    // 5f. dV += P^T dO
-    wgmma_fence();
-    UNROLL for (int n = 0; n < QUERIES / 16; ++n) {
-      multiply_columns(dv, p_rows[n], do_here.rows(n));
-    }
-    wgmma_commit();
-    // Tensor cores compute dV while the stores of dS end.
-    proxy_fence();
-    named_wait(BARRIER_CONSUMERS, THREADS);
-
-    // 5g. dQ^T = K^T dS^T of this tile
-    float dq[DQ_BLOCKS][DQ_QUERIES / 8][4];
-    const auto ds_columns = ds_here.from_row(dq_query);
-    UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
-      UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
-        const auto columns = k_operand.from_panel((dq_block + i) * (64 / PANEL));
-        multiply_queries(dq[i], columns.rows(n), ds_columns.columns(n), n > 0);
-      }
-    }
-    wgmma_commit();
-
-    // 5h. dK += dS^T Q
-    UNROLL for (int n = 0; n < BLOCK_Q / 16; ++n) {
-      multiply_columns(dk, ds_rows[n], q_here.rows(n));
-    }
-    wgmma_commit();
-
-    // 5i. While that product runs, the buffer of dO is released.
-    //     A producer warp adds dQ, in the order of registers, to the sums.
-    wgmma_wait<1>();
-    barrier_arrive_warp(do_empty[stage.index]);
-    named_wait(BARRIER_DQ_EMPTY + warpgroup, WARPGROUP + 32);
-    UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
-      pin(dq[i]);
-      UNROLL for (int n = 0; n < DQ_QUERIES / 8; ++n) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                     :: "r"(dq_stage + 4 * i * DQ_BYTES + 512 * n), "f"(dq[i][n][0]),
-                        "f"(dq[i][n][1]), "f"(dq[i][n][2]), "f"(dq[i][n][3]) : "memory");
-      }
-    }
+  };
+  // A producer warp adds dQ, in the order of registers, to the sums.
+  const auto hand_over_dq = [&] {
     proxy_fence();
     named_arrive(BARRIER_DQ_FULL + warpgroup, WARPGROUP + 32);
+  };
+
+  // 5. Main loop. S of a step is computed at the end of the step before, behind dK: tensor cores
+  //    have work while dQ is staged and the next tile is read.
+  if (next_tile().start >= 0) {
+    float s[QUERIES / 8][4];
+    start_scores(s);
+    wgmma_wait<0>();
+    pin(s);
+    ROLLED while (true) {
+      const Tile tile = tile_here();
+      const int q_start = tile.start;
+      const int h = tile.h;
+
+      // 5a. dP^T = V dO^T
+      float ds[QUERIES / 8][4];
+      const auto q_here = q_operand.moved(stage.index, Q_BYTES);
+      const auto do_here = do_operand.moved(stage.index, DO_BYTES);
+      const int first = 2 * (lane % 4);  // first query of this lane in the tile
+      const unsigned base_lane = smem_base + SMEM_ROWS + stage.index * ROWS_BYTES + 8 * first;
+      const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
+      barrier_wait(do_full[stage.index], stage.parity);
+      wgmma_fence();
+      UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
+        multiply_rows(ds, v_rows.columns(c), do_here.columns(c), c > 0);
+      }
+      wgmma_commit();
+
+      // 5b. P = exp(S - LSE), while dP is computed; then dS = P (dP - delta).
+      if (tile.far) {
+        const float* lse = p.lse + (long long)(b * p.heads_q + h) * p.seq_q + q_start + first;
+        UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+          float base[2];
+          read_pair(base, base_lane + of_columns(n));
+          subtract_lse(s[n], p.scale, base, lse + 8 * n);
+        }
+      }
+      float base[4];  // of two n
+      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+        if (n % 2 == 0) read_four(base, base_lane + 32 * n);
+        UNROLL for (int e = 0; e < 4; ++e) {
+          s[n][e] = probability(s[n][e], exp_scale, base[n % 2 * 2 + e % 2]);
+        }
+      }
+      float delta[QUERIES / 16][4];  // each of two n
+      UNROLL for (int n = 0; n < QUERIES / 16; ++n) read_four(delta[n], delta_lane + 64 * n);
+      // This wait is over at once. The compiler leaves the exponentials before its loop; in
+      // straight code it moves most of them behind the next wait, where nothing else runs.
+      barrier_wait(q_full[stage.index], stage.parity);
+      wgmma_wait<0>();
+      pin(ds);
+      UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+        UNROLL for (int e = 0; e < 4; ++e) {
+          ds[n][e] = s[n][e] * (ds[n][e] - delta[n / 2][n % 2 * 2 + e % 2]);
+        }
+      }
+
+      // 5c. Round P and dS, in pairs of queries, to the operands of the products below.
+      unsigned p_rows[QUERIES / 16][4], ds_rows[QUERIES / 16][4];
+      round_scores(p_rows, s);
+      round_scores(ds_rows, ds);
+
+      // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
+      if (!tile.full) {
+        const int thread = thread_index();
+        const int column = q_start + thread % 4 * 2;
+        const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
+        UNROLL for (int r = 0; r < 2; ++r) {
+          const int key = row + 8 * r;
+          const int k = p.k_offset + key;
+          const Range queries = key_queries(p, k);
+          const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
+          // Past the last query too: there P is 0, but not where a key is infinite or NaN.
+          const int hi = queries.hi - column;
+          UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+            const unsigned keep = pair_from(lo, n) & ~pair_from(hi, n);
+            p_rows[n / 2][n % 2 * 2 + r] &= keep;
+            ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+          }
+        }
+      }
+
+      // 5e. dS to shared memory, for all warpgroups.
+      const unsigned scores_here = scores_lane + exchange * S_BYTES;
+      store_scores(scores_here + SMEM_DS, ds_rows);
+      const auto ds_here = ds_operand.moved(exchange, S_BYTES);
+
+      // 5f. dV += P^T dO
+      wgmma_fence();
+      UNROLL for (int n = 0; n < QUERIES / 16; ++n) {
+        multiply_columns(dv, p_rows[n], do_here.rows(n));
+      }
+      wgmma_commit();
+      // Tensor cores compute dV while the stores of dS end.
+      proxy_fence();
+      named_wait(BARRIER_CONSUMERS, THREADS);
+
+      // 5g. dQ^T = K^T dS^T of this tile
+      float dq[DQ_BLOCKS][DQ_QUERIES / 8][4];
+      const auto ds_columns = ds_here.from_row(dq_query);
+      UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
+        UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
+          const auto columns = k_operand.from_panel((dq_block + i) * (64 / PANEL));
+          multiply_queries(dq[i], columns.rows(n), ds_columns.columns(n), n > 0);
+        }
+      }
+      wgmma_commit();
+
+      // 5h. dK += dS^T Q
+      UNROLL for (int n = 0; n < BLOCK_Q / 16; ++n) {
+        multiply_columns(dk, ds_rows[n], q_here.rows(n));
+      }
+      wgmma_commit();
+
+      // 5i. While that product runs, the buffer of dO is released.
+      //     dQ is staged in the order of registers.
+      const int used = stage.index;
+      stage.next();
+      wgmma_wait<1>();
+      barrier_arrive_warp(do_empty[used]);
+      named_wait(BARRIER_DQ_EMPTY + warpgroup, WARPGROUP + 32);
+      UNROLL for (int i = 0; i < DQ_BLOCKS; ++i) {
+        pin(dq[i]);
+        UNROLL for (int n = 0; n < DQ_QUERIES / 8; ++n) {
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                       :: "r"(dq_stage + 4 * i * DQ_BYTES + 512 * n), "f"(dq[i][n][0]),
+                          "f"(dq[i][n][1]), "f"(dq[i][n][2]), "f"(dq[i][n][3]) : "memory");
+        }
+      }
+
+      // 5j. S of the next step.
+      if (next_tile().start < 0) break;
+      start_scores(s);
+      hand_over_dq();
+      wgmma_wait<1>();
+      pin(dk);
+      pin(dv);
+      barrier_arrive_warp(q_empty[used]);
+      exchange ^= 1;
+      wgmma_wait<0>();
+      pin(s);
+    }
+    // The last step has no scores to compute.
+    hand_over_dq();
     wgmma_wait<0>();
     pin(dk);
     pin(dv);
-    barrier_arrive_warp(q_empty[stage.index]);
-    stage.next();
-    exchange ^= 1;
   }
 
   // 6. Every warpgroup is done with K and V, whose space now stages dK and dV.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.kernels.planner import feasible
+from flashgen.kernels.planner import feasible, plan_backward
 from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
 from tests.support.plan_problems import backward_of, every_hopper_kernel
 
@@ -30,7 +30,35 @@ def test_tiles_begin_where_a_pattern_of_tma_does_and_end_within_a_block_s_memory
 def test_the_copying_warps_give_up_what_the_others_take():
     plain = backward_of(128, "float16", "sm_90a").kernel("fused")
     assert (plain.producer_registers, plain.registers) == (24, 240)
-    assert (plain.block_q, plain.block_k, plain.stages) == (80, 128, 2)
+    assert (plain.block_q, plain.block_k, plain.stages) == (64, 128, 2)
+
+
+def test_scores_are_computed_ahead_where_they_have_registers_beside_dq():
+    spec = fg.AttentionSpec(head_dim=128)
+    tiles = {
+        each.block_q: each
+        for each in feasible(spec, "sm_90a", kernel="fused")
+        if not each.in_passes
+    }
+    assert {rows: each.scores_ahead for rows, each in tiles.items() if rows >= 48} == {
+        48: True, 64: True, 80: False
+    }  # fmt: skip
+    for head_dim, rows in ((64, 128), (96, 80), (128, 64)):
+        chosen = backward_of(head_dim, "float16", "sm_90a").kernel("fused")
+        assert (chosen.block_q, chosen.scores_ahead) == (rows, True)
+    assert not backward_of(64, "float16", "sm_80").kernel("fused").scores_ahead
+
+
+def test_where_the_compiler_spills_the_next_plan_has_the_tile_of_kernels_without_scores_ahead():
+    spec = fg.AttentionSpec(head_dim=128)
+    first = plan_backward(spec, "sm_90a").kernel("fused")
+    spare = first.spare_after_spill(0)
+    second = plan_backward(spec, "sm_90a", spare_registers={"fused": spare}).kernel("fused")
+    assert (second.block_q, second.scores_ahead) == (80, False)
+    assert second.producer_registers == first.producer_registers
+    third = second.spare_after_spill(spare)
+    smaller = plan_backward(spec, "sm_90a", spare_registers={"fused": third}).kernel("fused")
+    assert (smaller.block_q, smaller.scores_ahead) == (64, False)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -17,7 +17,11 @@ from flashgen.kernels.planner.models.fitted_common import (
     MASK_LOOP_HEAD_DIM,
     PING_PONG_HEAD_DIM,
 )
-from flashgen.kernels.planner.models.fitted_sm90 import BLOCK_START_CLOCKS, CLEAR_COUNTER_US
+from flashgen.kernels.planner.models.fitted_sm90 import (
+    BLOCK_START_CLOCKS,
+    CLEAR_COUNTER_US,
+    SPARE_NOT_AHEAD,
+)
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS, MMA_ROWS, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
 from flashgen.kernels.planner.quantities import QUANTITIES, Quantities
@@ -266,6 +270,20 @@ class Plan(LaunchRules):
     def passes(self) -> int:
         """Passes in which a warpgroup computes its scores of a step; 1 in all other forms."""
         return int(self.quantities.get("passes", 1))
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether a step of Hopper's "fused" computes the scores of the next one."""
+        return bool(self.quantities.get("ahead", 0))
+
+    def spare_after_spill(self, spare: int) -> int:
+        """The registers to leave free next, where the compiler spilled with this number of them.
+
+        First the same tile no longer computes scores ahead; then tiles are smaller.
+        """
+        if self.scores_ahead:
+            return SPARE_NOT_AHEAD
+        return spare + max(8, self.registers - self.registers_needed + 1)
 
     @property
     def pass_keys(self) -> int:

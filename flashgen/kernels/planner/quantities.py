@@ -40,6 +40,8 @@ QUANTITIES = {
     "smem_sm": "shared memory of all resident blocks, in bytes",
     "registers": "registers that a thread needs",
     "pending": "registers per accumulator of S and dP for values that are being made or used",
+    "first_plan": "1 in the first plan of a kernel, 0 in one that leaves registers free",
+    "ahead": "1 where a step computes the scores of the next one, whose registers are free; else 0",
     "launched": "registers of each thread at the start of a block",
     "records": "bytes about the boxes that are gathered to tiles; 0 where none are",
     "box_k": "keys of a box that is gathered",

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("rounded_sums")
 
 ARCH = "sm_90a"
 
-WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    const Tile"
-GIVE_Q = "    barrier_arrive_warp(q_empty[stage.index]);"
+WAIT_Q = "    barrier_wait(q_full[stage.index], stage.parity);\n    return"
+GIVE_Q = "      barrier_arrive_warp(q_empty[used]);"
 GIVE_LAST_K = "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);\n"
-GIVE_DO = "    barrier_arrive_warp(do_empty[stage.index]);"
-ALL_DONE = "    wgmma_wait<0>();\n    pin(dk);\n    pin(dv);\n"
+GIVE_DO = "      barrier_arrive_warp(do_empty[used]);"
+DK_DONE = "      wgmma_wait<1>();\n      pin(dk);\n      pin(dv);\n"
 
 RESIDENT = "    barrier_wait(resident, 0);\n"
 GIVE_K = "    if (lane == 0) barrier_arrive(k_empty[stage.index]);\n"
@@ -106,8 +106,8 @@ HANDED_ON = [
 FUSED = [
     NOT_FENCED,
     ("no fence before dS is read",
-     "    proxy_fence();\n    named_wait(BARRIER_CONSUMERS", "    named_wait(BARRIER_CONSUMERS",
-     NO_FENCE),
+     "      proxy_fence();\n      named_wait(BARRIER_CONSUMERS",
+     "      named_wait(BARRIER_CONSUMERS", NO_FENCE),
     ("no fence before dQ is added",
      "    proxy_fence();\n    named_arrive(BARRIER_DQ_FULL", "    named_arrive(BARRIER_DQ_FULL",
      NO_FENCE),
@@ -122,13 +122,15 @@ FUSED = [
     ("the last dQ is added when the block has ended",
      "    bulk_wait<0>();  // before", "    //", ""),
     ("dS is read before all wrote it",
-     "    named_wait(BARRIER_CONSUMERS, THREADS);\n\n    // 5g", "\n    // 5g", "Race"),
-    ("one buffer of dS", "    exchange ^= 1;\n", "", "Race"),
+     "      named_wait(BARRIER_CONSUMERS, THREADS);\n\n      // 5g", "\n      // 5g", "Race"),
+    ("one buffer of dS", "      exchange ^= 1;\n", "", "Race"),
     ("dO is given back before it was read",
-     "    wgmma_wait<1>();\n" + GIVE_DO, GIVE_DO, ""),
-    ("Q is given back before dK", ALL_DONE + GIVE_Q, GIVE_Q + "\n" + ALL_DONE, ""),
+     "      wgmma_wait<1>();\n" + GIVE_DO, GIVE_DO, ""),
+    ("Q is given back before dK", DK_DONE + GIVE_Q, GIVE_Q + "\n" + DK_DONE, ""),
     ("dO is not waited for",
-     "    barrier_wait(do_full[stage.index], stage.parity);\n", "", "Race"),
+     "      barrier_wait(do_full[stage.index], stage.parity);\n", "", "Race"),
+    ("Q of the next step is not waited for",
+     "    barrier_wait(q_full[stage.index], stage.parity);\n    return", "    return", ""),
     ("K and V are not announced",
      "        barrier_expect(q_full[0], K_BYTES + V_BYTES);", "", ""),
     ("the phase of Q is always the first", WAIT_Q, WAIT_Q.replace("stage.parity", "0"), ""),
@@ -138,7 +140,7 @@ FUSED = [
     ("the first dQ is overwritten while it is added",
      "        bulk_wait<1>();\n        __syncwarp();\n", "", "Race"),
     ("S is read before its product is done",
-     "    wgmma_wait<1>();\n    pin(s);\n", "    pin(s);\n", ""),
+     "      wgmma_wait<0>();\n      pin(s);\n", "      pin(s);\n", ""),
     ("one arrival too many is expected",
      "barrier_init(q_full[i], 3)", "barrier_init(q_full[i], 4)", WAITS),
     ("more bytes are announced than come",

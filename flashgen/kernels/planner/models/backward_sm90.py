@@ -134,6 +134,15 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
     return solved_registers(kernel, own, "(1 + pending)")
 
 
+# "fused" computes S of the next step behind dK, where S and dQ have registers of their own beside
+# the rounded P and dS: 1 where they do, else 0.
+AHEAD = Formula(
+    "ahead",
+    f"max(0, first_plan + floor((register_limit - {fitted.AHEAD_REGISTERS} - columns/2"
+    f" - block_q*(1 + dq_columns/{4 * GROUP_ROWS}))/register_limit))",
+)
+AHEAD_GAIN = f" - {fitted.AHEAD_CLOCKS}*ahead/(block_q*block_k)"
+
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
 TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
@@ -172,7 +181,8 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         *rates(kernel),
         # With one buffer, a step waits for its Q (where a block owns queries: for its K) to arrive.
         Formula("waits", f"(2 - stages)*e*d_qk/{owned}/l2_rate", "clk"),
-        *time_of_step(kernel, " + waits"),
+        *((AHEAD,) if kernel == "fused" else ()),
+        *time_of_step(kernel, " + waits" + (AHEAD_GAIN if kernel == "fused" else "")),
         BUSY,
     )
 

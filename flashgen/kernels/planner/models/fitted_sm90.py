@@ -60,6 +60,15 @@ WIDE_COLUMNS_PER_REGISTER = 10
 COLUMNS_REGISTERS = 12
 COLUMNS_DQ_REGISTERS = 29
 
+# Addresses and descriptors of "fused" while it computes S of the next step, and what it then hides
+# of a step, in clocks: the least squares over seven calls at d 64, 96 and 128, 0.95 to 0.99 of the
+# time without (H100, 2026-11-28).
+AHEAD_REGISTERS = 16
+# Chosen. The registers that are left free where the compiler spills in such a kernel: its tiles are
+# those of kernels that do not compute scores ahead.
+SPARE_NOT_AHEAD = 1
+AHEAD_CLOCKS = 236
+
 # For each accumulator element of S and dP: in all kernels; for random bits; for elements of
 # captured tensors, by how the gradient of such an element is summed (`analysis.kind_of_sum`): read
 # by each score for itself, or by a row or a column of scores; and for elements of tensors or of a

@@ -223,6 +223,7 @@ def registers_sm90(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> 
         "extra": extra + served_registers(spec, "sm_90a") + spare,
         "searching": _searching_sm90(spec, kernel, spare),
         **({} if forward else {"pending": _pending_sm90(spec, kernel)}),
+        **({"first_plan": int(not spare)} if kernel == "fused" else {}),
     }
 
 
@@ -265,9 +266,10 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
         return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
     searches = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
-    if (searches and reads) or spare > by_tensors or (spare and reads):
+    if (searches and reads) or spare > by_tensors or (spare > fitted.SPARE_NOT_AHEAD and reads):
         return fitted.SEARCH_REGISTERS + by_tensors
-    return fitted.SEARCH_REGISTERS if searches or reads or two_ends or spare else 0
+    more = spare > fitted.SPARE_NOT_AHEAD
+    return fitted.SEARCH_REGISTERS if searches or reads or two_ends or more else 0
 
 
 def _reads_for_each_score(spec: AttentionSpec) -> bool:
