@@ -99,11 +99,11 @@ def compared(
 
 HEADS = {64: (32, 32), 96: (16, 16), 128: (16, 16)}
 NEIGHBOURS = {
-    128: (fused(64), fused(48)),
+    128: (fused(80), fused(48)),
     64: (fused(112), fused(96)),
     96: (fused(96), fused(64)),
 }
-"""Of the plan's 80, 128 and 80 queries."""
+"""Of the plan's 64, 128 and 80 queries."""
 TILES = {
     64: (rows(128, 128), rows(128, 80), rows(192, 96)),
     128: (rows(128, 128), rows(128, 80), rows(192, 64)),
