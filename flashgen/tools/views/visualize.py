@@ -74,6 +74,15 @@ def visualize(
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     name, call = call_of(mask, shape, given, offsets, arch=arch, tile=tile, kernel=kernel)
     _check_pair(call, batch, head)
+    return map_of(name, call, batch, head)
+
+
+def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None = None) -> TileMap:
+    """The tile map of a checked call.
+
+    Raises:
+        InputError: the map is empty or has too many tiles.
+    """
     heads: dict[tuple[Any, ...], HeadTiles] = {}
     pairs = done = tiles = 0
     budget = ELEMENTS
