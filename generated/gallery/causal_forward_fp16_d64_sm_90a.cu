@@ -459,7 +459,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
                 work_tile = next_work_tile(p, next_tile, next_full, next_empty, parity)) {
       // 2a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
       const WorkTile own = work_tile_of(p, work_tile);
-      const int h = own.h, q_start = own.tile * BLOCK_Q - queries_before(p.seq_q);
+      const int h = own.h, q_start = uniform(own.tile * BLOCK_Q - queries_before(p.seq_q));
       const int b = own.entry;
       const int h_kv = h / (p.heads_q / p.heads_kv);
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
@@ -517,7 +517,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
               work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {
     // 4a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
     const WorkTile own = work_tile_of(p, work_tile);
-    const int h = own.h, q_start = own.tile * BLOCK_Q - queries_before(p.seq_q);
+    const int h = own.h, q_start = uniform(own.tile * BLOCK_Q - queries_before(p.seq_q));
     const int b = own.entry;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);

@@ -553,7 +553,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
       const Place place = place_of(packed, own.tile);
       const int b = place.b;
       const Params p = sequence_of(packed, b);
-      const int h = own.h, q_start = place.tile * BLOCK_Q - queries_before(p.seq_q);
+      const int h = own.h, q_start = uniform(place.tile * BLOCK_Q - queries_before(p.seq_q));
       if (q_start >= p.seq_q) continue;
       const int h_kv = h / (p.heads_q / p.heads_kv);
       // The sequence's queries and keys in the tensor maps.
@@ -617,7 +617,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     const Place place = place_of(packed, own.tile);
     const int b = place.b;
     const Params p = sequence_of(packed, b);
-    const int h = own.h, q_start = place.tile * BLOCK_Q - queries_before(p.seq_q);
+    const int h = own.h, q_start = uniform(place.tile * BLOCK_Q - queries_before(p.seq_q));
     if (q_start >= p.seq_q) continue;
     // The sequence's queries and keys in the tensor maps.
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
