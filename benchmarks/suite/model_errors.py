@@ -5,7 +5,8 @@ whichever the planner chooses today. The kernels of the runs in `EARLIER` comput
 all rows of a block and score functions as they are written; since then, warpgroups of forward
 kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
 Hopper's kernels for block layouts gather live blocks since then: their former records are of
-another kernel, whose tiles no longer exist.
+another kernel, whose tiles no longer exist. In the runs up to `RAGGED_LAST` the last tile of
+queries was the one that lacked some, in every forward kernel.
 
 Each of these records has one tile. `comparisons` has calls whose kernels with different tiles took
 turns in one process.
@@ -56,6 +57,7 @@ ONE_RANGE = "one range of keys for each row"
 OTHERS = "all others, block layouts"
 
 EARLIER = ("20261126T032114Z", "20261126T172208Z")
+RAGGED_LAST = "20261128T032515Z"
 
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim")
 
@@ -178,7 +180,15 @@ def comparisons(results: Path = RESULTS) -> list[list[Point]]:
         pass_, spec, *sizes = of.groups()
         case = make("forms", spec, *map(int, sizes))
         fixed = pass_ == "backward" and not plans.startswith("fused")
-        launches = launches_of(case, PATH, pass_, fixed, plans, fma_columns=int(columns or 0))
+        launches = launches_of(
+            case,
+            PATH,
+            pass_,
+            fixed,
+            plans,
+            fma_columns=int(columns or 0),
+            ragged_last=row["run"] <= RAGGED_LAST,
+        )
         point = Point(case, pass_, PATH, fixed, row["gpu"], float(row["value"]) / 1e3, launches)
         found.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
     return list(found.values())
@@ -190,7 +200,16 @@ def point_of(row: Row) -> Point:
     fixed = name != row["contender"]
     earlier = row["run"] in EARLIER
     columns = 0 if earlier else None
-    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier, columns)
+    launches = launches_of(
+        case,
+        ARCHS[name],
+        row["pass"],
+        fixed,
+        row["plan"],
+        earlier,
+        columns,
+        row["run"] <= RAGGED_LAST,
+    )
     seconds = float(row["ms_p50"]) / 1e3
     return Point(case, row["pass"], row["path"], fixed, row["gpu"], seconds, launches)
 
@@ -213,6 +232,7 @@ def launches_of(
     plans: str = "",
     earlier: bool = False,
     fma_columns: int | None = None,
+    ragged_last: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches of a pass.
 
@@ -220,6 +240,7 @@ def launches_of(
         plans: the plans of the call's kernels in the words of the records; those of today without.
         earlier: whether the kernels were those of the runs in `EARLIER`.
         fma_columns: columns of a tile whose exponentials are on FMA units; None for today's number.
+        ragged_last: whether the kernels were those of the runs up to `RAGGED_LAST`.
     """
     spec = spec_of(case)
     sizes = case.batch, case.heads_q, case.heads_kv, case.seq_q, case.seq_k
@@ -233,7 +254,7 @@ def launches_of(
                 tile = None if plan.policy == "derived" else plan.tile
                 plan = fg.plan(spec, arch, heads_per_tile=heads, tile=tile)
         mask = analyse(spec, walk_of_kernel(plan.kernel)).mask
-        walks = walks_of(KnownCall(spec, call), mask, plan)
+        walks = walks_of(KnownCall(spec, call), mask, plan, ragged_last=ragged_last)
         if earlier:
             walks = [_whole_tiles(plan, walk) for walk in walks]
             if not plan.streams:

@@ -82,9 +82,15 @@ class AlikeHeads:
     steps: list[Steps] | None = None
 
 
-def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
-    """Sizes and visited tiles of a launch: of all heads together, or head by head."""
-    return joined(heads_of(call, mask, plan), plan, call.problem)
+def walks_of(
+    call: KnownCall, mask: MaskAnalysis, plan: Plan, *, ragged_last: bool = False
+) -> list[Walk]:
+    """Sizes and visited tiles of a launch: of all heads together, or head by head.
+
+    Args:
+        ragged_last: as for `heads_of`.
+    """
+    return joined(heads_of(call, mask, plan, ragged_last=ragged_last), plan, call.problem)
 
 
 def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
@@ -105,8 +111,15 @@ def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Wa
     return found
 
 
-def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads]:
-    """The heads of a launch: all together, by batch entry, or one by one; [] without heads."""
+def heads_of(
+    call: KnownCall, mask: MaskAnalysis, plan: Plan, *, ragged_last: bool = False
+) -> list[AlikeHeads]:
+    """The heads of a launch: all together, by batch entry, or one by one; [] without heads.
+
+    Args:
+        ragged_last: whether the last tile of queries always is the one that lacks some, as in
+            earlier kernels, of which there are records.
+    """
     spec, p, captured = call
     if not p.batch * p.heads_q:
         return []
@@ -127,8 +140,9 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
-        rows = rows_by_bounds(plan, mask, spec)
-        queries = query_axis(mask, p.seq_q, plan.queries_per_tile, p.q_offset, rows)
+        rows = rows_by_bounds(plan.skipping_rows(bounded=True), mask, spec)
+        moved = 0 if ragged_last else rows
+        queries = query_axis(mask, p.seq_q, plan.queries_per_tile, p.q_offset, moved)
         keys = TileAxis(p.seq_k, plan.walked_keys, p.k_offset)
         walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
@@ -141,9 +155,13 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     return [alike(1, heads, kv, b, h) for b in range(p.batch) for h in range(p.heads_q // heads)]
 
 
-def rows_by_bounds(plan: Plan, mask: MaskAnalysis, spec: AttentionSpec) -> int:
-    """The rows of a warpgroup where each one computes only the tiles that its own rows reach."""
-    return plan.skipping_rows(bounded=mask.bounded and spec.block_sparse is None)
+def rows_by_bounds(rows: int, mask: MaskAnalysis, spec: AttentionSpec) -> int:
+    """The rows of a warpgroup where each one computes only the tiles that its own rows reach.
+
+    Args:
+        rows: the same if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
+    """
+    return rows if mask.bounded and spec.block_sparse is None else 0
 
 
 def query_axis(mask: MaskAnalysis, length: int, block: int, offset: int, rows: int) -> TileAxis:

@@ -13,7 +13,12 @@ import torch
 from flashgen.calls.cpu.chunks import SequenceRows, sequences
 from flashgen.calls.cpu.problem import array
 from flashgen.kernels.planner import Plan
-from flashgen.kernels.visits.visited_tiles import KnownCall, live_blocks, query_axis
+from flashgen.kernels.visits.visited_tiles import (
+    KnownCall,
+    live_blocks,
+    query_axis,
+    rows_by_bounds,
+)
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -111,7 +116,7 @@ class MaskCall:
         queries = len(range(*rows.queries.indices(self.problem.seq_q)))
         keys = len(range(*rows.keys.indices(self.problem.seq_k)))
         tile, (q_offset, k_offset) = self.tile, rows.offsets
-        group_rows = 0 if self.spec.block_sparse is not None else tile.group_rows
+        group_rows = rows_by_bounds(tile.group_rows, self.mask, self.spec)
         of_queries = query_axis(self.mask, queries, tile.block_q, q_offset, group_rows)
         return of_queries, TileAxis(keys, tile.block_k, k_offset)
 
