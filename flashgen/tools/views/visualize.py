@@ -49,7 +49,7 @@ def visualize(
             a text such as "1,8,4096". With packed sequences N is the sum of their lengths. For a
             BlockMask and for packed sequences it may be left out.
         arch: the architecture whose plan gives the tile, as for `plan`.
-        tile: queries and keys of a tile, instead of those of the plan; the first tile is then whole.
+        tile: queries and keys of a tile, instead of those of the plan. The first tile is whole.
         kernel: "forward", or a kernel of the backward pass: "fused", "dkdv" or "dq".
         batch: the batch entry, or the packed sequence, that the map shows; all if None.
         head: the query head that the map shows; all if None. Heads with the same tiles share one
