@@ -5,7 +5,8 @@ whichever the planner chooses today. The kernels of the runs in `EARLIER` comput
 all rows of a block and score functions as they are written; since then, warpgroups of forward
 kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
 Hopper's kernels for block layouts gather live blocks since then: their former records are of
-another kernel, whose tiles no longer exist.
+another kernel, whose tiles no longer exist. In the runs up to `FORMER` the last tile of queries was
+the one that lacked some, in every forward kernel, and no backward kernel computed scores ahead.
 
 Each of these records has one tile. `comparisons` has calls whose kernels with different tiles took
 turns in one process.
@@ -56,6 +57,7 @@ ONE_RANGE = "one range of keys for each row"
 OTHERS = "all others, block layouts"
 
 EARLIER = ("20261126T032114Z", "20261126T172208Z")
+FORMER = "20261128T055650Z"
 
 UNSPLIT = (*EARLIER, "20261127T225255Z")
 """The runs whose calls with few rows did not split their keys by themselves."""
@@ -187,7 +189,15 @@ def comparisons(results: Path = RESULTS) -> list[list[Point]]:
         pass_, spec, *sizes = of.groups()
         case = make("forms", spec, *map(int, sizes))
         fixed = pass_ == "backward" and not plans.startswith("fused")
-        launches = launches_of(case, PATH, pass_, fixed, plans, fma_columns=int(columns or 0))
+        launches = launches_of(
+            case,
+            PATH,
+            pass_,
+            fixed,
+            plans,
+            fma_columns=int(columns or 0),
+            former=row["run"] <= FORMER,
+        )
         measured = float(row["value"]) / 1e3
         point = Point(row["run"], case, pass_, PATH, fixed, row["gpu"], measured, launches)
         found.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
@@ -200,7 +210,16 @@ def point_of(row: Row) -> Point:
     fixed = name != row["contender"]
     earlier = row["run"] in EARLIER
     columns = 0 if earlier else None
-    launches = launches_of(case, ARCHS[name], row["pass"], fixed, row["plan"], earlier, columns)
+    launches = launches_of(
+        case,
+        ARCHS[name],
+        row["pass"],
+        fixed,
+        row["plan"],
+        earlier,
+        columns,
+        row["run"] <= FORMER,
+    )
     seconds = float(row["ms_p50"]) / 1e3
     of = row["run"], case, row["pass"], row["path"], fixed, row["gpu"]
     return Point(*of, seconds, launches)
@@ -231,6 +250,7 @@ def launches_of(
     plans: str = "",
     earlier: bool = False,
     fma_columns: int | None = None,
+    former: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches of a pass.
 
@@ -238,6 +258,7 @@ def launches_of(
         plans: the plans of the call's kernels in the words of the records; those of today without.
         earlier: whether the kernels were those of the runs in `EARLIER`.
         fma_columns: columns of a tile whose exponentials are on FMA units; None for today's number.
+        former: whether the kernels were those of the runs up to `FORMER`.
     """
     spec, call = spec_of(case), call_of(case)
     found = []
@@ -248,12 +269,14 @@ def launches_of(
                 tile = None if plan.policy == "derived" else plan.tile
                 plan = fg.plan(spec, arch, heads_per_tile=heads, tile=tile)
         mask = analyse(spec, walk_of_kernel(plan.kernel)).mask
-        walks = walks_of(KnownCall(spec, call), mask, plan)
+        walks = walks_of(KnownCall(spec, call), mask, plan, ragged_last=former)
         if earlier:
             walks = [_whole_tiles(plan, walk) for walk in walks]
             if not plan.streams:
                 written = score_instructions(spec, plan.kernel, folds=False)
                 plan = _with(plan, score_ops=written)
+        if former and plan.scores_ahead:
+            plan = _with(plan, first_plan=0)
         if fma_columns is not None and not plan.streams:
             plan = _with(plan, fma_columns=fma_columns)
         found.append(Launch(plan, tuple(walks), mask.growth != 0))

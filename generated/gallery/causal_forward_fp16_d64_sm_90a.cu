@@ -213,6 +213,12 @@ DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
   return {((p.tiles_per_group - 1 - number) >> bits), head, entry};
 }
 
+// The first tile has the rows that fill no whole tile, because it reaches the fewest keys: so many
+// of its rows lie before query 0, those of whole warpgroups.
+DEVICE int queries_before(int seq_q) {
+  return ceil_div(seq_q, BLOCK_Q) * BLOCK_Q - ceil_div(seq_q, 64) * 64;
+}
+
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the tensor become zeros, and count as copied bytes.
 template <int PANELS, int PANEL, int ROWS>
@@ -453,7 +459,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
                 work_tile = next_work_tile(p, next_tile, next_full, next_empty, parity)) {
       // 2a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
       const WorkTile own = work_tile_of(p, work_tile);
-      const int h = own.h, q_start = own.tile * BLOCK_Q;
+      const int h = own.h, q_start = uniform(own.tile * BLOCK_Q - queries_before(p.seq_q));
       const int b = own.entry;
       const int h_kv = h / (p.heads_q / p.heads_kv);
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
@@ -475,6 +481,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
         const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of that K
         barrier_wait(k_empty[next.index], next.parity ^ 1);
         UNROLL for (int i = 0; i < CONSUMERS; ++i) {
+          if (q_start + 64 * i < 0) continue;  // no row exists
           barrier_announce(q_full[i], Q_BYTES);
           tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, p.q_map,
                                       q_full[i], q_start + 64 * i, h, b);
@@ -510,7 +517,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
               work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {
     // 4a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
     const WorkTile own = work_tile_of(p, work_tile);
-    const int h = own.h, q_start = own.tile * BLOCK_Q;
+    const int h = own.h, q_start = uniform(own.tile * BLOCK_Q - queries_before(p.seq_q));
     const int b = own.entry;
     const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
     const Range reach = tile_reach(p, q_hi);
@@ -527,14 +534,14 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     Stage k = {uniform(stage.index), (unsigned)uniform(stage.parity)}, v = k;
     const unsigned next_group = (group + 1) % CONSUMERS;
     // The key tiles that the rows of this warpgroup reach. It hands on the others.
+    const int first_query = q_start + group * 64;
     Range own_tiles = {0, 0};
     Range full;  // of full tiles
     {
-      const int first_query = q_start + group * 64;
       const int q_lo = p.q_offset + first_query;
       const int q_hi = p.q_offset + min(first_query + 64, p.seq_q) - 1;
       const Range reach = tile_reach(p, q_hi);
-      if (first_query < p.seq_q && reach.lo < reach.hi) {
+      if (unsigned(first_query) < p.seq_q && reach.lo < reach.hi) {
         own_tiles = {reach.lo / BLOCK_K, ceil_div(reach.hi, BLOCK_K)};
       }
       full = tile_full(p, q_lo);
@@ -636,7 +643,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       k.next();
       v.next();
     };
-    if (tile < tile_end) {
+    if (tile < tile_end && first_query >= 0) {
       barrier_wait(q_full[group], parities >> 1);
       parities ^= 2;
     }
@@ -687,7 +694,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(row_sum[0][r]);
       factor[r] = rcp(sum == 0.0f ? 1.0f : sum);
-      if (writer % 4 == 0 && q_row + 8 * r < p.seq_q) {
+      if (writer % 4 == 0 && unsigned(q_row + 8 * r) < p.seq_q) {
         lse[q_row + 8 * r] = log_sum(row_max[0][r], exp_scale, p.scale, sum);
       }
     }
@@ -702,7 +709,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
           x[i] = pack(pair[0] * factor[r], pair[1] * factor[r]);
         }
         transpose_in_quad(x, writer);
-        if (q_row + 8 * r < p.seq_q && 8 * (n + writer % 4) < HEAD_DIM_V) {
+        if (unsigned(q_row + 8 * r) < p.seq_q && 8 * (n + writer % 4) < HEAD_DIM_V) {
           store_words(o_row + 8 * r * p.o_stride_n + 8 * n, x);
         }
       }

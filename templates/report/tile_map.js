@@ -116,7 +116,8 @@ class TileMap {
     context.strokeStyle = getComputedStyle(document.body).color;
     context.strokeRect(column * size + 1, row * size + 1, Math.max(1, size - 3), Math.max(1, size - 3));
     const [q, k] = this.data.tile;
-    const ends = (axis, first, block) => [first * block, Math.min((first + 1) * block, axis[1])];
+    const ends = ([, length, before], tile, block) =>
+      [Math.max(tile * block - before, 0), Math.min((tile + 1) * block - before, length)];
     const [q0, q1] = ends(heads.queries, row, q);
     const [k0, k1] = ends(heads.keys, column, k);
     const code = heads.kinds[row * heads.columns + column];

@@ -10,6 +10,9 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
+from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
+from flashgen.shared.call import CheckedCall
+from flashgen.spec.analysis import analyse
 from flashgen.spec.language.symbols import H
 from tests.support.examples import SPECS, spec_path, values_of
 from tests.support.shapes import Case
@@ -73,3 +76,18 @@ def test_a_warpgroup_computes_only_the_tiles_that_its_own_rows_reach(name: str) 
     of_warpgroups = int(touched(keep, 64, plan.block_k).sum())
     assert plan.block_q > 64
     assert visited(report) * plan.block_q / 64 == of_warpgroups
+
+
+def test_the_tile_that_lacks_queries_is_the_one_that_reaches_the_fewest_keys() -> None:
+    path = spec_path("causal")
+    spec = fg.load(path).replace(head_dim=64, dtype="float16")
+    operands = Case(500, 500, head_dim=64).tensors()
+    how = {"backend": "emulator", "arch": "sm_90a", "check_memory": False}
+    report = run_forward(spec, *operands, **how).report
+    plan = report.kernel.plan
+    assert plan.block_q == 192  # 500 queries are 8 groups of 64: 2, 3 and 3
+    call = CheckedCall(1, 1, 1, 500, 500, 64, 64, 0, 0, 1.0, {})
+    (walk,) = walks_of(KnownCall(spec, call), analyse(spec).mask, plan)
+    assert walk.visited == [list(range(-(-end // plan.block_k))) for end in (128, 320, 500)]
+    copies = sum(n for name, n in report.counters.opcodes.items() if name.startswith("cp.async."))
+    assert copies == 2 * sum(map(len, walk.visited)) + 8  # of K and V; of Q for each group

@@ -281,3 +281,16 @@ def test_exact_bounds_give_the_same_map_without_evaluating_the_mask(
     assert found.exact
     assert np.array_equal(found.of().kinds, known.of().kinds)
     assert found.kept in (known.kept, None)
+
+
+def test_the_first_tile_of_queries_is_as_short_as_the_kernel_has_it() -> None:
+    spec = fg.load(spec_path("causal")).replace(head_dim=64)
+    found = fg.visualize(spec, (1, 1, 500), arch="sm_90a")
+    assert found.tile == (192, 112)
+    assert [*found.heads[0].place.queries.tiles()] == [(0, 128), (128, 320), (320, 500)]
+    assert found.heads[0].classes.astype(bool).sum(1).tolist() == [2, 3, 5]
+    assert found.elements(0, 1).shape == (128, 112)
+    assert found.elements(1, 0).shape == (192, 112)
+    assert found.heads[0].kept == 500 * 501 // 2
+    given = fg.visualize(spec, (1, 1, 500), arch="sm_90a", tile=(192, 112))
+    assert next(given.heads[0].place.queries.tiles()) == (0, 192)

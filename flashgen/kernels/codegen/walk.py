@@ -54,6 +54,7 @@ class WalkCode:
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
+    reaches_further: bool  # the walks of later owned tiles end later
     full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
     part: str | None = None  # which blocks are live that some rows and columns touch
     in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
@@ -128,6 +129,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
+        reaches_further=mask.reaches_further,
         full_by_mask=by_mask,
         part=part.call(**_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,

@@ -165,10 +165,10 @@ def _count(
     counts: Counter[str], plan: Plan, walk: SplitWalk, box_rows: int, *, paged: bool, split: bool
 ) -> None:
     """Adds the rows of one split to those of the launch, by the names of the quantities."""
-    sizes, visited, _ = walk.of_split
+    sizes, visited, _, before = walk.of_split
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
-    queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q)
+    queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
     touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)

@@ -57,11 +57,13 @@ class Walk(NamedTuple):
         visited: the tiles that each block visits; None for all tiles.
         steps: for each of these blocks, the kinds of its steps; None where every step computes the
             scores of all rows without a mask.
+        before: the queries that the first tile lacks: it ends so many before a whole tile would.
     """
 
     sizes: LaunchSizes
     visited: Visited | None = None
     steps: Sequence[Steps] | None = None
+    before: int = 0
 
 
 def computed_scores(plan: Plan, walk: Walk) -> int:
@@ -99,9 +101,10 @@ def walks_of_head(
     return walks
 
 
-def rows_in(tiles: Iterable[int], size: int, length: int) -> int:
-    """Rows of these tiles that exist."""
-    return sum(max(0, min(size, length - tile * size)) for tile in tiles)
+def rows_in(tiles: Iterable[int], size: int, length: int, before: int = 0) -> int:
+    """Rows of these tiles that exist; ``before``: those of the first tile before the first row."""
+    starts = (tile * size - before for tile in tiles)
+    return sum(max(0, min(start + size, length) - max(start, 0)) for start in starts)
 
 
 def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
@@ -187,6 +190,7 @@ def forward_traffic(
     seq_q: int,
     seq_k: int,
     visited: Visited | None = None,
+    before: int = 0,
 ) -> Traffic:
     """Bytes that the forward kernel moves to and from global memory.
 
@@ -196,6 +200,7 @@ def forward_traffic(
         visited: the key tiles that the kernel visits for each query tile, the same for every batch
             entry and head; None for all of them. For a mask that depends on b or h, compute the
             traffic head by head (batch 1, heads 1) and add.
+        before: the queries that the first tile lacks, as in `Walk`.
 
     Raises:
         ValueError: this is a backward kernel, ``visited`` is for another number of tiles, or a tile
@@ -209,7 +214,7 @@ def forward_traffic(
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
     # A block that reaches no key loads nothing, and writes zeros.
     reaching = (place for place, tiles in enumerate(walks) if plan.steps_of(len(tiles)))
-    q_rows = rows_in(reaching, plan.queries_per_tile, seq_q)
+    q_rows = rows_in(reaching, plan.queries_per_tile, seq_q, before)
     k_rows = rows_in(chain(*walks), plan.walked_keys, seq_k)
     pairs = batch * heads_q
     steps = sum(plan.steps_of(len(tiles)) for tiles in walks)

@@ -82,9 +82,15 @@ class AlikeHeads:
     steps: list[Steps] | None = None
 
 
-def walks_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
-    """Sizes and visited tiles of a launch: of all heads together, or head by head."""
-    return joined(heads_of(call, mask, plan), plan, call.problem)
+def walks_of(
+    call: KnownCall, mask: MaskAnalysis, plan: Plan, *, ragged_last: bool = False
+) -> list[Walk]:
+    """Sizes and visited tiles of a launch: of all heads together, or head by head.
+
+    Args:
+        ragged_last: as for `heads_of`.
+    """
+    return joined(heads_of(call, mask, plan, ragged_last=ragged_last), plan, call.problem)
 
 
 def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
@@ -100,12 +106,20 @@ def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Wa
             visited = [visit.tiles for head in some for visit in head.visits or ()]
             steps = [of_block for head in some for of_block in head.steps or ()]
         sizes = LaunchSizes(each.batch, each.heads_q * together, each.heads_kv, *lengths)
-        found.append(Walk(sizes, visited, steps))
+        before = each.walk.owned.before if each.walk else 0
+        found.append(Walk(sizes, visited, steps, before))
     return found
 
 
-def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads]:
-    """The heads of a launch: all together, by batch entry, or one by one; [] without heads."""
+def heads_of(
+    call: KnownCall, mask: MaskAnalysis, plan: Plan, *, ragged_last: bool = False
+) -> list[AlikeHeads]:
+    """The heads of a launch: all together, by batch entry, or one by one; [] without heads.
+
+    Args:
+        ragged_last: whether the last tile of queries always is the one that lacks some, as in
+            earlier kernels, of which there are records.
+    """
     spec, p, captured = call
     if not p.batch * p.heads_q:
         return []
@@ -126,17 +140,39 @@ def heads_of(call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[AlikeHeads
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
-        queries, keys = plan.queries_per_tile, plan.walked_keys
-        axes = TileAxis(p.seq_q, queries, p.q_offset), TileAxis(p.seq_k, keys, p.k_offset)
-        walk = TileWalk(mask, (known | places).items(), *axes, plan.owns_keys)
+        rows = rows_by_bounds(plan.skipping_rows(bounded=True), mask, spec)
+        moved = 0 if ragged_last else rows
+        queries = query_axis(mask, p.seq_q, plan.queries_per_tile, p.q_offset, moved)
+        keys = TileAxis(p.seq_k, plan.walked_keys, p.k_offset)
+        walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
-        steps = [steps_of(plan, walk, listed, visit, ops) for visit in visits]
+        steps = [steps_of(plan, walk, listed, visit, ops, rows) for visit in visits]
         return AlikeHeads(batch, heads_q, heads_kv, walk, listed, visits, steps)
 
     if not {B, H} & used:
         return [alike(p.batch, p.heads_q, p.heads_kv, 0, 0)]
     heads, kv = (1, 1) if H in used else (p.heads_q, p.heads_kv)
     return [alike(1, heads, kv, b, h) for b in range(p.batch) for h in range(p.heads_q // heads)]
+
+
+def rows_by_bounds(rows: int, mask: MaskAnalysis, spec: AttentionSpec) -> int:
+    """The rows of a warpgroup where each one computes only the tiles that its own rows reach.
+
+    Args:
+        rows: the same if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
+    """
+    return rows if mask.bounded and spec.block_sparse is None else 0
+
+
+def query_axis(mask: MaskAnalysis, length: int, block: int, offset: int, rows: int) -> TileAxis:
+    """The tiles of queries of a kernel, as `queries_before` of the emitted code places them.
+
+    Args:
+        rows: those of a warpgroup, from `rows_by_bounds`.
+    """
+    ragged = rows and mask.reaches_further
+    before = -(-length // block) * block - -(-length // rows) * rows if ragged else 0
+    return TileAxis(length, block, offset, before)
 
 
 def live_blocks(call: KnownCall) -> Array | None:
@@ -196,18 +232,21 @@ def reached_tiles(walk: TileWalk, start: int, stop: int) -> tuple[int, int]:
 
 
 def steps_of(
-    plan: Plan, walk: TileWalk, listed: ListedBlocks | None, visit: Visit, mask_ops: float
+    plan: Plan,
+    walk: TileWalk,
+    listed: ListedBlocks | None,
+    visit: Visit,
+    mask_ops: float,
+    rows: int,
 ) -> Steps:
     """The kinds of the steps of one block: which rows compute, and where the mask is evaluated.
 
     Args:
         mask_ops: instructions of the mask for each score at which it is evaluated.
+        rows: those of a warpgroup, from `rows_by_bounds`.
     """
     if plan.box_k:
         return _gathered_steps(plan, walk, listed, visit, mask_ops)
-    mask = walk.mask
-    bounded = (mask.reach.lo is not None or mask.reach.hi is not None) and mask.reach_exact
-    rows = plan.skipping_rows(bounded=bounded and listed is None)
     together = rows or plan.block_q
     tiles = np.array(visit.tiles, dtype=np.int64)
     computed = np.zeros_like(tiles)

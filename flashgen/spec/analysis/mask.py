@@ -59,6 +59,18 @@ class MaskAnalysis:
         return hi - lo
 
     @property
+    def reaches_further(self) -> bool:
+        """Whether the reach of a later tile ends later: a bound rises with the last position of the
+        tile alone, and falls with the first one."""
+        ends = self.reach.hi.free_symbols if self.reach.hi is not None else set()
+        return bool(ends & {Q_HI, K_HI}) and not ends & {Q_LO, K_LO}
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there are bounds, and they alone decide which tiles are visited."""
+        return self.reach_exact and (self.reach.lo is not None or self.reach.hi is not None)
+
+    @property
     def minmax_tables(self) -> tuple[tuple[TensorSymbol, int], ...]:
         """The tensors, each with an axis, whose min/max tables the conditions and bounds read."""
         ends = (

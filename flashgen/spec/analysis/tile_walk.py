@@ -41,24 +41,31 @@ class TileAxis:
 
     Attributes:
         length: the length of the sequence.
-        block: positions per tile; the last tile may have fewer.
+        block: positions per tile; the last tile may have fewer, and the first by ``before``.
         offset: the global position of the first position.
+        before: how many positions of the first tile would lie before the first position.
     """
 
     length: int
     block: int
     offset: int
+    before: int = 0
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """The first position of each tile and the end of the tile, counted from 0."""
-        for start in range(0, self.length, self.block):
-            yield start, min(start + self.block, self.length)
+        for start in range(-self.before, self.length, self.block):
+            yield max(start, 0), min(start + self.block, self.length)
+
+    def positions(self, first: int, tiles: int = 1) -> range:
+        """The positions of adjacent tiles, counted from 0."""
+        start = first * self.block - self.before
+        return range(max(start, 0), min(start + tiles * self.block, self.length))
 
     def corners(self) -> tuple[Array, Array]:
         """The global first and last positions of all tiles, int64 [tiles] each."""
-        first = np.arange(0, self.length, self.block, dtype=np.int64)
+        first = np.arange(-self.before, self.length, self.block, dtype=np.int64)
         last = np.minimum(first + self.block, self.length) - 1
-        return first + self.offset, last + self.offset
+        return np.maximum(first, 0) + self.offset, last + self.offset
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashgen.calls.runtime.bind_arguments import blocks_of_call
@@ -14,7 +14,7 @@ from flashgen.kernels.pipeline import Build, analysed
 from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
-from flashgen.kernels.planner.traffic import Traffic, Walk, computed_scores
+from flashgen.kernels.planner.traffic import Traffic, computed_scores
 from flashgen.kernels.visits.visited_tiles import KnownCall, heads_of, joined, walks_of
 from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
@@ -66,11 +66,11 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
     heads = heads_of(call, mask, plan)
     walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
-        moved = _sum(functools.partial(forward_traffic, plan), walks)
+        moved = _sum(forward_traffic(plan, *x.sizes, x.visited, x.before) for x in walks)
         bytes_ = {name: getattr(moved, name) for name in ("q", "k", "v", "o", "lse")}
         distinct = moved.compulsory
     else:
-        moved = _sum(functools.partial(backward_traffic, plan, dlse=dlse), walks)
+        moved = _sum(backward_traffic(plan, *x.sizes, x.visited, dlse=dlse) for x in walks)
         bytes_ = _backward_bytes(plan, moved, dlse)
         distinct = None
     bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
@@ -168,8 +168,8 @@ def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
     return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
 
 
-def _sum(traffic: Callable[..., Traffic], walks: list[Walk]) -> Traffic:
-    return functools.reduce(operator.add, (traffic(*walk.sizes, walk.visited) for walk in walks))
+def _sum(moved: Iterable[Traffic]) -> Traffic:
+    return functools.reduce(operator.add, moved)
 
 
 def _backward_bytes(plan: Plan, moved: Traffic, dlse: bool) -> dict[str, int]:

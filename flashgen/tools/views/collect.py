@@ -21,12 +21,14 @@ from flashgen.shared.errors import FlashgenError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import multiply_adds_of
+from flashgen.tools.views.inputs import call_of
 from flashgen.tools.views.kernel import pane_of_profile
+from flashgen.tools.views.mask_call import KernelTile
 from flashgen.tools.views.python_lines import PythonText
 from flashgen.tools.views.report_page import versions
 from flashgen.tools.views.tile_map import TileMap
 from flashgen.tools.views.values import ErrorHistogram, KernelPane, Row, Side
-from flashgen.tools.views.visualize import visualize
+from flashgen.tools.views.visualize import map_of
 
 Tensor = torch.Tensor
 
@@ -195,15 +197,11 @@ def _map_of(spec: AttentionSpec, plan: Plan, inputs: Inputs) -> TileMap:
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     options = inputs.options
     kernel = plan.kernel if plan.owns_keys or plan.kernel == "dq" else "forward"
-    return visualize(
-        spec,
-        sizes,
-        arch=plan.arch,
-        tile=(plan.queries_per_tile, plan.walked_keys),
-        kernel=kernel,
-        q_offset=options.get("q_offset", 0),
-        k_offset=options.get("k_offset", 0),
-        captures={**(options.get("scalars") or {}), **(options.get("tensors") or {})},
+    captures = {**(options.get("scalars") or {}), **(options.get("tensors") or {})}
+    offsets = {name: options.get(name, 0) for name in ("q_offset", "k_offset")}
+    tile = KernelTile.of(plan, kernel, "of this call")
+    return map_of(
+        *call_of(spec, sizes, captures, offsets, arch=plan.arch, tile=tile, kernel=kernel)
     )
 
 
@@ -244,7 +242,7 @@ def _of_heads(found: TileMap, each: Any, *, whole: bool) -> dict[str, Any]:
         "rows": rows,
         "columns": columns,
         "kinds": "".join(map(str, each.kinds.ravel().tolist())),
-        "queries": [axes[0].offset, axes[0].length],
-        "keys": [axes[1].offset, axes[1].length],
+        "queries": [axes[0].offset, axes[0].length, axes[0].before],
+        "keys": [axes[1].offset, axes[1].length, axes[1].before],
         "scores": bits,
     }

@@ -223,6 +223,8 @@ def sizes_of(shape: Any) -> Sizes:
 
 
 def _kernel_tile(spec: AttentionSpec, arch: str, tile: Any, kernel: str) -> KernelTile:
+    if isinstance(tile, KernelTile):
+        return tile
     owns_keys = kernel in ("dkdv", "fused")
     if kernel not in ("forward", "dkdv", "fused", "dq"):
         raise InputError(
@@ -248,9 +250,7 @@ def _kernel_tile(spec: AttentionSpec, arch: str, tile: Any, kernel: str) -> Kern
                 way_out='kernel="dkdv", or a tile: tile=(64, 64)',
             )
         (chosen,) = found
-    return KernelTile(
-        chosen.queries_per_tile, chosen.walked_keys, owns_keys, kernel, f"planned for {chosen.arch}"
-    )
+    return KernelTile.of(chosen, kernel, f"planned for {chosen.arch}")
 
 
 def _checked_tile(tile: Any) -> tuple[int, int]:

@@ -12,7 +12,13 @@ import torch
 
 from flashgen.calls.cpu.chunks import SequenceRows, sequences
 from flashgen.calls.cpu.problem import array
-from flashgen.kernels.visits.visited_tiles import KnownCall, live_blocks
+from flashgen.kernels.planner import Plan
+from flashgen.kernels.visits.visited_tiles import (
+    KnownCall,
+    live_blocks,
+    query_axis,
+    rows_by_bounds,
+)
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.analysis.mask import MaskAnalysis
@@ -34,6 +40,8 @@ class KernelTile:
         owns_keys: whether a thread block owns keys and visits query tiles, not the reverse.
         kernel: the kernel's name, as in `flashgen.kernels.planner.Plan`.
         origin: where the sizes come from, in words.
+        group_rows: the rows of a warpgroup, where each may compute only the tiles that its own rows
+            reach (`Plan.skipping_rows`).
     """
 
     block_q: int
@@ -41,6 +49,14 @@ class KernelTile:
     owns_keys: bool
     kernel: str
     origin: str
+    group_rows: int = 0
+
+    @staticmethod
+    def of(plan: Plan, kernel: str, origin: str) -> KernelTile:
+        """The tile of a plan."""
+        rows = plan.skipping_rows(bounded=True)
+        sizes = plan.queries_per_tile, plan.walked_keys
+        return KernelTile(*sizes, plan.owns_keys, kernel, origin, rows)
 
 
 @dataclass(frozen=True)
@@ -97,16 +113,12 @@ class MaskCall:
 
     def axes_of(self, rows: SequenceRows) -> tuple[TileAxis, TileAxis]:
         """The axes of queries and keys of a sequence."""
-        return tuple(  # type: ignore[return-value]
-            TileAxis(len(range(*part.indices(length))), block, offset)
-            for part, length, block, offset in zip(
-                (rows.queries, rows.keys),
-                (self.problem.seq_q, self.problem.seq_k),
-                (self.tile.block_q, self.tile.block_k),
-                rows.offsets,
-                strict=True,
-            )
-        )
+        queries = len(range(*rows.queries.indices(self.problem.seq_q)))
+        keys = len(range(*rows.keys.indices(self.problem.seq_k)))
+        tile, (q_offset, k_offset) = self.tile, rows.offsets
+        group_rows = rows_by_bounds(tile.group_rows, self.mask, self.spec)
+        of_queries = query_axis(self.mask, queries, tile.block_q, q_offset, group_rows)
+        return of_queries, TileAxis(keys, tile.block_k, k_offset)
 
     def places(self, batch: int | None, head: int | None) -> Iterator[Place]:
         """The pairs of the call, or those of one batch entry or head, in groups of equal tiles."""

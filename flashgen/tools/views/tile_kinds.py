@@ -149,8 +149,9 @@ def _evaluated(
     step = max(1, _AT_ONCE // (points[0] * points[1]))
     for start in range(0, len(tiles[0]), step):
         row, column = (each[start : start + step, None, None] for each in tiles)
-        q, k = row * sizes[0] + lines[:, None], column * sizes[1] + across
-        inside = (q < place.queries.length) & (k < place.keys.length)
+        q = row * sizes[0] - place.queries.before + lines[:, None]
+        k = column * sizes[1] + across
+        inside = (q >= 0) & (q < place.queries.length) & (k < place.keys.length)
         places = {Q: q + place.queries.offset, K: k + place.keys.offset}
         with np.errstate(all="ignore"):
             keeps = np.asarray(evaluate(call.spec.keep, {**values, **places}), dtype=bool)

@@ -233,10 +233,7 @@ class TileMap(Shown):
                 way_out="zoom(0, 0) for the first tile",
             )
         axes, places = (here.place.queries, here.place.keys), (row, column)
-        queries, keys = (
-            range(i * axis.block, min((i + size) * axis.block, axis.length))
-            for i, axis in zip(places, axes, strict=True)
-        )
+        queries, keys = (axis.positions(i, size) for i, axis in zip(places, axes, strict=True))
         if len(queries) * len(keys) > _MOST_ELEMENTS:
             raise InputError(
                 "these are too many scores to show one by one",

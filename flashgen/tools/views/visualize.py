@@ -49,7 +49,7 @@ def visualize(
             a text such as "1,8,4096". With packed sequences N is the sum of their lengths. For a
             BlockMask and for packed sequences it may be left out.
         arch: the architecture whose plan gives the tile, as for `plan`.
-        tile: queries and keys of a tile, instead of those of the plan.
+        tile: queries and keys of a tile, instead of those of the plan. The first tile is whole.
         kernel: "forward", or a kernel of the backward pass: "fused", "dkdv" or "dq".
         batch: the batch entry, or the packed sequence, that the map shows; all if None.
         head: the query head that the map shows; all if None. Heads with the same tiles share one
@@ -74,6 +74,15 @@ def visualize(
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     name, call = call_of(mask, shape, given, offsets, arch=arch, tile=tile, kernel=kernel)
     _check_pair(call, batch, head)
+    return map_of(name, call, batch, head)
+
+
+def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None = None) -> TileMap:
+    """The tile map of a checked call.
+
+    Raises:
+        InputError: the map is empty or has too many tiles.
+    """
     heads: dict[tuple[Any, ...], HeadTiles] = {}
     pairs = done = tiles = 0
     budget = ELEMENTS

@@ -102,6 +102,10 @@ HANDED_ON = [
     ("V is not handed on", "        barrier_arrive(v_empty[v.index]);\n", "", WAITS),
     ("the last tiles are not handed on", "tile < tile_end; ++tile) hand_on();", "false;);", ""),
     ("Q is waited for twice where no tile is computed", "parities ^= 2;", "", ""),
+    ("rows before the first are written", "if (unsigned(q_row + 8 * r) < p.seq_q && 8",
+     "if (q_row + 8 * r < p.seq_q && 8", ""),
+    ("Q of rows that do not exist is waited for", " && first_query >= 0", "", WAITS),
+    ("Q of rows that do not exist is copied", "if (q_start + 64 * i < 0) continue;", "", ""),
 ]  # fmt: skip
 FUSED = [
     NOT_FENCED,
@@ -262,7 +266,7 @@ def reaches(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def near(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return (q >= k) & (q - k < 150)
+    return (4 * q >= k) & (4 * q - k < 600)  # warpgroups are several tiles of keys apart
 
 
 @functools.cache
@@ -273,7 +277,7 @@ def call(kernel: str) -> Call:
         return composed("planted", reaches, options, 0.2, (200, 400), (1, 1))
     if kernel == "handed on":  # at both ends
         spec = fg.AttentionSpec(near, head_dim=64, name="near")
-        return Call(spec, Case(500, 500).tensors(seed=1), arch=ARCH)
+        return Call(spec, Case(500, 1200).tensors(seed=1), arch=ARCH)
     if kernel in ("forward", "work tiles"):
         # With several work tiles, one tile of keys for each: the next one is written early.
         lengths = (128, 1200) if kernel == "forward" else (700, 200)
