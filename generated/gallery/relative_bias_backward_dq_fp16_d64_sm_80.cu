@@ -95,6 +95,7 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
+// Of 32 tiles, a bit each: which may have a kept element, and which are full.
 // score_mod's result and its derivative by the score.
 struct Scored { float value, slope; };
 
