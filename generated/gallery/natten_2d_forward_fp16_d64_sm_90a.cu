@@ -12,15 +12,17 @@
 //       radius)
 //
 // plan      block_q 192  block_k 96  warps 12  stages 2  blocks per SM 1
-// limits    smem 73,840 of 232,448, smem_sm 74,864 of 233,472, registers 144 of 152 (binds)
+// limits    smem 73,872 of 232,448, smem_sm 74,896 of 233,472, registers 144 of 152 (binds)
 // refused   block_k 112: needs 156 registers per thread, 152 allowed
 // refused   block_q 384 by 24 warps: needs 24 warps, 12 allowed
 // tiles     (ceil(seq_q / 192), heads_q, batch), drawn from a counter in global memory
-// launch    grid (blocks)  block 512  dynamic shared memory 73,840 B
+// launch    grid (blocks)  block 512  dynamic shared memory 73,872 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
 constexpr int BLOCK_Q = 192;  // query rows per block
 constexpr int BLOCK_K = 96;  // keys per step of the main loop
+constexpr int BOX_K = 96;
+constexpr int BOXES = BLOCK_K / BOX_K;
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
 constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
@@ -48,14 +50,21 @@ constexpr int SMEM_K = 24576;  // STAGES tiles of K
 constexpr int SMEM_V = 49152;  // STAGES tiles of V
 constexpr int SMEM_BARRIERS = SMEM_V + STAGES * V_BYTES;  // mbarriers of 8 bytes
 constexpr int SMEM_NEXT_TILE = SMEM_BARRIERS + 8 * (CONSUMERS + 4 * STAGES + 2);  // its number
-constexpr int SMEM_BYTES = 73840;
+// Of each tile in flight its first key, and whether its mask is evaluated.
+constexpr int RECORD_MASKED = BOXES;
+constexpr int RECORD_WORDS = RECORD_MASKED + 1;
+constexpr int RECORDS = 2 * STAGES;  // one is read while the next products run
+constexpr int SMEM_RECORDS = SMEM_NEXT_TILE + 8;
+constexpr int SMEM_BYTES = 73872;
 
 static_assert(BLOCK_Q == 64 * CONSUMERS, "plan and code disagree: rows per warpgroup");
 static_assert(PANEL * PANELS >= HEAD_DIM, "plan and code disagree: columns of Q and K");
 static_assert(PANEL_V * PANELS_V >= HEAD_DIM_V, "plan and code disagree: columns of V");
 static_assert(SMEM_K == SMEM_Q + CONSUMERS * Q_BYTES, "plan and code disagree: Q tile");
 static_assert(SMEM_V == SMEM_K + STAGES * K_BYTES, "plan and code disagree: K tiles");
-static_assert(SMEM_BYTES == SMEM_NEXT_TILE + 8, "plan and code disagree: V tiles, barriers");
+static_assert(SMEM_BYTES == SMEM_RECORDS + 4 * RECORDS * RECORD_WORDS,
+              "plan and code disagree: V tiles, barriers");
+static_assert(BOXES * BOX_K == BLOCK_K && BOXES <= 16, "a tile has whole boxes");
 
 #define DEVICE __device__ __forceinline__  // a function that is a part of its callers
 #define UNROLL _Pragma("unroll")    // a loop of which each round is written out
@@ -92,6 +101,12 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
+// Bits of 32 tiles: which may have a kept element, and which are full.
+struct KnownTiles {
+  int first = -32;
+  unsigned live, full;
+  DEVICE bool is_full(int tile) const { return full >> (tile - first) & 1; }
+};
 
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
@@ -250,18 +265,6 @@ DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
       && tile_key.radius_plus_k_hi_div_width >= tile_query.clamped_q_lo_div_width;
 }
 
-// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
-// the warp evaluates one of 32 tiles.
-DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
-  const int lane = threadIdx.x % 32;
-  for (; tile < tile_end; tile += 32) {
-    const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
-    const unsigned lives = __ballot_sync(0xffffffffu, live);
-    if (lives != 0) return tile + __ffs(lives) - 1;
-  }
-  return tile_end;
-}
-
 // True: every element of the tile is kept (interval arithmetic over its corners).
 DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -272,6 +275,26 @@ DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
       && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
       && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
       && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
+}
+
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -373,12 +396,12 @@ DEVICE WorkTile work_tile_of(const Params& p, int work_tile) {
 
 // Start copying `PANELS` boxes side by side, PANEL columns x ROWS rows of one head each, from `row`
 // on. Elements outside the tensor become zeros, and count as copied bytes.
-template <int PANELS, int PANEL, int ROWS>
+template <int PANELS, int PANEL, int ROWS, int SPACING = ROWS>
 DEVICE void tma_load(unsigned to, const TensorMap& from, unsigned barrier, int row, int h, int b) {
   UNROLL for (int panel = 0; panel < PANELS; ++panel) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
                  ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 :: "r"(to + panel * (PANEL * ROWS * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
+                 :: "r"(to + panel * (PANEL * SPACING * ELEMENT_BYTES)), "l"(&from), "r"(barrier),
                     "r"(panel * PANEL), "r"(row), "r"(h), "r"(b) : "memory");
   }
 }
@@ -583,7 +606,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(k_full[i], 1);
       barrier_init(v_full[i], 1);
-      barrier_init(k_empty[i], CONSUMERS);
+      // Every warp has read the record before.
+      barrier_init(k_empty[i], 4 * CONSUMERS);
       barrier_init(v_empty[i], CONSUMERS);
     }
     barrier_init(next_full, 1);
@@ -609,49 +633,82 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       const int q_lo = p.q_offset + q_start;
       const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
       const Range reach = tile_reach(p, q_lo, q_hi);
-      int tile = reach.lo / BLOCK_K;
-      const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-      // 2b. The first K, then Q, whose rows are free when the last K before is: its products read
-      //     them last. In two buffers the second K waits for the same release.
-      const auto copy_k = [&] {
-        const Stage k = stage_of(copied);
-        const unsigned full = k_full[k.index];
-        barrier_wait(k_empty[k.index], k.parity ^ 1);
-        barrier_announce(full, K_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, p.k_map,
-                                         full, tile * BLOCK_K, h_kv, b);
-      };
-      // The bounds are not exact for this mask, so each tile is classified before it is loaded.
-      __syncwarp();
-      tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-      if (copies && tile < tile_end) {
-        copy_k();
-        const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of that K
-        barrier_wait(k_empty[next.index], next.parity ^ 1);
-        UNROLL for (int i = 0; i < CONSUMERS; ++i) {
-          barrier_announce(q_full[i], Q_BYTES);
-          tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, p.q_map,
-                                      q_full[i], q_start + 64 * i, h, b);
-        }
-      }
+      int tile = reach.lo / BOX_K;
+      const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BOX_K) : 0;
+      const int lane = threadIdx.x;
+      int k_start = 0;  // the first key of this lane's box
+      bool starts = true, last = false, ends;
+      KnownTiles known;
+      ROLLED do {
+        const int of_v = k_start;  // V is copied after the next K, as the products are
+        ends = last;
+        if (!ends) {
+          // 2b. The mask's bounds are not exact: each tile is classified before it is loaded.
+          int own = -1, boxes = 0;
+          bool own_full = false;
+          ROLLED while (true) {
+            __syncwarp();
+            tile = next_live_tile(p, known, q_lo, q_hi, tile, tile_end);
+            if (tile >= tile_end || boxes == BOXES) break;
+            if (lane == boxes) {
+              own = tile;
+              own_full = known.is_full(tile);
+            }
+            ++boxes;
+            ++tile;
+          }
+          last = tile >= tile_end;
+          // Boxes past the last key are zeros. Rows that reach no box have a tile of these.
+          const bool exists = lane < boxes;
+          k_start = exists ? own * BOX_K : ceil_div(p.seq_k, BOX_K) * BOX_K;
+          const bool full_box = exists && k_start + BLOCK_K <= p.seq_k && own_full;
+          const unsigned masked = __ballot_sync(0xffffffffu, lane < BOXES && !full_box);
 
-      // 2c. The other tiles; K is one ahead of V, as the products are.
-      ROLLED while (tile < tile_end) {
-        const int k_start = tile * BLOCK_K;
-        ++copied;
-        ++tile;
-        __syncwarp();
-        tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-        if (copies) {
-          if (tile < tile_end) copy_k();
-          const Stage v = stage_of(copied - 1);
-          const unsigned full = v_full[v.index];
-          barrier_wait(v_empty[v.index], v.parity ^ 1);
-          barrier_announce(full, V_BYTES);
-          tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES,
-                                               p.v_map, full, k_start, h_kv, b);
+          // 2c. What the consumers need to know of the tile, and its K.
+          const Stage k = stage_of(copied);
+          const unsigned full_k = k_full[k.index];
+          barrier_wait(k_empty[k.index], k.parity ^ 1);
+          int* const record = (int*)(smem + SMEM_RECORDS)
+              + (k.parity * STAGES + k.index) * RECORD_WORDS;
+          if (lane < BOXES) record[lane] = k_start;
+          if (lane == 0) {
+            record[RECORD_MASKED] = masked | unsigned(last) << 31;
+            barrier_announce(full_k, K_BYTES);
+          }
+          __syncwarp();
+          if (lane < BOXES) {
+            tma_load<PANELS, PANEL, BOX_K, BLOCK_K>(
+                smem_base + SMEM_K + k.index * K_BYTES + lane * (BOX_K * PANEL_BYTES),
+                p.k_map, full_k, k_start, h_kv, b);
+          }
         }
-      }
+        if (starts) {
+          // 2d. Q, whose rows are free when the last K before is: its products read them last.
+          if (copies) {
+            const Stage next = stage_of(copied + STAGES - 1);  // in the buffer of that K
+            barrier_wait(k_empty[next.index], next.parity ^ 1);
+            UNROLL for (int i = 0; i < CONSUMERS; ++i) {
+              barrier_announce(q_full[i], Q_BYTES);
+              tma_load<PANELS, PANEL, 64>(smem_base + SMEM_Q + i * Q_BYTES, p.q_map,
+                                          q_full[i], q_start + 64 * i, h, b);
+            }
+          }
+          starts = false;
+        } else {
+          // 2e. V of the tile before.
+          const Stage v = stage_of(copied - 1);
+          const unsigned full_v = v_full[v.index];
+          barrier_wait(v_empty[v.index], v.parity ^ 1);
+          if (copies) barrier_announce(full_v, V_BYTES);
+          __syncwarp();
+          if (lane < BOXES) {
+            tma_load<PANELS_V, PANEL_V, BOX_K, BLOCK_K>(
+                smem_base + SMEM_V + v.index * V_BYTES + lane * (BOX_K * PANEL_V_BYTES),
+                p.v_map, full_v, of_v, h_kv, b);
+          }
+        }
+        if (!ends) ++copied;
+      } while (!ends);
     }
     return;
   }
@@ -664,21 +721,15 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
   if (threadIdx.x >= THREADS) named_arrive(BARRIER_PING_PONG, 2 * WARPGROUP);
   ROLLED for (int work_tile = blockIdx.x; work_tile < p.work_tiles;
               work_tile = received_tile(p, next_tile, next_full, next_empty, parities)) {
-    // 4a. This work tile, and the key tiles [tile, tile_end) that the mask can reach.
+    // 4a. This work tile.
     const WorkTile own = work_tile_of(p, work_tile);
     const int h = own.h, q_start = own.tile * BLOCK_Q;
     const int b = own.entry;
-    const int q_lo = p.q_offset + q_start;
-    const int q_hi = p.q_offset + min(q_start + BLOCK_Q, p.seq_q) - 1;
-    const Range reach = tile_reach(p, q_lo, q_hi);
-    int tile = reach.lo / BLOCK_K;
-    const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-    // The bounds are not exact for this mask, so each tile is classified before it is loaded.
-    tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
     // 5. This lane's elements of the accumulators: rows lane/4 and lane/4 + 8 of its warp's 16,
     //    columns 2*(lane%4) and the next of each group of 8. Positions kept would cost registers.
     const int thread = thread_index();
+    const int lane = thread % 32;
     const unsigned group = uniform(thread / WARPGROUP);  // unsigned: % takes one instruction
     const Descriptor q_rows = operand<PANEL_BYTES>(smem_base + SMEM_Q + group * Q_BYTES, 16);
     const Descriptor k_tiles = operand<PANEL_BYTES>(smem_base + SMEM_K, 16);
@@ -694,6 +745,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     Rows row_base = {};                 // what exp2 subtracts, in units of log2
     float lag = MAX_LAG;                // of the maxima; -inf where a row is far
     Rows by;                            // factor of O, where a row's maximum changed
+    const int* const records = (const int*)(smem + SMEM_RECORDS);
+    bool last = false;                  // whether the work tile ends with this tile
     const float exp_scale = p.scale * EXP_UNIT;  // factor on Q K^T
 
     // 5a. S = Q K^T
@@ -726,10 +779,15 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
     };
 
     // 5c. P from S, when S is complete. Returns whether O must be rescaled.
-    const auto softmax = [&](int k_start, bool full_tile) {
+    const auto softmax = [&] {
       pin(s[0]);
-      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);
+      if (lane == 0) barrier_arrive(k_empty[k.index]);
+      const int* const record = records + (k.parity * STAGES + k.index) * RECORD_WORDS;
       k.next();
+      const unsigned masked = uniform(record[RECORD_MASKED]);
+      last = masked >> 31;
+      const int k_start = record[0];
+      const bool full_tile = !(masked & 1);
 
       // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
       if (!full_tile) {
@@ -784,46 +842,34 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       }
       return rescale;
     };
-    if (tile < tile_end) {
-      barrier_wait(q_full[group], parities >> 1);
-      parities ^= 2;
-    }
-    if (tile < tile_end) {
-      // 6. The first tile, whose products overlap with no softmax.
-      int k_start = tile * BLOCK_K;
-      bool full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
-      ++tile;
-      tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
+    barrier_wait(q_full[group], parities >> 1);
+    parities ^= 2;
+    // 6. The first tile, whose products overlap with no softmax.
+    start_scores();
+    named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
+    wgmma_wait<0>();
+    softmax();  // O is 0: nothing to rescale
+    round_scores(rounded, s[0]);
+
+    // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
+    ROLLED while (!last) {
       start_scores();
-      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
-      wgmma_wait<0>();
-      softmax(k_start, full_tile);  // O is 0: nothing to rescale
-      round_scores(rounded, s[0]);
-
-      // 7. Main loop: S of this tile and O of the last are on the tensor cores at the same time.
-      ROLLED while (tile < tile_end) {
-        k_start = tile * BLOCK_K;
-        full_tile = k_start + BLOCK_K <= p.seq_k && tile_must(p, q_lo, q_hi, tile);
-        ++tile;
-        tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
-        start_scores();
-        start_output();
-        named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
-        wgmma_wait<1>();
-        const bool rescale = softmax(k_start, full_tile);
-        finish_output();
-        v.next();
-        if (rescale) {
-          UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[0][i / 4][i % 4] *= by[0][i % 4 / 2];
-          pin(o[0]);
-        }
-        round_scores(rounded, s[0]);
-      }
-
-      // 8. The product P V of the last tile.
       start_output();
+      named_arrive(BARRIER_PING_PONG + next_group, 2 * WARPGROUP);
+      wgmma_wait<1>();
+      const bool rescale = softmax();
       finish_output();
+      v.next();
+      if (rescale) {
+        UNROLL for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[0][i / 4][i % 4] *= by[0][i % 4 / 2];
+        pin(o[0]);
+      }
+      round_scores(rounded, s[0]);
     }
+
+    // 8. The product P V of the last tile.
+    start_output();
+    finish_output();
     stage = k;
 
     // 9. Divide by the row sums, write LSE. A row without keys: O = 0, LSE = -inf.

@@ -174,18 +174,6 @@ DEVICE bool tile_may(const Params& p, int b, int q_lo, int q_hi, int tile) {
   return greatest_ids_q >= least_ids_k;
 }
 
-// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
-// the warp evaluates one of 32 tiles.
-DEVICE int next_live_tile(const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
-  const int lane = threadIdx.x % 32;
-  for (; tile < tile_end; tile += 32) {
-    const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
-    const unsigned lives = __ballot_sync(0xffffffffu, live);
-    if (lives != 0) return tile + __ffs(lives) - 1;
-  }
-  return tile_end;
-}
-
 // True: every element of the tile is kept (interval arithmetic over its corners).
 DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -197,6 +185,18 @@ DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int greatest_ids_q = greatest_ids_1(p, q_lo, q_hi, b);
   const int least_ids_k = least_ids_1(p, k_lo, k_hi, b);
   return greatest_ids_q <= least_ids_k;
+}
+
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles.
+DEVICE int next_live_tile(const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  for (; tile < tile_end; tile += 32) {
+    const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
+    const unsigned lives = __ballot_sync(0xffffffffu, live);
+    if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
+  // The mask's bounds are not exact: each tile is classified before it is loaded.
   tile = next_live_tile(p, b, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and of the first K tile.

@@ -155,6 +155,17 @@ DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
   return q_hi_minus_k_lo_div_stride > t0 || p.s_stride + min(0, k_hi - q_lo) > 0;
 }
 
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  if (k_hi > q_lo) return false;
+  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
+  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
+  return k_lo + p.s_stride > q_hi
+      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+}
+
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
@@ -165,17 +176,6 @@ DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int til
     if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
-}
-
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  if (k_hi > q_lo) return false;
-  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
-  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
-  return k_lo + p.s_stride > q_hi
-      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
 
 // ---- helpers -----------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
   const Range reach = tile_reach(p, q_hi);
   int tile = reach.lo / BLOCK_K;
   const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BLOCK_K) : 0;
-  // The bounds are not exact for this mask, so each tile is classified before it is loaded.
+  // The mask's bounds are not exact: each tile is classified before it is loaded.
   tile = next_live_tile(p, q_lo, q_hi, tile, tile_end);
 
   // 3. Start the copies of Q and of the first K tile.

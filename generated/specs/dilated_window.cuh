@@ -32,6 +32,17 @@ DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: forward, dq
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
+  const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
+  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
+  return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
+}
+
+// in sm_80: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
@@ -42,17 +53,6 @@ DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int til
     if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
-}
-
-// in sm_80 and sm_90a: forward, dq
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
-  const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
-  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
-  return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -74,6 +74,17 @@ DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
+  const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
+  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
+  return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
@@ -86,13 +97,44 @@ DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int til
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  if (k_hi > q_lo + p.s_window || q_hi > k_lo + p.s_window) return false;
-  const int t0 = max(max(0, q_lo - k_hi), k_lo - q_hi);
-  const int t1 = fast_mod(t0, p.s_dilation, p.d_dilation);
-  return t1 == 0 && (p.s_dilation <= 1 || max(k_hi - q_lo, q_hi - k_lo) <= t0);
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, k_lo, k_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

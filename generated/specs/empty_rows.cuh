@@ -23,6 +23,10 @@ DEVICE Range tile_reach(const Params& p, int q_lo) {
 DEVICE bool tile_may(const Params& p, int q_lo) { return (p.seq_q >> 1) > q_lo; }
 
 // in sm_80 and sm_90a: forward, dq
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int q_hi) { return (p.seq_q >> 1) > q_hi; }
+
+// in sm_80: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int q_lo, int tile, int tile_end) {
@@ -34,10 +38,6 @@ DEVICE int next_live_tile(const Params& p, int q_lo, int tile, int tile_end) {
   }
   return tile_end;
 }
-
-// in sm_80 and sm_90a: forward, dq
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int q_hi) { return (p.seq_q >> 1) > q_hi; }
 
 // in sm_80 and sm_90a: fused, dkdv
 // specs/empty_rows.py:13
@@ -53,3 +53,24 @@ DEVICE Range tile_reach(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
 DEVICE Range tile_full(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1) - p.q_offset)}; }
+
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, q_lo);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, q_hi);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}

@@ -140,19 +140,6 @@ DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: forward, dq
-// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
-// the warp evaluates one of 32 tiles.
-DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
-  const int lane = threadIdx.x % 32;
-  for (; tile < tile_end; tile += 32) {
-    const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
-    const unsigned lives = __ballot_sync(0xffffffffu, live);
-    if (lives != 0) return tile + __ffs(lives) - 1;
-  }
-  return tile_end;
-}
-
-// in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
 DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -163,6 +150,19 @@ DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
       && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
       && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
       && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
+}
+
+// in sm_80: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles.
+DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  for (; tile < tile_end; tile += 32) {
+    const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+    const unsigned lives = __ballot_sync(0xffffffffu, live);
+    if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -199,6 +199,19 @@ DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
+  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
+  return tile_query.t1 <= tile_key.radius_plus_least_k_mod_width
+      && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
+      && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
+      && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
@@ -211,15 +224,44 @@ DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int til
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  const TileQuery tile_query = tile_query_values(p, q_lo, q_hi);
-  const TileKey tile_key = tile_key_values(p, k_lo, k_hi);
-  return tile_query.t1 <= tile_key.radius_plus_least_k_mod_width
-      && tile_query.clamped_q_hi_div_width <= tile_key.radius_plus_k_lo_div_width
-      && tile_key.greatest_k_mod_width + tile_query.minus_clamped_least_q_mod_width <= p.s_radius
-      && tile_query.minus_clamped_q_lo_div_width + tile_key.k_hi_div_width <= p.s_radius;
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, k_lo, k_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

@@ -84,19 +84,6 @@ DEVICE bool tile_may(const Params& p, int b, int q_lo, int q_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: forward, dq
-// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
-// the warp evaluates one of 32 tiles.
-DEVICE int next_live_tile(const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
-  const int lane = threadIdx.x % 32;
-  for (; tile < tile_end; tile += 32) {
-    const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
-    const unsigned lives = __ballot_sync(0xffffffffu, live);
-    if (lives != 0) return tile + __ffs(lives) - 1;
-  }
-  return tile_end;
-}
-
-// in sm_80 and sm_90a: forward, dq
 // True: every element of the tile is kept (interval arithmetic over its corners).
 DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -108,6 +95,19 @@ DEVICE bool tile_must(const Params& p, int b, int q_lo, int q_hi, int tile) {
   const int greatest_ids_q = greatest_ids_1(p, q_lo, q_hi, b);
   const int least_ids_k = least_ids_1(p, k_lo, k_hi, b);
   return greatest_ids_q <= least_ids_k;
+}
+
+// in sm_80: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles.
+DEVICE int next_live_tile(const Params& p, int b, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  for (; tile < tile_end; tile += 32) {
+    const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
+    const unsigned lives = __ballot_sync(0xffffffffu, live);
+    if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -129,6 +129,20 @@ DEVICE bool tile_may(const Params& p, int b, int k_lo, int k_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  if (k_hi > q_lo) return false;
+  const int greatest_ids_k = greatest_ids_1(p, k_lo, k_hi, b);
+  const int least_ids_q = least_ids_1(p, q_lo, q_hi, b);
+  if (greatest_ids_k > least_ids_q) return false;
+  const int greatest_ids_q = greatest_ids_1(p, q_lo, q_hi, b);
+  const int least_ids_k = least_ids_1(p, k_lo, k_hi, b);
+  return greatest_ids_q <= least_ids_k;
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
@@ -141,16 +155,44 @@ DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, 
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  if (k_hi > q_lo) return false;
-  const int greatest_ids_k = greatest_ids_1(p, k_lo, k_hi, b);
-  const int least_ids_q = least_ids_1(p, q_lo, q_hi, b);
-  if (greatest_ids_k > least_ids_q) return false;
-  const int greatest_ids_q = greatest_ids_1(p, q_lo, q_hi, b);
-  const int least_ids_k = least_ids_1(p, k_lo, k_hi, b);
-  return greatest_ids_q <= least_ids_k;
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int b, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, b, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, b, q_lo, q_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int b, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, b, k_lo, k_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, b, k_lo, k_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

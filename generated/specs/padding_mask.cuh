@@ -61,6 +61,15 @@ DEVICE bool tile_may(const Params& p, int b, int tile) {
 }
 
 // in sm_80 and sm_90a: forward, dq
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int b, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
+  return least_mask_k > 0;
+}
+
+// in sm_80: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int b, int tile, int tile_end) {
@@ -71,15 +80,6 @@ DEVICE int next_live_tile(const Params& p, int b, int tile, int tile_end) {
     if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
-}
-
-// in sm_80 and sm_90a: forward, dq
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int b, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
-  return least_mask_k > 0;
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -109,6 +109,13 @@ DEVICE bool tile_may(const Params& p, int b, int k_lo, int k_hi) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi) {
+  const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
+  return least_mask_k > 0;
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, int tile_end) {
@@ -121,9 +128,43 @@ DEVICE int next_live_tile(const Params& p, int b, int k_lo, int k_hi, int tile, 
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int b, int k_lo, int k_hi) {
-  const int least_mask_k = least_mask_1(p, k_lo, k_hi, b);
-  return least_mask_k > 0;
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(const Params& p, KnownTiles& known, int b, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, b, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, b, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int b, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, b, k_lo, k_hi);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, b, k_lo, k_hi);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

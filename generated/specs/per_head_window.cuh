@@ -44,7 +44,7 @@ DEVICE bool tile_may(const Params& p, int h, int q_lo, int q_hi, int tile) {
   return int64(k_hi) + width_h >= q_lo && int64(q_hi) + width_h >= k_lo && 2LL * width_h >= 0;
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int h, int q_lo, int q_hi, int tile, int tile_end) {
@@ -93,7 +93,7 @@ DEVICE bool tile_may(const Params& p, int h, int k_lo, int k_hi, int tile) {
   return int64(k_hi) + width_h >= q_lo && int64(q_hi) + width_h >= k_lo && 2LL * width_h >= 0;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int h, int k_lo, int k_hi, int tile, int tile_end) {
@@ -102,6 +102,44 @@ DEVICE int next_live_tile(const Params& p, int h, int k_lo, int k_hi, int tile, 
     const bool live = tile + lane < tile_end && tile_may(p, h, k_lo, k_hi, tile + lane);
     const unsigned lives = __ballot_sync(0xffffffffu, live);
     if (lives != 0) return tile + __ffs(lives) - 1;
+  }
+  return tile_end;
+}
+
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int h, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, h, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int h, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, h, k_lo, k_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
   }
   return tile_end;
 }

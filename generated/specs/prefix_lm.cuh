@@ -48,6 +48,13 @@ DEVICE bool tile_may(const Params& p, int k_lo, int tile) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  return k_hi <= q_lo || p.s_prefix > k_hi;
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int k_lo, int tile, int tile_end) {
@@ -60,9 +67,23 @@ DEVICE int next_live_tile(const Params& p, int k_lo, int tile, int tile_end) {
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  return k_hi <= q_lo || p.s_prefix > k_hi;
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, k_lo, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, k_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

@@ -30,6 +30,18 @@ DEVICE bool tile_may(const Params& p, int q_lo, int q_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: forward, dq
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
+  const int k_lo = p.k_offset + tile * BLOCK_K;
+  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
+  if (k_hi > q_lo) return false;
+  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
+  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
+  return k_lo + p.s_stride > q_hi
+      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+}
+
+// in sm_80: forward, dq
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int tile_end) {
@@ -40,18 +52,6 @@ DEVICE int next_live_tile(const Params& p, int q_lo, int q_hi, int tile, int til
     if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
-}
-
-// in sm_80 and sm_90a: forward, dq
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
-  const int k_lo = p.k_offset + tile * BLOCK_K;
-  const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;
-  if (k_hi > q_lo) return false;
-  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
-  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
-  return k_lo + p.s_stride > q_hi
-      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -70,6 +70,18 @@ DEVICE bool tile_may(const Params& p, int k_lo, int k_hi, int tile) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv
+// True: every element of the tile is kept (interval arithmetic over its corners).
+DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
+  const int q_lo = p.q_offset + tile * BLOCK_Q;
+  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
+  if (k_hi > q_lo) return false;
+  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
+  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
+  return k_lo + p.s_stride > q_hi
+      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+}
+
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles.
 DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int tile_end) {
@@ -82,14 +94,44 @@ DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int til
   return tile_end;
 }
 
-// in sm_80 and sm_90a: fused, dkdv
-// True: every element of the tile is kept (interval arithmetic over its corners).
-DEVICE bool tile_must(const Params& p, int k_lo, int k_hi, int tile) {
-  const int q_lo = p.q_offset + tile * BLOCK_Q;
-  const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;
-  if (k_hi > q_lo) return false;
-  const int max_stride_q_lo_minus_k_hi = max(p.s_stride, q_lo - k_hi);
-  const int t0 = fast_mod(max_stride_q_lo_minus_k_hi, p.s_stride, p.d_stride);
-  return k_lo + p.s_stride > q_hi
-      || (t0 == 0 && (p.s_stride <= 1 || q_hi <= k_lo + max_stride_q_lo_minus_k_hi));
+// in sm_90a: forward, dq
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
+}
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
+// the warp evaluates one of 32 tiles, once for all of them.
+DEVICE int next_live_tile(
+    const Params& p, KnownTiles& known, int k_lo, int k_hi, int tile, int tile_end) {
+  const int lane = threadIdx.x % 32;
+  while (tile < tile_end) {
+    if (unsigned(tile - known.first) >= 32) {
+      known.first = tile;
+      const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
+      known.live = __ballot_sync(0xffffffffu, live);
+      const bool full = live && tile_must(p, k_lo, k_hi, tile + lane);
+      known.full = __ballot_sync(0xffffffffu, full);
+    }
+    const unsigned live = known.live >> (tile - known.first);
+    if (live != 0) return tile + __ffs(live) - 1;
+    tile = known.first + 32;
+  }
+  return tile_end;
 }

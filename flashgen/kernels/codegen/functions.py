@@ -295,6 +295,37 @@ class SpecFunctions:
     def tile_may(self) -> SpecFunction:
         return self._tile_condition("tile_may", self.mask.may)
 
+    def next_known_tile(self, may: SpecFunction, must: SpecFunction | None) -> SpecFunction:
+        """The same search, by a warp that keeps what its lanes found about 32 tiles at once."""
+        why = (
+            "The first tile from `tile` on that may have a kept element; tile_end if none has. "
+            "Each lane of the warp evaluates one of 32 tiles, once for all of them."
+        )
+        of_full = []
+        if must is not None:
+            of_full = [
+                f"    const bool full = live && {must.call(tile='tile + lane')};",
+                "    known.full = __ballot_sync(0xffffffffu, full);",
+            ]
+        body = (
+            "const int lane = threadIdx.x % 32;",
+            "while (tile < tile_end) {",
+            "  if (unsigned(tile - known.first) >= 32) {",
+            "    known.first = tile;",
+            f"    const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};",
+            "    known.live = __ballot_sync(0xffffffffu, live);",
+            *of_full,
+            "  }",
+            "  const unsigned live = known.live >> (tile - known.first);",
+            "  if (live != 0) return tile + __ffs(live) - 1;",
+            "  tile = known.first + 32;",
+            "}",
+            "return tile_end;",
+        )
+        uses = may.uses | (must.uses if must else frozenset()) | {TILE, TILE_END}
+        given = ["KnownTiles& known"]
+        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses, given=given)
+
     def next_live_tile(self, may: SpecFunction) -> SpecFunction:
         """The search for the next tile for which ``may`` is true: it may have a kept element."""
         why = (

@@ -105,7 +105,8 @@ class LayoutFunctions:
             "}",
         )
         uses = self._listed.uses | live.uses
-        made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses)
+        given = live.given
+        made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses, given=given)
         self.functions += (made,)
         return made
 

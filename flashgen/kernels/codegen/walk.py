@@ -25,9 +25,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.language.symbols import DISTANCE, PRODUCT, H, Q
 
-NEXT_LIVE = (
-    "The bounds are not exact for this mask, so each tile is classified before it is loaded."
-)
+NEXT_LIVE = "The mask's bounds are not exact: each tile is classified before it is loaded."
 NEXT_LISTED = "Within these bounds, only tiles that the block layout lists are loaded."
 
 
@@ -55,6 +53,8 @@ class WalkCode:
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
     reaches_further: bool  # the walks of later owned tiles end later
+    known: bool = False  # what a search found about 32 tiles is kept
+    known_full: str | None = None  # whether the tile that it found is full
     full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
     part: str | None = None  # which blocks are live that some rows and columns touch
     in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
@@ -85,7 +85,10 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
     masked = make.row() if by_row else by_element.function if by_element else None
-    live = make.next_live_tile(may) if may else None
+    known = may is not None and plan.keeps_classes
+    live = None
+    if may:
+        live = make.next_known_tile(may, must) if known else make.next_live_tile(may)
     visit = layout.next_tile(live) if layout else live
     costly = not by_row and is_costly(mask.expr)
     in_rows = None
@@ -96,15 +99,20 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         element = by_score.element(masked)
     part = layout.part() if layout and in_parts else None
     in_layout = layout.element(None) if layout and in_parts else None
-    of_box = {**renamed, "tile": "own"} if gathered else renamed
+    is_full = must.call(**renamed) if must else None
+    if must and known:
+        is_full = f"known.is_full({renamed.get('tile', 'tile')})"
+    of_box = must.call(**{**renamed, "tile": "own"}) if must and gathered else is_full
+    if must and known and gathered:
+        of_box = "own_full"
     of_whole = None if gathered else layout
-    full_tile = _full_tile(make, full, must, of_whole, of_box)
-    by_mask = _full_tile(make, full, must, None, of_box) if layout and in_parts else None
+    full_tile = _full_tile(make, full, of_box, of_whole, renamed)
+    by_mask = _full_tile(make, full, of_box, None, renamed) if layout and in_parts else None
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
         functions += make.tile_values
-    functions += tuple(f for f in (masked, reach, full, may, live, must) if f is not None)
+    functions += tuple(f for f in (masked, reach, full, may, must, live) if f is not None)
     if layout is not None:
         functions += layout.functions
     of_tiles = [f for f in (reach, full, may, must) if f is not None]
@@ -130,6 +138,8 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
         reaches_further=mask.reaches_further,
+        known=known,
+        known_full=is_full if known else None,
         full_by_mask=by_mask,
         part=part.call(**_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,
@@ -155,7 +165,7 @@ def _calls(parts: FunctionInParts | None) -> dict[str, str]:
 def _full_tile(
     make: SpecFunctions,
     full: SpecFunction | None,
-    must: SpecFunction | None,
+    must: str | None,
     layout: LayoutFunctions | None,
     renamed: dict[str, str],
 ) -> str:
@@ -173,7 +183,7 @@ def _full_tile(
     if full is not None:
         conditions.append(inside)
     if must is not None:
-        conditions.append(must.call(**renamed))
+        conditions.append(must)
     by_mask = " && ".join(conditions)
     return f"{by_mask}\n        && {layout.full().call(**renamed)}" if layout else by_mask
 

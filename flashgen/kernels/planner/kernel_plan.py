@@ -108,8 +108,9 @@ class Plan(LaunchRules):
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
             the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
-        box_k: keys of a box, where the producer of the forward kernel gathers boxes with live
-            blocks of a layout to tiles; 0 where tiles are whole ranges of keys.
+        box_k: keys of a box, where the producer of the forward kernel searches for boxes, and tells
+            the consumers of which ones a tile consists: of several with live blocks of a layout,
+            or of one without a layout. 0 where every warp finds the tiles.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -351,6 +352,14 @@ class Plan(LaunchRules):
         """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
         owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
         return self.box_k > 0 or owns
+
+    @property
+    def keeps_classes(self) -> bool:
+        """Whether the warps that search for tiles keep what they found about 32 of them.
+
+        Those of a producer have the registers for it.
+        """
+        return self.box_k > 0 or (self.kernel != "forward" and self.producer_registers > 0)
 
     @property
     def walked_keys(self) -> int:

@@ -79,10 +79,11 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
-    if problem.layout is not None:
+    if problem.records:
         at["box_k"] = problem.box_of(tile.step)
         # For each tile in flight, the first keys of its boxes and words about them.
-        words = tile.step // at["box_k"] + tile.owned // MMA_ROWS + 1
+        words = tile.step // at["box_k"] + 1
+        words += tile.owned // MMA_ROWS if problem.layout is not None else 0
         at["records"] = WORD * RECORDS_PER_STAGE * at["stages"] * words
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups

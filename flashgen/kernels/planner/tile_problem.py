@@ -83,6 +83,7 @@ class TileProblem:
         given: the quantities that do not depend on the tile.
         heads_per_tile: query heads that share a tile.
         layout: the block layout, where boxes with live blocks of it are gathered to tiles.
+        records: whether the producer alone searches for tiles, and tells the consumers.
         learned: the elements of learned tensors to which each score adds for itself.
     """
 
@@ -94,6 +95,7 @@ class TileProblem:
     heads_per_tile: int
     learned: spec_terms.Learned
     layout: BlockSparse | None = None
+    records: bool = False
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -108,7 +110,8 @@ class TileProblem:
 
     def box_of(self, step: int) -> int:
         """Keys of a box in tiles of so many: they divide tiles and, where they can, blocks."""
-        assert self.layout is not None, "there are boxes where tiles are gathered"
+        if self.layout is None:
+            return step
         box = math.gcd(self.layout.block_k, step)
         return box if box % STEP == 0 else STEP
 
@@ -159,6 +162,9 @@ def problem_of(
         **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
-    gathers = kernel == "forward" and path.copies_by_tma and not spec.is_served
-    layout = spec.block_sparse if gathers else None
-    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout)
+    tells = kernel == "forward" and path.copies_by_tma and not spec.is_served
+    layout = spec.block_sparse if tells else None
+    records = tells and (layout is not None or spec_terms.searches(spec))
+    return TileProblem(
+        spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout, records
+    )

@@ -273,17 +273,18 @@ def steps_of(
 def _gathered_steps(
     plan: Plan, walk: TileWalk, listed: ListedBlocks | None, visit: Visit, mask_ops: float
 ) -> Steps:
-    """The kinds of the steps of one block that gathers boxes to tiles."""
-    assert listed is not None, "boxes have live blocks"
+    """The kinds of the steps of one block whose tiles consist of boxes."""
     boxes = np.array(visit.tiles, dtype=np.int64)
     masked = ~unmasked_tiles(walk, visit.start, visit.stop)[boxes]
-    whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)[boxes]
+    whole = np.ones_like(masked)
+    if listed is not None:
+        whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)[boxes]
     together = plan.block_k // plan.box_k
     found: Counter[StepKind] = Counter()
     for first in range(0, max(1, len(boxes)), together):
         tile = slice(first, first + together)
         ops = mask_ops * np.count_nonzero(masked[tile]) / together
-        if np.count_nonzero(whole[tile]) < together:
+        if listed is not None and np.count_nonzero(whole[tile]) < together:
             ops += DEAD_BOX_INSTRUCTIONS
         found[StepKind(plan.block_q, ops)] += 1
     return found

@@ -17,6 +17,8 @@ from fractions import Fraction
 
 # Where the producer searches for live tiles, or evaluates a range with two ends.
 SEARCH_REGISTERS = 40
+# Where the forward producer searches by one bound.
+SEARCH_BY_BOUND_REGISTERS = 32
 # Where the forward producer gathers boxes with live blocks of a layout to tiles.
 GATHER_REGISTERS = 72
 # More of them, where the forward producer evaluates the mask for each tile ...

@@ -16,7 +16,7 @@ from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
 from flashgen.spec.analysis.folding import FoldedScore, folded
-from flashgen.spec.analysis.intervals import row_interval
+from flashgen.spec.analysis.intervals import WalkedAxis, reach, row_interval
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
@@ -263,13 +263,20 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
         # A range with two ends that are made from quotients or from elements of tensors.
         two_costly = two_ends and (contains(spec.mask, FloorDiv, FloorMod) or reads)
-        return fitted.SEARCH_REGISTERS if spec.block_sparse or spec.packed or two_costly else 0
-    searches = spec.block_sparse is not None or row is None
+        if spec.block_sparse or spec.packed or two_costly:
+            return fitted.SEARCH_REGISTERS
+        return fitted.SEARCH_BY_BOUND_REGISTERS if searches(spec) else 0
+    tests_tiles = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
-    if (searches and reads) or spare > by_tensors or (spare > fitted.SPARE_NOT_AHEAD and reads):
-        return fitted.SEARCH_REGISTERS + by_tensors
     more = spare > fitted.SPARE_NOT_AHEAD
-    return fitted.SEARCH_REGISTERS if searches or reads or two_ends or more else 0
+    if (tests_tiles and reads) or spare > by_tensors or (more and reads):
+        return fitted.SEARCH_REGISTERS + by_tensors
+    return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or more else 0
+
+
+def searches(spec: AttentionSpec) -> bool:
+    """Whether bounds of the mask are not exact, so that its key tiles are searched for."""
+    return not reach(spec.mask, WalkedAxis())[1]
 
 
 def _reads_for_each_score(spec: AttentionSpec) -> bool:

@@ -1,0 +1,103 @@
+"""Tiles for which the producer of Hopper's forward kernel alone searches: the error rule, rows
+that reach no tile, and planted bugs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.ops import ForwardRun
+from flashgen.kernels.planner import Tile, plan
+from flashgen.spec.language.signature import split
+from flashgen.spec.language.spec import AttentionSpec
+from tests.support.judged import Call
+from tests.support.planted import planted
+from tests.support.shapes import Case
+from tests.support.tiers import slow
+
+ARCH = "sm_90a"
+TILE = Tile(step=64, warps=8, row_groups=1, blocks=1)
+
+ids = fg.Tensor("ids", ("batch", "tokens"), "int32")
+
+
+def same(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return ids[b, q] == ids[b, k]
+
+
+def other(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return ids[b, q] == ids[b, k] + 7
+
+
+def spec_of(mask: Any, **changes: Any) -> AttentionSpec:
+    return AttentionSpec(mask_mod=mask, head_dim=64, dtype="float16", **changes)
+
+
+def run(mask: Any, case: Case, document: int = 90, **numbers: Any) -> ForwardRun:
+    tokens = max(case.seq_q, case.seq_k)
+    tensors = {"ids": (torch.arange(tokens) // document).int().expand(case.batch, -1).contiguous()}
+    how: dict[str, Any] = {"split_size": 0, "tiles": {"forward": TILE}}
+    call = Call(spec_of(mask), case.tensors(), {"tensors": tensors, **numbers}, arch=ARCH, **how)
+    return call.judged_forward()
+
+
+def test_only_calls_that_do_not_serve_have_tiles_that_the_producer_tells() -> None:
+    found = plan(spec_of(same), ARCH)
+    assert found.box_k == found.block_k
+    assert plan(split(spec_of(same)), ARCH).box_k == 0
+    assert plan(spec_of(same), "sm_80").box_k == 0
+
+
+@pytest.mark.parametrize("seq_k", [1, slow(333), slow(2300)])
+def test_searched_tiles_meet_the_error_rule(seq_k: int) -> None:
+    run(same, Case(150, seq_k, 1, 2, 1))
+
+
+def test_rows_that_reach_no_tile_are_rows_without_keys() -> None:
+    found = run(other, Case(150, 200))
+    assert torch.all(found.out == 0)
+    assert torch.all(found.lse == -torch.inf)
+
+
+def test_a_packed_sequence_without_a_live_tile_reads_nothing_of_the_next() -> None:
+    starts = [torch.tensor(each).int() for each in ([0, 40, 100], [0, 60, 130])]
+    q, k, v = Case(100, 130).tensors()
+    k[:, :, 60:], v[:, :, 60:] = torch.nan, torch.nan
+    tensors = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    tensors["ids"] = torch.zeros(2, 70, dtype=torch.int32)
+    call = Call(spec_of(other, packed=True), (q, k, v), {"tensors": tensors}, arch=ARCH)
+    assert torch.all(call.forward().out[:, :, :40] == 0)
+
+
+# What is wrong, and how.
+BUGS = {
+    "a record of the other parity": ("records + (k.parity *", "records + ((k.parity ^ 1) *"),
+    "a record that is overwritten while some warps read it": (
+        "if (lane == 0) barrier_arrive(k_empty[k.index]);",
+        "if (lane == 0) {\n        barrier_arrive(k_empty[k.index]);\n"
+        "        barrier_arrive(k_empty[k.index]);\n      }",
+    ),
+    "a count of one arrival per warpgroup": (
+        "barrier_init(k_empty[i], 4 * CONSUMERS);",
+        "barrier_init(k_empty[i], CONSUMERS);",
+    ),
+    "a tile of the words before": ("known.first = tile;", "known.first = tile - 1;"),
+    "a full tile of another place": (
+        "full >> (tile - first) & 1",
+        "full >> max(tile - first - 1, 0) & 1",
+    ),
+    "a search that never ends its work tile": ("last = tile >= tile_end;", "last = false;"),
+}
+
+
+@pytest.mark.parametrize(
+    "bug", [bug if number in (0, 2) else slow(bug) for number, bug in enumerate(BUGS)]
+)
+def test_planted_bugs_are_caught(bug: str) -> None:
+    old, new = BUGS[bug]
+    with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        run(same, Case(300, 700), document=400)
