@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import string
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_every_emitted_kernel_has_steps_in_order(path: Path):
     numbers = [step.number for step in steps_of(path.read_text())]
     assert numbers[0] == "1"
     assert len(numbers) == len(set(numbers)) >= 4
-    assert numbers == sorted(numbers, key=lambda n: (int(n.rstrip("abcdefghi")), n))
+    assert numbers == sorted(numbers, key=lambda n: (int(n.rstrip(string.ascii_lowercase)), n))
 
 
 def test_lines_belong_to_the_step_that_they_stand_in():

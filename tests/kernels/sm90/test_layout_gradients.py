@@ -58,8 +58,8 @@ def test_layouts_combine_with_what_reads_positions(name: str) -> None:
 
 BUGS = {
     "blocks of other keys": (
-        "thread / 32 * 16;\n      const int rows_hi",
-        "thread / 64 * 16;\n      const int rows_hi",
+        "rows_lo = p.k_offset + k_start + thread / 32 * 16;",
+        "rows_lo = p.k_offset + k_start + thread / 64 * 16;",
     ),
     "blocks of other queries": ("thread % 32 * 8;", "(thread % 32 ^ 1) * 8;"),
     "rows that differ are taken for live": ("part == 1)", "part == 0 && false)"),
