@@ -107,7 +107,7 @@ def waiting_exponentials(built: Build, listing: str | None = None) -> int:
     if listing is None:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     waits, before, behind = False, 0, 0
-    for each in instructions(listing):
+    for each in main_loop(listing).always:
         waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")
         if each.op == "MUFU.EX2":
             before, behind = before + (not waits), behind + waits

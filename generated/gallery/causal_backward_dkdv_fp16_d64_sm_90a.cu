@@ -655,7 +655,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      const int thread = thread_index();
+      const unsigned thread = thread_index();  // unsigned: quotients take one instruction
       const int column = q_start + thread % 4 * 2;
       const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
       UNROLL for (int r = 0; r < 2; ++r) {
@@ -664,11 +664,20 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
         const Range queries = key_queries(p, k);
         const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
         // Past the last query too: there P is 0, but not where a key is infinite or NaN.
-        const int hi = queries.hi - column;
         UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-          const unsigned keep = pair_from(lo, n) & ~pair_from(hi, n);
+          const unsigned keep = pair_from(lo, n);
           p_rows[n / 2][n % 2 * 2 + r] &= keep;
           ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+        }
+      }
+      // Past the last query P is 0, but not where a key is infinite or NaN.
+      if (q_start + BLOCK_Q > p.seq_q) {
+        UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
+          const unsigned keep = ~pair_from(p.seq_q - column, n);
+          UNROLL for (int r = 0; r < 2; ++r) {
+            p_rows[n / 2][n % 2 * 2 + r] &= keep;
+            ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+          }
         }
       }
     }

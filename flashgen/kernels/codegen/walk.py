@@ -43,6 +43,7 @@ class WalkCode:
     row: str | None
     row_outside: str
     row_has_lo: bool
+    row_has_hi: bool
     row_has_q: bool
     mask: str | None
     mask_alone: str | None  # the same with the calls for the values that it shares
@@ -128,6 +129,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
+        row_has_hi=by_row and mask.row is not None and mask.row.hi is not None,
         row_has_q=by_row and Q in element.uses,
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),
