@@ -55,7 +55,10 @@ RESCALE = (
 # Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
 DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
 # Of a mask whose ranges of queries end with the sequence, in the last tile of queries alone.
-LAST = ("if (q_start + BLOCK_Q > p.seq_q) {",)
+LAST = (
+    "if (q_start + BLOCK_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {",
+    "if (k_start + BLOCK_K > p.seq_k) {",
+)
 DIFFER = (
     "if (live >> 31) {",
     "if (__any_sync(0xffffffffu, part == 1)) {  // some of them are live",

@@ -275,7 +275,8 @@ class SpecFunctions:
 
     # The bounds and conditions of the analysis.
 
-    def row(self) -> SpecFunction:
+    def row(self, slides: bool = False) -> SpecFunction:
+        """The range of a row; ``slides``: also of the row 8 further, where it is 8 further."""
         along = self.direction
         if self.mask.always:
             return self._range(along.row, comment(along.row_all), Interval(None, None))
@@ -283,7 +284,7 @@ class SpecFunctions:
             "the function exists only if the mask of each row is a range"
         )
         why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
-        return self._range(along.row, why, self.mask.row)
+        return self._range(along.row, why, self.mask.row, least=-8 if slides else 0)
 
     def tile_reach(self) -> SpecFunction:
         return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
@@ -347,10 +348,12 @@ class SpecFunctions:
     def tile_must(self) -> SpecFunction:
         return self._tile_condition("tile_must", self.mask.must)
 
-    def _range(self, name: str, why: Sequence[str], interval: Interval) -> SpecFunction:
-        # Relative to the first position of the call, within its length.
+    def _range(
+        self, name: str, why: Sequence[str], interval: Interval, least: int = 0
+    ) -> SpecFunction:
+        # Relative to the first position of the call, from `least` on and within its length.
         zero, offset, length = sympy.S.Zero, self.direction.offset, self.direction.length
-        lo = zero if interval.lo is None else Maximum(interval.lo - offset, zero)
+        lo = zero if interval.lo is None else Maximum(interval.lo - offset, sympy.Integer(least))
         hi = length if interval.hi is None else Minimum(interval.hi - offset, length)
         block = share_evaluated(lo, hi)
         lets = self.printer.lets(block)

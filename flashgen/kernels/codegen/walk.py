@@ -44,6 +44,7 @@ class WalkCode:
     row_outside: str
     row_has_lo: bool
     row_has_hi: bool
+    row_slides: bool  # the range of a row 8 further is 8 further
     row_has_q: bool
     mask: str | None
     mask_alone: str | None  # the same with the calls for the values that it shares
@@ -85,7 +86,8 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     by_score = None if in_parts else layout
     by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
-    masked = make.row() if by_row else by_element.function if by_element else None
+    slides = by_row and plan.masks_pairs and mask.row_slides
+    masked = make.row(slides) if by_row else by_element.function if by_element else None
     known = may is not None and plan.keeps_classes
     live = None
     if may:
@@ -130,6 +132,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
         row_has_hi=by_row and mask.row is not None and mask.row.hi is not None,
+        row_slides=slides,
         row_has_q=by_row and Q in element.uses,
         mask=None if by_row else element.call(),
         mask_alone=None if by_row else element.call(**_calls(by_element)),

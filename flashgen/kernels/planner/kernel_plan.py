@@ -354,6 +354,12 @@ class Plan(LaunchRules):
         return self.box_k > 0 or owns
 
     @property
+    def masks_pairs(self) -> bool:
+        """Whether the mask is applied to words of two elements, in Hopper's backward kernels."""
+        scores = self.kernel in ("fused", "dkdv", "dq")
+        return scores and self.code_path.copies_by_tma and not self.in_passes
+
+    @property
     def keeps_classes(self) -> bool:
         """Whether the warps that search for tiles keep what they found about 32 of them.
 
