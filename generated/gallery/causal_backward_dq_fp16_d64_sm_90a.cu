@@ -328,10 +328,10 @@ template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float 
 }
 
 // A word that says which of two neighbouring keys, 8 n and the next, are at or past
-// `end`, by all bits of its low and of its high half.
+// `end`, by all bits of its low and of its high half; n is -1 or more.
 DEVICE unsigned pair_from(int end, int n) {
   unsigned mask;
-  const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
+  const int near = min(max(end, -8), 1 << 20);  // 16 times this does not overflow
   const int bits = max(16 * near - 128 * n, 0);
   asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 or more: 0
   return mask;
@@ -536,16 +536,31 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
 
     // 5d. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
-      const int thread = thread_index();
+      const unsigned thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
-      UNROLL for (int r = 0; r < 2; ++r) {
-        const int q = q_first + 8 * r;
-        const Range keys = row_keys(p, q);
-        const int hi = keys.hi - column;
+      const int row = q_start + thread / 32 * 16 + thread % 32 / 4;
+      const int q_first = p.q_offset + row;
+      const int columns = p.seq_k - column;  // that exist
+      // The range of row 1 is that of row 0, 8 columns further, and so are the words.
+      const int q = q_first;
+      const Range range = row_keys(p, q);
+      const int hi = range.hi - column;
+      UNROLL for (int n = -1; n < BLOCK_K / 8; ++n) {
+        const unsigned kept = ~pair_from(hi, n);
+        if (n >= 0) {
+          ds_rows[n / 2][n % 2 * 2] &= kept;
+        }
+        if (n + 1 < BLOCK_K / 8) {
+          ds_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
+        }
+      }
+      // Keys that do not exist, and queries where a key is infinite or NaN.
+      if (k_start + BLOCK_K > p.seq_k) {
         UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-          const unsigned keep = ~pair_from(hi, n);
-          ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+          UNROLL for (int r = 0; r < 2; ++r) {
+            const unsigned kept = ~pair_from(columns, n);
+            ds_rows[n / 2][n % 2 * 2 + r] &= kept;
+          }
         }
       }
     }

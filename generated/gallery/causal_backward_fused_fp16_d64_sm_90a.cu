@@ -127,7 +127,7 @@ DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up,
 //   def causal(b, h, q, k):
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }
+DEVICE Range key_queries(const Params& p, int k) { return {max(-8, k - p.q_offset), p.seq_q}; }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
 DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
@@ -423,10 +423,10 @@ template <int N> DEVICE void round_scores(unsigned (&to)[N / 2][4], const float 
 }
 
 // A word that says which of two neighbouring queries, 8 n and the next, are at or past
-// `end`, by all bits of its low and of its high half.
+// `end`, by all bits of its low and of its high half; n is -1 or more.
 DEVICE unsigned pair_from(int end, int n) {
   unsigned mask;
-  const int near = min(max(end, 0), 1 << 20);  // 16 times this does not overflow
+  const int near = min(max(end, -8), 1 << 20);  // 16 times this does not overflow
   const int bits = max(16 * near - 128 * n, 0);
   asm("shl.b32 %0, %1, %2;" : "=r"(mask) : "r"(0xffffffffu), "r"(bits));  // by 32 or more: 0
   return mask;
@@ -760,25 +760,31 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         const unsigned thread = thread_index();  // unsigned: quotients take one instruction
         const int column = q_start + thread % 4 * 2;
         const int row = k_start + thread / 32 * 16 + thread % 32 / 4;
-        UNROLL for (int r = 0; r < 2; ++r) {
-          const int key = row + 8 * r;
-          const int k = p.k_offset + key;
-          const Range queries = key_queries(p, k);
-          const int lo = key < p.seq_k ? queries.lo - column : BLOCK_Q;
-          // Past the last query too: there P is 0, but not where a key is infinite or NaN.
-          UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-            const unsigned keep = pair_from(lo, n);
-            p_rows[n / 2][n % 2 * 2 + r] &= keep;
-            ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+        const int k_first = p.k_offset + row;
+        const int columns = p.seq_q - column;  // that exist
+        const int rows = p.seq_k - row;
+        // The range of row 1 is that of row 0, 8 columns further, and so are the words.
+        const int k = k_first;
+        const Range range = key_queries(p, k);
+        const int lo = range.lo - column;
+        UNROLL for (int n = -1; n < QUERIES / 8; ++n) {
+          const unsigned kept = pair_from(lo, n);
+          if (n >= 0) {
+            p_rows[n / 2][n % 2 * 2] &= kept;
+            ds_rows[n / 2][n % 2 * 2] &= kept;
+          }
+          if (n + 1 < QUERIES / 8) {
+            p_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
+            ds_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
           }
         }
-        // Past the last query P is 0, but not where a key is infinite or NaN.
-        if (q_start + BLOCK_Q > p.seq_q) {
+        // Keys that do not exist, and queries where a key is infinite or NaN.
+        if (q_start + BLOCK_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {
           UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
-            const unsigned keep = ~pair_from(p.seq_q - column, n);
             UNROLL for (int r = 0; r < 2; ++r) {
-              p_rows[n / 2][n % 2 * 2 + r] &= keep;
-              ds_rows[n / 2][n % 2 * 2 + r] &= keep;
+              const unsigned kept = 8 * r < rows ? ~pair_from(columns, n) : 0;
+              p_rows[n / 2][n % 2 * 2 + r] &= kept;
+              ds_rows[n / 2][n % 2 * 2 + r] &= kept;
             }
           }
         }

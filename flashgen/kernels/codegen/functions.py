@@ -275,16 +275,16 @@ class SpecFunctions:
 
     # The bounds and conditions of the analysis.
 
-    def row(self, slides: bool = False) -> SpecFunction:
-        """The range of a row; ``slides``: also of the row 8 further, where it is 8 further."""
-        along = self.direction
-        if self.mask.always:
-            return self._range(along.row, comment(along.row_all), Interval(None, None))
-        assert self.mask.row is not None, (
-            "the function exists only if the mask of each row is a range"
-        )
+    def row(self, along: Direction, kept: Interval, *, slides: bool = False) -> SpecFunction:
+        """The range of positions ``along`` an axis that a row keeps.
+
+        Args:
+            slides: whether it is also read as the range of the row 8 further, which is 8 further.
+        """
         why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
-        return self._range(along.row, why, self.mask.row, least=-8 if slides else 0)
+        if self.mask.always:
+            why = comment(along.row_all)
+        return self._range(along.row, why, kept, along, least=-8 if slides else 0)
 
     def tile_reach(self) -> SpecFunction:
         return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
@@ -349,10 +349,16 @@ class SpecFunctions:
         return self._tile_condition("tile_must", self.mask.must)
 
     def _range(
-        self, name: str, why: Sequence[str], interval: Interval, least: int = 0
+        self,
+        name: str,
+        why: Sequence[str],
+        interval: Interval,
+        along: Direction | None = None,
+        least: int = 0,
     ) -> SpecFunction:
         # Relative to the first position of the call, from `least` on and within its length.
-        zero, offset, length = sympy.S.Zero, self.direction.offset, self.direction.length
+        along = along or self.direction
+        zero, offset, length = sympy.S.Zero, along.offset, along.length
         lo = zero if interval.lo is None else Maximum(interval.lo - offset, sympy.Integer(least))
         hi = length if interval.hi is None else Minimum(interval.hi - offset, length)
         block = share_evaluated(lo, hi)

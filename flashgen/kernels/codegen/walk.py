@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, KEYS, QUERIES, SpecFunctions
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
 from flashgen.spec.analysis.folding import FoldedScore
+from flashgen.spec.analysis.intervals import EVERYTHING, row_interval
 from flashgen.spec.language.symbols import DISTANCE, PRODUCT, H, Q
 
 NEXT_LIVE = "The mask's bounds are not exact: each tile is classified before it is loaded."
@@ -84,10 +85,16 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     gathered = plan.box_k > 0
     in_parts = layout is not None and plan.layout_in_parts
     by_score = None if in_parts else layout
-    by_row = by_score is None and (mask.always or mask.row is not None)
+    # Where rows of scores are not what the kernel owns, the mask is solved along the other axis.
+    along = KEYS if plan.in_passes else make.direction
+    row = row_interval(mask.expr, along.walk) if plan.in_passes else mask.row
+    kept = None if by_score else EVERYTHING if mask.always else row
+    by_row = kept is not None
     by_element = None if by_row or mask.always else make.mask_mod()
-    slides = by_row and plan.masks_pairs and mask.row_slides
-    masked = make.row(slides) if by_row else by_element.function if by_element else None
+    slides = plan.masks_pairs and kept is not None and kept.slides(along.walk.fixed)
+    masked = by_element.function if by_element else None
+    if kept is not None:
+        masked = make.row(along, kept, slides=slides)
     known = may is not None and plan.keeps_classes
     live = None
     if may:
@@ -119,7 +126,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     if layout is not None:
         functions += layout.functions
     of_tiles = [f for f in (reach, full, may, must) if f is not None]
-    has_lo = by_row and mask.row is not None and mask.row.lo is not None
+    has_lo = kept is not None and kept.lo is not None
     return WalkCode(
         functions=functions,
         counts=make.direction.counts,
@@ -131,7 +138,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
-        row_has_hi=by_row and mask.row is not None and mask.row.hi is not None,
+        row_has_hi=kept is not None and kept.hi is not None,
         row_slides=slides,
         row_has_q=by_row and Q in element.uses,
         mask=None if by_row else element.call(),

@@ -356,8 +356,7 @@ class Plan(LaunchRules):
     @property
     def masks_pairs(self) -> bool:
         """Whether the mask is applied to words of two elements, in Hopper's backward kernels."""
-        scores = self.kernel in ("fused", "dkdv", "dq")
-        return scores and self.code_path.copies_by_tma and not self.in_passes
+        return self.kernel in ("fused", "dkdv", "dq") and self.code_path.copies_by_tma
 
     @property
     def keeps_classes(self) -> bool:

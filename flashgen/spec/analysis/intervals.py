@@ -31,6 +31,15 @@ class Interval:
     lo: End
     hi: End
 
+    @property
+    def ends(self) -> tuple[sympy.Expr, ...]:
+        return tuple(end for end in (self.lo, self.hi) if end is not None)
+
+    def slides(self, row: sympy.Symbol) -> bool:
+        """Whether the interval of row + 8 is that of ``row``, 8 positions further."""
+        moved = (sympy.expand(end.xreplace({row: row + 8}) - end) for end in self.ends)
+        return all(difference == 8 for difference in moved)
+
 
 EVERYTHING = Interval(None, None)
 NOTHING = Interval(FAR, -FAR)

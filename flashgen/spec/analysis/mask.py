@@ -12,7 +12,7 @@ from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
 from flashgen.spec.analysis.tile_classes import may, must
 from flashgen.spec.language.lets import atoms_of
-from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, K, Q
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO
 from flashgen.spec.language.tensor_elements import Extreme, TensorSymbol
 
 
@@ -64,15 +64,6 @@ class MaskAnalysis:
         tile alone, and falls with the first one."""
         ends = self.reach.hi.free_symbols if self.reach.hi is not None else set()
         return bool(ends & {Q_HI, K_HI}) and not ends & {Q_LO, K_LO}
-
-    @property
-    def row_slides(self) -> bool:
-        """Whether the range of a row has an end, and ends move as far as the row does."""
-        ends = [end for end in (self.row.lo, self.row.hi) if end is not None] if self.row else []
-        return bool(ends) and all(
-            any(sympy.expand(end.xreplace({row: row + 8}) - end) == 8 for row in (Q, K))
-            for end in ends
-        )
 
     @property
     def bounded(self) -> bool:
