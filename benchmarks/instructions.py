@@ -54,7 +54,7 @@ RESCALE = (
 )
 # Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
 DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
-# Of a mask whose ranges of queries end with the sequence, in the last tile of queries alone.
+# In the last tiles alone, of elements that do not exist.
 LAST = (
     "if (q_start + BLOCK_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {",
     "if (k_start + BLOCK_K > p.seq_k) {",
@@ -108,7 +108,9 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
-    far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, (*DIFFER, *LAST))
+    # Without a mask only the last tiles are mixed.
+    rare = (*DIFFER, *LAST) if "Range range = " in built.source.text else DIFFER
+    far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, rare)
     dead = _guarded(built.source.text, DEAD) - far
     of_near = _guarded(built.source.text, FAR, "} else {")
     of_scores = _calls(built.source.text, SCORE)

@@ -782,7 +782,7 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         if (q_start + BLOCK_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {
           UNROLL for (int n = 0; n < QUERIES / 8; ++n) {
             UNROLL for (int r = 0; r < 2; ++r) {
-              const unsigned kept = 8 * r < rows ? ~pair_from(columns, n) : 0;
+              const unsigned kept = ~pair_from(8 * r < rows ? columns : 0, n);
               p_rows[n / 2][n % 2 * 2 + r] &= kept;
               ds_rows[n / 2][n % 2 * 2 + r] &= kept;
             }
