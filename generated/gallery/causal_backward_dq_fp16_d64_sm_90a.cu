@@ -541,17 +541,20 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
       const int row = q_start + thread / 32 * 16 + thread % 32 / 4;
       const int q_first = p.q_offset + row;
       const int columns = p.seq_k - column;  // that exist
-      // The range of row 1 is that of row 0, 8 columns further, and so are the words.
-      const int q = q_first;
-      const Range range = row_keys(p, q);
-      const int hi = range.hi - column;
+      Range range[2];
+      UNROLL for (int r = 0; r < 2; ++r) {
+        const int q = q_first + 8 * r;
+        range[r] = row_keys(p, q);
+      }
+      // The range of row 1 is that of row 0, 8 columns further, and so are the words. Ranges begin
+      // at 0 or later, and end with the columns.
+      const int hi = range[0].hi - column;
       UNROLL for (int n = -1; n < BLOCK_K / 8; ++n) {
         const unsigned kept = ~pair_from(hi, n);
-        if (n >= 0) {
-          ds_rows[n / 2][n % 2 * 2] &= kept;
-        }
-        if (n + 1 < BLOCK_K / 8) {
-          ds_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
+        UNROLL for (int r = 0; r < 2; ++r) {
+          const int at = n + r;
+          if (at < 0 || at == BLOCK_K / 8) continue;
+          ds_rows[at / 2][at % 2 * 2 + r] &= kept;
         }
       }
       // Keys that do not exist, and queries where a key is infinite or NaN.

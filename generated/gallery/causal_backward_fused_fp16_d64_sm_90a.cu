@@ -127,7 +127,7 @@ DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up,
 //   def causal(b, h, q, k):
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int k) { return {max(-8, k - p.q_offset), p.seq_q}; }
+DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }
 
 // Every query that keeps some key in [k_lo, k_hi] lies in this range.
 DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_offset), p.seq_q}; }
@@ -763,19 +763,21 @@ causal_backward_fused_fp16_d64(const __grid_constant__ Params p) {
         const int k_first = p.k_offset + row;
         const int columns = p.seq_q - column;  // that exist
         const int rows = p.seq_k - row;
-        // The range of row 1 is that of row 0, 8 columns further, and so are the words.
-        const int k = k_first;
-        const Range range = key_queries(p, k);
-        const int lo = range.lo - column;
+        Range range[2];
+        UNROLL for (int r = 0; r < 2; ++r) {
+          const int k = k_first + 8 * r;
+          range[r] = key_queries(p, k);
+        }
+        // The range of row 1 is that of row 0, 8 columns further, and so are the words. Ranges begin
+        // at 0 or later, and end with the columns.
+        const int lo = range[1].lo - 8 - column;
         UNROLL for (int n = -1; n < QUERIES / 8; ++n) {
           const unsigned kept = pair_from(lo, n);
-          if (n >= 0) {
-            p_rows[n / 2][n % 2 * 2] &= kept;
-            ds_rows[n / 2][n % 2 * 2] &= kept;
-          }
-          if (n + 1 < QUERIES / 8) {
-            p_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
-            ds_rows[(n + 1) / 2][(n + 1) % 2 * 2 + 1] &= kept;
+          UNROLL for (int r = 0; r < 2; ++r) {
+            const int at = n + r;
+            if (at < 0 || at == QUERIES / 8) continue;
+            p_rows[at / 2][at % 2 * 2 + r] &= kept;
+            ds_rows[at / 2][at % 2 * 2 + r] &= kept;
           }
         }
         // Keys that do not exist, and queries where a key is infinite or NaN.

@@ -20,7 +20,7 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo - p.k_offset + 1)};
 }
 
-// in sm_80: fused, dkdv
+// in sm_80 and sm_90a: fused, dkdv
 // specs/causal.py:11
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -34,10 +34,3 @@ DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_o
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
 DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
-
-// in sm_90a: fused, dkdv
-// specs/causal.py:11
-//   def causal(b, h, q, k):
-//       return q >= k
-// The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int k) { return {max(-8, k - p.q_offset), p.seq_q}; }

@@ -22,7 +22,7 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo + p.seq_k + p.s_shift - p.k_offset - p.seq_q + 1)};
 }
 
-// in sm_80: fused, dkdv
+// in sm_80 and sm_90a: fused, dkdv
 // specs/causal_offset.py:15
 //   def causal_offset(b, h, q, k):
 //       return q + (fg.seq_k - fg.seq_q) + shift >= k
@@ -41,13 +41,4 @@ DEVICE Range tile_reach(const Params& p, int k_lo) {
 // Every query in this range keeps every key in [k_lo, k_hi].
 DEVICE Range tile_full(const Params& p, int k_hi) {
   return {max(0, k_hi + p.seq_q - p.q_offset - p.seq_k - p.s_shift), p.seq_q};
-}
-
-// in sm_90a: fused, dkdv
-// specs/causal_offset.py:15
-//   def causal_offset(b, h, q, k):
-//       return q + (fg.seq_k - fg.seq_q) + shift >= k
-// The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int k) {
-  return {max(-8, k + p.seq_q - p.q_offset - p.seq_k - p.s_shift), p.seq_q};
 }

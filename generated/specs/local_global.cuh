@@ -294,4 +294,4 @@ DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
 //   def causal(b, h, q, k):
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int k) { return {max(-8, k - p.q_offset), p.seq_q}; }
+DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }

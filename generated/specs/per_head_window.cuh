@@ -8,8 +8,7 @@ DEVICE int read_width(const Params& p, int i) {
   return __ldg(p.c_width + offset);
 }
 
-// in sm_80: forward, dq
-// in sm_90a: forward
+// in sm_80 and sm_90a: forward, dq
 // specs/per_head_window.py:14
 //   def per_head_window(b, h, q, k):
 //       return fg.abs(q - k) <= width[h]
@@ -58,7 +57,7 @@ DEVICE int next_live_tile(const Params& p, int h, int q_lo, int q_hi, int tile, 
   return tile_end;
 }
 
-// in sm_80: fused, dkdv
+// in sm_80 and sm_90a: fused, dkdv
 // specs/per_head_window.py:14
 //   def per_head_window(b, h, q, k):
 //       return fg.abs(q - k) <= width[h]
@@ -127,17 +126,6 @@ DEVICE int next_live_tile(
 }
 
 // in sm_90a: fused, dkdv
-// specs/per_head_window.py:14
-//   def per_head_window(b, h, q, k):
-//       return fg.abs(q - k) <= width[h]
-// The queries that keep key k are one range: the mask, solved for q.
-DEVICE Range key_queries(const Params& p, int h, int k) {
-  const int width_h = read_width(p, h);
-  return {int(max(-8LL, int64(k) - p.q_offset - width_h)),
-      int(min(int64(p.seq_q), int64(k) + width_h - p.q_offset + 1))};
-}
-
-// in sm_90a: fused, dkdv
 // The first tile from `tile` on that may have a kept element; tile_end if none has. Each lane of
 // the warp evaluates one of 32 tiles, once for all of them.
 DEVICE int next_live_tile(
@@ -154,15 +142,4 @@ DEVICE int next_live_tile(
     tile = known.first + 32;
   }
   return tile_end;
-}
-
-// in sm_90a: dq
-// specs/per_head_window.py:14
-//   def per_head_window(b, h, q, k):
-//       return fg.abs(q - k) <= width[h]
-// The keys that row q keeps are one range: the mask, solved for k.
-DEVICE Range row_keys(const Params& p, int h, int q) {
-  const int width_h = read_width(p, h);
-  return {int(max(-8LL, int64(q) - p.k_offset - width_h)),
-      int(min(int64(p.seq_k), int64(q) + width_h - p.k_offset + 1))};
 }

@@ -275,16 +275,12 @@ class SpecFunctions:
 
     # The bounds and conditions of the analysis.
 
-    def row(self, along: Direction, kept: Interval, *, slides: bool = False) -> SpecFunction:
-        """The range of positions ``along`` an axis that a row keeps.
-
-        Args:
-            slides: whether it is also read as the range of the row 8 further, which is 8 further.
-        """
+    def row(self, along: Direction, kept: Interval) -> SpecFunction:
+        """The range of positions ``along`` an axis that a row keeps."""
         why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
         if self.mask.always:
             why = comment(along.row_all)
-        return self._range(along.row, why, kept, along, least=-8 if slides else 0)
+        return self._range(along.row, why, kept, along)
 
     def tile_reach(self) -> SpecFunction:
         return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
@@ -354,12 +350,11 @@ class SpecFunctions:
         why: Sequence[str],
         interval: Interval,
         along: Direction | None = None,
-        least: int = 0,
     ) -> SpecFunction:
-        # Relative to the first position of the call, from `least` on and within its length.
+        # Relative to the first position of the call, within its length.
         along = along or self.direction
         zero, offset, length = sympy.S.Zero, along.offset, along.length
-        lo = zero if interval.lo is None else Maximum(interval.lo - offset, sympy.Integer(least))
+        lo = zero if interval.lo is None else Maximum(interval.lo - offset, zero)
         hi = length if interval.hi is None else Minimum(interval.hi - offset, length)
         block = share_evaluated(lo, hi)
         lets = self.printer.lets(block)

@@ -94,7 +94,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     slides = plan.masks_pairs and kept is not None and kept.slides(along.walk.fixed)
     masked = by_element.function if by_element else None
     if kept is not None:
-        masked = make.row(along, kept, slides=slides)
+        masked = make.row(along, kept)
     known = may is not None and plan.keeps_classes
     live = None
     if may:
