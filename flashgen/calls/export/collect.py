@@ -327,11 +327,12 @@ def narrow_ranges(builds: Iterable[Build], signature: CallSignature) -> tuple[Ra
 
     Each set has other limits of scalars, and the longest sequences that they leave.
     """
-    blocks = [block for build in builds for block in build.source.assumptions if block.assumed]
+    blocks = [block for build in builds for block in build.source.assumptions if block.assumes]
     all_calls = widest(signature)
     if not blocks or not beyond_int32(blocks, all_calls):
         return None
     most = dict(zip(all_calls.names, all_calls.ends, strict=True))
+    most |= {offset: (0, most[offset][1]) for block in blocks for offset in block.natural}
 
     def ranges(positions: int, counts: int, scalars: int) -> Ranges:
         bits = dict.fromkeys(most, scalars)
