@@ -177,8 +177,18 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
         ("causal", 128, "sm_80", "8 * n + e >= hi"),  # 48 keys: words would cost more
         ("full", 128, "sm_90a", "8 * n + e >= hi"),  # one comparison serves all rows
         ("dilated_window", 64, "sm_90a", "(8 * n + e % 2 >= columns) | !kept"),
-        ("document", 128, "sm_90a", "outside[0][r] |= 1u << (2 * n + e)"),
-        ("natten_2d", 64, "sm_80", "outside[g][r] |= 1u << (2 * n + e)"),
+        (
+            "document",
+            128,
+            "sm_90a",
+            "outside[0][r] = __funnelshift_r(outside[0][r], kept ? 0 : 1, 1)",
+        ),
+        (
+            "natten_2d",
+            64,
+            "sm_80",
+            "outside[g][r] = __funnelshift_r(outside[g][r], kept ? 0 : 1, 1)",
+        ),
         ("document", 192, "sm_90a", "key < p.seq_k\n"),  # O leaves no registers
     ],
 )
