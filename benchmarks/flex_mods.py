@@ -1,6 +1,8 @@
-"""Costly masks and scores as flex_attention takes them, at the sizes of benchmarks/flex_kernels.py.
+"""Layouts, costly masks and scores as flex_attention takes them, for benchmarks/flex_kernels.py.
 
-Those of specs/ are the same functions as there, which a test checks. FIRE has no spec.
+Those of specs/ and of benchmarks/invented.py are the same functions as there, which a test checks.
+FIRE has no spec. Numbers that calls give, such as a stride, are Python's, as most users write them,
+or tensors of one element (`IN_TENSORS` behind the name), so that no kernel has them as constants.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.variants import FORMS, Mask, Score
+from benchmarks import invented
+from benchmarks.variants import FORMS, Form, Mask, Score
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 8, 2048, 64
 FIRE_HIDDEN = 8
@@ -21,10 +24,15 @@ Tensors = Callable[..., torch.Tensor]
 Mods = tuple[Mask | None, Score | None]
 
 
-def _of_form(name: str) -> Callable[[Tensors], Mods]:
+IN_TENSORS = "+numbers in tensors"
+
+
+def _of_form(form: Form, in_tensors: bool = False) -> Callable[[Tensors], Mods]:
     def mods(tensors: Tensors) -> Mods:
-        form = FORMS[name]
-        made = form.mods(LENGTH, LENGTH, HEADS, form.scalars(LENGTH))
+        given: dict[str, Any] = form.scalars(LENGTH)
+        if in_tensors:
+            given = {name: tensors(name, (), torch.int32) for name in given}
+        made = form.mods(LENGTH, LENGTH, HEADS, given)
         return made.mask, made.score
 
     return mods
@@ -81,12 +89,15 @@ def _fire(tensors: Tensors) -> Mods:
     return (lambda b, h, q, k: q >= k), fire
 
 
+LAYOUTS = ("butterfly", "bigbird", "local_global", *invented.LAYOUTS)
+DIVIDED = ("strided", "dilated_window", "natten_2d", "block_diffusion", *invented.DIVIDED)
+ALL_FORMS = {**FORMS, **invented.FORMS}
+
 MODS: dict[str, Callable[[Tensors], Mods]] = {
-    "causal": _of_form("causal"),
-    "natten_2d": _of_form("natten_2d"),
-    "block_diffusion": _of_form("block_diffusion"),
+    **{name: _of_form(ALL_FORMS[name]) for name in ("causal", *LAYOUTS, *DIVIDED)},
     "document": _document,
     "t5_bias": _t5_bias,
     "relative_bias": _relative_bias,
     "fire": _fire,
 }
+MODS |= {name + IN_TENSORS: _of_form(ALL_FORMS[name], in_tensors=True) for name in DIVIDED}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flashgen.frontends.flex import flex_attention as flex_attention
     from flashgen.kernels.pipeline import build as build
     from flashgen.kernels.pipeline import emit as emit
-    from flashgen.kernels.planner import plan as plan
+    from flashgen.kernels.visits.layout_path import plan as plan
     from flashgen.shared.config import debug as debug
     from flashgen.shared.errors import CertificateError as CertificateError
     from flashgen.shared.errors import CompileError as CompileError
@@ -102,7 +102,7 @@ _NAMES = {
     "calls.ops": "Layout append_kv attention",
     "tools.views.visualize": "visualize",
     "kernels.pipeline": "build emit",
-    "kernels.planner": "plan",
+    "kernels.visits.layout_path": "plan",
     "calls.runtime.page_tables": "page_table",
     "version": "__version__",
 }

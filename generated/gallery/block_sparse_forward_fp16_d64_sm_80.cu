@@ -428,6 +428,13 @@ DEVICE float quad_sum(float x) {
 }
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+// The number of a lane's columns 0, 1, 8, 9, 16, 17, ... that are less than `end`.
+DEVICE int columns_before(int end) {
+  const unsigned width = max(end, 0);
+  return width / 8 * 2 + min(width % 8, 2u);
+}
+// A word whose bits from bit n on are 1: all bits for n <= 0, none for n >= 32.
+DEVICE unsigned bits_from(int n) { return __funnelshift_lc(0, 0xffffffffu, max(n, 0)); }
 
 UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 UNARY(log2_approx, "lg2.approx.ftz.f32")
@@ -647,24 +654,25 @@ block_sparse_forward_fp16_d64(const __grid_constant__ Params p) {
         unsigned outside[ROW_GROUPS][2] = {};
         ROLLED for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
           UNROLL for (int e = 0; e < 2; ++e) {
-            const int key = column + 8 * (first + n) + e;
-            const int k = p.k_offset + key;
-            const bool in_range = key < p.seq_k;
+            const int k = p.k_offset + column + 8 * (first + n) + e;
             UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
               UNROLL for (int r = 0; r < 2; ++r) {
                 const int q = q_first + 16 * g + 8 * r;
                 const LayoutQuery& layout_query = layout_queries[2 * g + r];
                 const bool kept = mask_and_layout(layout_query, q, k);
-                if (!(in_range & kept)) outside[g][r] |= 1u << (2 * n + e);
+                outside[g][r] = __funnelshift_r(outside[g][r], kept ? 0 : 1, 1);
               }
             }
           }
         }
+        const int columns = min(16, BLOCK_K / 8 - first) * 2;
+        const unsigned beyond = bits_from(columns_before(p.seq_k - column) - 2 * first);
         UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
           UNROLL for (int r = 0; r < 2; ++r) {
+            const unsigned removed = outside[g][r] >> (32 - columns) | beyond;
             UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
               float& x = s[g][first + i / 2][2 * r + i % 2];
-              if (outside[g][r] >> i & 1) x = minus_infinity();
+              if (removed >> i & 1) x = minus_infinity();
             }
           }
         }

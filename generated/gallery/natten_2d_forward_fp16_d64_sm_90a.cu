@@ -112,6 +112,11 @@ struct KnownTiles {
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// |n| <= most, for most >= 0.
+DEVICE bool within(int n, int most) {
+  return unsigned(n) + unsigned(most) <= 2u * unsigned(most);
+}
+
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // n / d for n >= 0 and d >= 1, by a multiplication. The low half of `by` is the multiplier of d,
@@ -120,6 +125,16 @@ DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
 
+// n - d * quotient. The sum is PTX: the compiler would negate each quotient, not d once.
+DEVICE int remainder_of(int n, int d, int quotient) {
+  int remainder;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(remainder) : "r"(quotient), "r"(-d), "r"(n));
+  return remainder;
+}
+
+// n - d * (n / d) for n >= 0 and d >= 1.
+DEVICE int fast_mod(int n, int d, long long by) { return remainder_of(n, d, fast_div(n, by)); }
+
 // floor_div for d >= 1 by a multiplication: for n < 0 it is -1 - (-1 - n) / d.
 DEVICE int fast_floor_div(int n, long long by) {
   const int sign = n >> 31;
@@ -127,7 +142,9 @@ DEVICE int fast_floor_div(int n, long long by) {
 }
 
 // floor_mod for d >= 1 by a multiplication.
-DEVICE int fast_floor_mod(int n, int d, long long by) { return n - d * fast_floor_div(n, by); }
+DEVICE int fast_floor_mod(int n, int d, long long by) {
+  return remainder_of(n, d, fast_floor_div(n, by));
+}
 
 // -1, 0 or 1.
 template <typename T> DEVICE T sign(T x) { return T(x > T(0)) - T(x < T(0)); }
@@ -141,9 +158,9 @@ struct MaskQuery {
 
 // What mask_mod has in common for all scores of a query.
 DEVICE MaskQuery mask_query_values(const Params& p, int q) {
-  const int q_div_width = fast_floor_div(q, p.d_width);
+  const int q_div_width = fast_div(q, p.d_width);
   const int clamped_q_div_width = min(p.s_height - p.s_radius - 1, max(p.s_radius, q_div_width));
-  const int q_mod_width = fast_floor_mod(q, p.s_width, p.d_width);
+  const int q_mod_width = fast_mod(q, p.s_width, p.d_width);
   const int clamped_q_mod_width = min(p.s_width - p.s_radius - 1, max(p.s_radius, q_mod_width));
   return {clamped_q_div_width, clamped_q_mod_width};
 }
@@ -155,8 +172,8 @@ struct MaskKey {
 
 // What mask_mod has in common for all scores of a key.
 DEVICE MaskKey mask_key_values(const Params& p, int k) {
-  const int k_div_width = fast_floor_div(k, p.d_width);
-  const int k_mod_width = fast_floor_mod(k, p.s_width, p.d_width);
+  const int k_div_width = fast_div(k, p.d_width);
+  const int k_mod_width = fast_mod(k, p.s_width, p.d_width);
   return {k_div_width, k_mod_width};
 }
 
@@ -235,8 +252,8 @@ DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
 DEVICE bool mask_mod(const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
-  return (abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius)
-      & (abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius);
+  return within(mask_key.k_div_width - mask_query.clamped_q_div_width, p.s_radius)
+      & within(mask_key.k_mod_width - mask_query.clamped_q_mod_width, p.s_radius);
 }
 
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
@@ -495,6 +512,13 @@ DEVICE float quad_sum(float x) {
 }
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+// The number of a lane's columns 0, 1, 8, 9, 16, 17, ... that are less than `end`.
+DEVICE int columns_before(int end) {
+  const unsigned width = max(end, 0);
+  return width / 8 * 2 + min(width % 8, 2u);
+}
+// A word whose bits from bit n on are 1: all bits for n <= 0, none for n >= 32.
+DEVICE unsigned bits_from(int n) { return __funnelshift_lc(0, 0xffffffffu, max(n, 0)); }
 
 UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 UNARY(log2_approx, "lg2.approx.ftz.f32")
@@ -806,21 +830,22 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
           unsigned outside[ROW_GROUPS][2] = {};
           ROLLED for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
             UNROLL for (int e = 0; e < 2; ++e) {
-              const int key = column + 8 * (first + n) + e;
-              const int k = p.k_offset + key;
-              const bool in_range = key < p.seq_k;
+              const int k = p.k_offset + column + 8 * (first + n) + e;
               const MaskKey mask_key = mask_key_values(p, k);
               UNROLL for (int r = 0; r < 2; ++r) {
                 const MaskQuery& mask_query = mask_queries[r];
                 const bool kept = mask_mod(p, mask_query, mask_key);
-                if (!(in_range & kept)) outside[0][r] |= 1u << (2 * n + e);
+                outside[0][r] = __funnelshift_r(outside[0][r], kept ? 0 : 1, 1);
               }
             }
           }
+          const int columns = min(16, BLOCK_K / 8 - first) * 2;
+          const unsigned beyond = bits_from(columns_before(p.seq_k - column) - 2 * first);
           UNROLL for (int r = 0; r < 2; ++r) {
+            const unsigned removed = outside[0][r] >> (32 - columns) | beyond;
             UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
               float& x = s[0][first + i / 2][2 * r + i % 2];
-              if (outside[0][r] >> i & 1) x = minus_infinity();
+              if (removed >> i & 1) x = minus_infinity();
             }
           }
         }

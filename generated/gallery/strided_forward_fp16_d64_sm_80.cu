@@ -103,8 +103,15 @@ DEVICE int fast_div(int n, long long by) {
   return int(__umulhi(2u * unsigned(n), unsigned(by)) >> int(by >> 32));
 }
 
+// n - d * quotient. The sum is PTX: the compiler would negate each quotient, not d once.
+DEVICE int remainder_of(int n, int d, int quotient) {
+  int remainder;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(remainder) : "r"(quotient), "r"(-d), "r"(n));
+  return remainder;
+}
+
 // n - d * (n / d) for n >= 0 and d >= 1.
-DEVICE int fast_mod(int n, int d, long long by) { return n - d * fast_div(n, by); }
+DEVICE int fast_mod(int n, int d, long long by) { return remainder_of(n, d, fast_div(n, by)); }
 
 // floor_div for d >= 1 by a multiplication: for n < 0 it is -1 - (-1 - n) / d.
 DEVICE int fast_floor_div(int n, long long by) {

@@ -4,13 +4,15 @@
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
 struct MaskQuery {
   int q_mod_clean_div_block;
+  int t0;
 };
 
 // What mask_mod has in common for all scores of a query.
 DEVICE MaskQuery mask_query_values(const Params& p, int q) {
-  const int q_mod_clean = fast_floor_mod(q, p.s_clean, p.d_clean);
+  const int q_mod_clean = fast_mod(q, p.s_clean, p.d_clean);
   const int q_mod_clean_div_block = fast_div(q_mod_clean, p.d_block);
-  return {q_mod_clean_div_block};
+  const int t0 = q >= p.s_clean ? q_mod_clean_div_block + 1 : q_mod_clean_div_block;
+  return {q_mod_clean_div_block, t0};
 }
 
 // in sm_80 and sm_90a: forward, fused, dkdv, dq
@@ -20,7 +22,7 @@ struct MaskKey {
 
 // What mask_mod has in common for all scores of a key.
 DEVICE MaskKey mask_key_values(const Params& p, int k) {
-  const int k_mod_clean = fast_floor_mod(k, p.s_clean, p.d_clean);
+  const int k_mod_clean = fast_mod(k, p.s_clean, p.d_clean);
   const int k_mod_clean_div_block = fast_div(k_mod_clean, p.d_block);
   return {k_mod_clean_div_block};
 }
@@ -102,17 +104,10 @@ DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
 //       return itself | before | among_clean
 DEVICE bool mask_mod(
     const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key, int q, int k) {
-  const bool k_at_least_clean = k >= p.s_clean;
-  const bool q_at_least_clean = q >= p.s_clean;
-  const bool q_below_clean = q < p.s_clean;
-  return (k_at_least_clean
-              & q_at_least_clean
-              & (mask_query.q_mod_clean_div_block >= mask_key.k_mod_clean_div_block))
-      | (k_at_least_clean
-              & q_below_clean
-              & (mask_query.q_mod_clean_div_block > mask_key.k_mod_clean_div_block))
+  return ((k >= p.s_clean) & (mask_query.t0 > mask_key.k_mod_clean_div_block))
       | ((mask_query.q_mod_clean_div_block == mask_key.k_mod_clean_div_block)
-              & ((k_at_least_clean & q_at_least_clean) | (q_below_clean & (k < p.s_clean))));
+              & (k < p.s_clean)
+              & (q < p.s_clean));
 }
 
 // in sm_80 and sm_90a: forward, dq

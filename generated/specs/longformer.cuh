@@ -6,7 +6,7 @@
 //   def longformer(b, h, q, k):
 //       return (fg.abs(q - k) <= window) | (k < first) | (q < first)
 DEVICE bool mask_mod(const Params& p, int q, int k) {
-  return (k < p.s_global_tokens) | (q < p.s_global_tokens) | (abs(k - q) <= p.s_window);
+  return (k < p.s_global_tokens) | (q < p.s_global_tokens) | within(k - q, p.s_window);
 }
 
 // in sm_80 and sm_90a: forward, dq

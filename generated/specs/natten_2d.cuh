@@ -9,9 +9,9 @@ struct MaskQuery {
 
 // What mask_mod has in common for all scores of a query.
 DEVICE MaskQuery mask_query_values(const Params& p, int q) {
-  const int q_div_width = fast_floor_div(q, p.d_width);
+  const int q_div_width = fast_div(q, p.d_width);
   const int clamped_q_div_width = min(p.s_height - p.s_radius - 1, max(p.s_radius, q_div_width));
-  const int q_mod_width = fast_floor_mod(q, p.s_width, p.d_width);
+  const int q_mod_width = fast_mod(q, p.s_width, p.d_width);
   const int clamped_q_mod_width = min(p.s_width - p.s_radius - 1, max(p.s_radius, q_mod_width));
   return {clamped_q_div_width, clamped_q_mod_width};
 }
@@ -24,8 +24,8 @@ struct MaskKey {
 
 // What mask_mod has in common for all scores of a key.
 DEVICE MaskKey mask_key_values(const Params& p, int k) {
-  const int k_div_width = fast_floor_div(k, p.d_width);
-  const int k_mod_width = fast_floor_mod(k, p.s_width, p.d_width);
+  const int k_div_width = fast_div(k, p.d_width);
+  const int k_mod_width = fast_mod(k, p.s_width, p.d_width);
   return {k_div_width, k_mod_width};
 }
 
@@ -107,8 +107,8 @@ DEVICE TileKey tile_key_values(const Params& p, int k_lo, int k_hi) {
 //       column = fg.abs(k % width - middle(q % width, width)) <= radius
 //       return row & column
 DEVICE bool mask_mod(const Params& p, const MaskQuery& mask_query, const MaskKey& mask_key) {
-  return (abs(mask_key.k_div_width - mask_query.clamped_q_div_width) <= p.s_radius)
-      & (abs(mask_key.k_mod_width - mask_query.clamped_q_mod_width) <= p.s_radius);
+  return within(mask_key.k_div_width - mask_query.clamped_q_div_width, p.s_radius)
+      & within(mask_key.k_mod_width - mask_query.clamped_q_mod_width, p.s_radius);
 }
 
 // in sm_80 and sm_90a: forward, dq

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from benchmarks import flex_kernels, flex_mods
+from benchmarks import flex_kernels, flex_mods, invented
 from benchmarks.flex_mods import MODS
 from benchmarks.instructions import work_of
 from benchmarks.sass import main_loop
@@ -23,7 +23,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
 LENGTH = 48
-SPECS = sorted(name for name in MODS if (ROOT / "specs" / f"{name}.py").exists())
+SPECS = sorted(name for name in MODS if flex_kernels.spec_of(name) is not None)
 
 needs_nvdisasm = pytest.mark.skipif(
     find_nvdisasm() is None, reason='nvdisasm is missing: pip install "flashgen[sass]"'
@@ -111,13 +111,42 @@ def test_the_functions_that_are_compared_are_those_of_the_specs(
     mask_mod, score_mod = MODS[name](tensors)
     q, k, v = (noise(batch, heads, LENGTH, 16, seed=seed) for seed in range(3))
     wanted, _ = torch_answer(q, k, v, mask_mod, score_mod)
-    form = flex_mods.FORMS.get(name)
+    form = flex_mods.ALL_FORMS.get(name)
     scalars = form.scalars(LENGTH) if form else {}
-    spec = fg.load(ROOT / "specs" / f"{name}.py").replace(
-        head_dim=16, head_dim_v=16, dtype="float32"
-    )
+    spec = flex_kernels.spec_of(name)
+    assert spec is not None
+    spec = spec.replace(head_dim=16, head_dim_v=16, dtype="float32")
     out, _ = reference.attention(spec, q, k, v, scalars=scalars, tensors=captured)
     torch.testing.assert_close(out.float(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", flex_mods.DIVIDED)
+def test_numbers_in_tensors_are_those_of_the_form(name: str) -> None:
+    numbers = flex_mods.ALL_FORMS[name].scalars(flex_mods.LENGTH)
+    given = lambda name, shape, dtype: torch.tensor(numbers[name])  # noqa: E731
+    place, zero = torch.arange(300), torch.tensor(0)
+    found = []
+    for mods in (MODS[name], MODS[name + flex_mods.IN_TENSORS]):
+        mask, _ = mods(given)
+        assert mask is not None
+        found.append(mask(zero, zero, place[:, None] + 900, place[None] + 800))
+    assert torch.equal(*found)
+
+
+def test_shares_of_scores_are_those_of_tiles_and_of_a_block_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex_kernels, "POSITIONS", 1024)
+    visited, in_mixed = flex_kernels.flex_shares("causal")
+    assert (visited, in_mixed) == (36 / 64, 8 / 64)
+    assert flex_kernels.flex_shares("t5_bias") == (1.0, 0.0)
+    assert flex_kernels.flex_shares("fire") == flex_kernels.flex_shares("causal")
+    live = torch.tensor([[invented.crossing(i, j) for j in range(8)] for i in range(64)])
+    spec = flex_kernels.spec_of("crossing")
+    assert spec is not None
+    own, in_mixed = flex_kernels.shares_of("crossing", spec, fg.plan(spec, "sm_90a"))
+    assert float(live.float().mean()) <= own < 0.3
+    assert in_mixed <= own
 
 
 def test_without_triton_the_error_names_it_and_the_way_out(

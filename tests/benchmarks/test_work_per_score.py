@@ -172,13 +172,13 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "head_dim", "arch", "how"),
     [
-        ("causal", 128, "sm_90a", "columns_before"),
-        ("sliding_window", 64, "sm_80", "columns_before"),
+        ("causal", 128, "sm_90a", "columns_before(keys."),
+        ("sliding_window", 64, "sm_80", "columns_before(keys."),
         ("causal", 128, "sm_80", "8 * n + e >= hi"),  # 48 keys: words would cost more
         ("full", 128, "sm_90a", "8 * n + e >= hi"),  # one comparison serves all rows
         ("dilated_window", 64, "sm_90a", "(8 * n + e % 2 >= columns) | !kept"),
-        ("document", 128, "sm_90a", "outside[0][r] |= 1u << (2 * n + e)"),
-        ("natten_2d", 64, "sm_80", "outside[g][r] |= 1u << (2 * n + e)"),
+        ("document", 128, "sm_90a", "__funnelshift_r(outside[0][r], kept ? 0 : 1, 1)"),
+        ("natten_2d", 64, "sm_80", "__funnelshift_r(outside[g][r], kept ? 0 : 1, 1)"),
         ("document", 192, "sm_90a", "key < p.seq_k\n"),  # O leaves no registers
     ],
 )
@@ -188,10 +188,10 @@ def test_the_mask_is_made_in_the_way_that_takes_the_fewest_instructions(
     spec = fg.load(spec_path(name)).replace(head_dim=head_dim, head_dim_v=head_dim)
     text = fg.emit(spec, arch).forward.text
     ways = (
-        "columns_before",
+        "columns_before(keys.",
         "8 * n + e >= hi",
         "e % 2 >= columns) |",
-        "1u << (",
+        "kept ? 0 : 1",
         "key < p.seq_k\n",
     )
     assert how in text

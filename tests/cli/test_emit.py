@@ -10,6 +10,7 @@ import pytest
 from flashgen.kernels.planner import plan_backward
 from flashgen.spec.language.spec_file import load
 from tests.support.commands import WINDOWED, flashgen
+from tests.support.examples import spec_path
 
 
 def test_emit_writes_files_and_check_finds_every_difference(tmp_path, windowed):
@@ -141,3 +142,11 @@ def test_a_paged_cache_has_kernels_for_whole_rows_and_for_split_keys(tmp_path):
     assert run.exit_code == 0, run.output
     names = {each.name for each in (tmp_path / "out").iterdir()}
     assert names == {f"cached{kind}_forward_fp16_d64_sm_80.cu" for kind in ("", "_split")}
+
+
+def test_emit_names_the_path_of_each_pass_over_a_block_layout(tmp_path):
+    spec = str(spec_path("local_global"))
+    options = ("emit", spec, "-o", str(tmp_path), "--arch", "sm_90a", "--arch", "sm_80")
+    said = flashgen(*options).stdout.replace("\n", " ")
+    assert said.count("calls that name no architecture: block layout") == 3
+    assert f"{spec}, sm_90a: calls that name no architecture" in said

@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from tests.support.commands import flashgen
+from tests.support.examples import spec_path
 
 
 def test_export_writes_a_folder_that_load_export_reads(tmp_path: Path, windowed: str) -> None:
@@ -36,3 +37,10 @@ def test_wrong_options_end_with_an_error_in_four_lines(tmp_path: Path, windowed:
         assert len(done.stderr.strip().splitlines()) >= 4
         assert "  try " in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_export_names_the_path_of_a_pass_over_a_block_layout(tmp_path: Path) -> None:
+    spec, folder = str(spec_path("local_global")), str(tmp_path / "out")
+    done = flashgen("export", spec, "-o", folder, "--arch", "sm_90a", "--head-dim", "16")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("calls that name no architecture: block layout, forward") == 1

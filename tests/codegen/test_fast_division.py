@@ -18,10 +18,12 @@ from benchmarks.instructions import work_of
 from flashgen.calls.runtime import kernel_arguments
 from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.compile import disassembly
+from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import INT32_MAX
 from flashgen.shared.fast_division import inverse_of, multiplier_of
 from flashgen.spec.analysis.diagonals import by_distance
 from flashgen.spec.analysis.natural import NaturalDiv, NaturalMod, with_natural_divisions
+from flashgen.spec.language.signature import at_offsets
 from flashgen.spec.language.symbols import APART, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from tests.support.judged import Call, normal
@@ -318,3 +320,58 @@ def test_a_comparison_of_floats_beside_an_or_states_nothing_about_integers() -> 
         mask_mod=lambda b, h, q, k: (fg.exp(fg.Scalar("slope") * 1.0) > 0.0) | (k % 3 == 0),
     )
     assert not with_natural_divisions(spec.mask).atoms(NaturalDiv, NaturalMod)
+
+
+def test_an_absolute_value_is_compared_exactly_for_every_int32() -> None:
+    n, most = pairs()
+    most = np.where(most < 0, -1 - most, most)
+    np.testing.assert_array_equal(run("within(n, d)", n, most) != 0, np.abs(n) <= most)
+
+
+DIGITS = fg.AttentionSpec(
+    lambda b, h, q, k: (abs(k // width - q // width) <= 1) & (k % width >= q % width - 2),
+    head_dim=16,
+    name="digits",
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("q_offset", [0, -21])
+@pytest.mark.parametrize("k_offset", [0, 5, pytest.param(-9, marks=pytest.mark.slow)])
+def test_positions_below_0_take_the_kernel_that_rounds_down(
+    arch: str, q_offset: int, k_offset: int
+) -> None:
+    operands = tuple(normal((1, 1, 40, 16), torch.float16, seed) for seed in range(3))
+    numbers = {"scalars": {"width": 7}, "q_offset": q_offset, "k_offset": k_offset}
+    call = Call(DIGITS, operands, numbers, arch=arch)
+    run = call.judged_forward()
+    call.judged_backward(run)
+    assert run.source is not None
+    body = run.source.text.split("MaskKey mask_key_values(")[1].split("\n}")[0]
+    below = min(q_offset, k_offset) < 0
+    assert ("fast_floor_div(k, " in body) == below
+    assert ("fast_div(k, " in body) != below
+    if below:
+        named = "q_offset" if q_offset < 0 else "k_offset"
+        ranges = CallRanges.of(
+            {"batch": 1, "heads": 1, "seq_q": 40, "seq_k": 40},
+            {"q_offset": q_offset, "k_offset": k_offset},
+            numbers["scalars"],
+        )
+        assert run.source.integers(ranges) == f"64-bit: {named} can be negative"
+
+
+def test_positions_whose_offset_only_the_device_knows_round_down_in_every_kernel() -> None:
+    spec = at_offsets(DIGITS, (("q_offset", "int32"),))
+    text = fg.emit(spec, "sm_80").forward.text
+    assert "fast_floor_div(q, " in text.split("MaskQuery mask_query_values(")[1].split("\n}")[0]
+    assert "fast_div(k, " in text.split("MaskKey mask_key_values(")[1].split("\n}")[0]
+
+
+def test_a_few_divisions_by_scalars_are_inlined() -> None:
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: (k // width % step >= q // width % step) & (k % width >= q % width),
+        head_dim=16,
+        name="several",
+    )
+    assert fg.emit(spec, "sm_80").forward.outlined == ()

@@ -121,6 +121,8 @@ def test_all_well_on_both_paths_of_a_hopper_gpu(children: Any) -> None:
     text = str(found)
     assert text.endswith("\nresult     all well\n")
     assert "path       sm_90a (taken): sm_90a passed on this GPU" in text
+    assert "layouts    block layout, forward: predicted" in text
+    assert len(found.layouts) == 3  # forward, and backward with free and with fixed order of sums
     # What doctor found is the verdict that later calls use.
     trust.forget()
     assert trust.decide(0, driver=hopper()).arch == "sm_90a"
@@ -190,6 +192,7 @@ def test_the_variable_that_names_an_architecture_is_shown(
     found = children(hopper(), "sm_90a=pass,sm_90=pass")
     assert [path.arch for path in found.paths if path.taken] == ["sm_90"]
     assert "FLASHGEN_ARCH" in found.paths[1].why
+    assert found.layouts == ()
 
 
 def test_a_device_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

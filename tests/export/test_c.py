@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.calls.export import ExportRequest, export
+from flashgen.calls.export import ExportRequest, c_source, export
 from flashgen.calls.export.c_source import c_sources
 from flashgen.calls.exported.folder import open_folder
 from flashgen.calls.runtime import kernel_arguments
@@ -33,7 +33,7 @@ from tests.support.exported_c import (
     emulate,
     without_addresses,
 )
-from tests.support.exports import exported, spec_of
+from tests.support.exports import exported, spec_of, with_portable_path
 from tests.support.judged import forward_verdicts
 from tests.support.shapes import Case
 from tests.support.tiers import slow
@@ -366,3 +366,12 @@ def test_arguments_in_c_compile_in_both_languages_and_standards(
         standards = (f"-std={standard}", *WARNINGS[1:]) if language == "c" else ("-Wall",)
         command = (compiler(), "-x", language, *standards, *includes, "-fsyntax-only")
         subprocess.run([*command, str(tmp_path / "use.c")], check=True)
+
+
+def test_calls_from_c_take_the_path_that_the_export_recorded() -> None:
+    record = open_folder(exported("local_global", ("sm_90a",))).manifest.programs[0]
+    arch_of = {form.kernel: form.arch for form in record.forward}
+    for program, arch in ((record, "sm_90a"), (with_portable_path(record), "sm_90")):
+        forms = c_source._forms(program, ["sm_90a"])["forwards"]
+        found = {(form["fallback"], arch_of[form["kernel"]]) for form in forms}
+        assert found == {(0, arch), (1, "sm_90")}  # TMA cannot copy operands of the fallback

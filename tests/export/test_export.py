@@ -133,6 +133,20 @@ def test_calls_inside_of_the_narrow_ranges_stay_within_int32() -> None:
             assert not beyond_int32(assumptions, CallRanges(tuple(box), ends))  # type: ignore[arg-type]
 
 
+def test_narrow_ranges_of_a_mask_that_divides_positions_have_no_negative_offset() -> None:
+    spec = spec_of("natten_2d")
+    built = fg.build(spec)
+    boxes = narrow_ranges([built], signature_of(spec))
+    assert boxes
+    for box in boxes:
+        assert box["q_offset"][0] == box["k_offset"][0] == 0
+        assert box["q"][0] < 0  # the rows of a tile in front of the first query
+        for least, expected in ((0, ""), (-1, "k_offset can be negative")):
+            ends = {**box, "k_offset": (least, 4)}
+            ranges = CallRanges(tuple(ends), tuple(ends.values()))
+            assert beyond_int32(built.source.assumptions, ranges) == expected
+
+
 def test_the_sources_for_c_name_no_other_folder_and_end_lines_in_time() -> None:
     folder = exported("sliding_window")
     for name in ("sliding_window.h", "sliding_window.c"):

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import torch
 import flashgen as fg
 from flashgen.calls.exported import folder as folders
 from flashgen.calls.exported.folder import open_folder
-from flashgen.calls.exported.manifest import FORMAT, digest_of
+from flashgen.calls.exported.manifest import FORMAT, PathRecord, digest_of
+from flashgen.calls.exported.program import ExportedProgram
 from flashgen.calls.launch import gpu_facts
+from flashgen.calls.runtime.backends import Target
+from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.arch import runs_on
 from flashgen.shared.call import CallRanges
 from flashgen.shared.errors import FlashgenError, InputError, LaunchError, SpecError
 from flashgen.shared.paths import PATHS
 from tests.support.examples import spec_path, values_of
-from tests.support.exports import exported, spec_of
+from tests.support.exports import exported, spec_of, with_portable_path
 from tests.support.fake_driver import FakeDriver
 from tests.support.judged import Call
 from tests.support.processes import run_python
@@ -397,3 +401,21 @@ def test_a_program_of_torch_export_runs_where_only_the_export_is(
     assert done.stdout.splitlines() == [f"['flashgen.{name}.default']", "[]"]
     expected = fg.attention(spec)(*operands, window=9, backend="emulator") * 2
     assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
+
+
+def test_calls_without_an_architecture_take_the_path_that_the_export_recorded() -> None:
+    folder = open_folder(exported("local_global", ("sm_90a",)))
+    (record,) = folder.manifest.programs
+    spec = spec_of("local_global")
+    (path,) = paths_of_layout(spec, "sm_90a", backward=False)
+    assert record.paths == (PathRecord("sm_90a", False, False, path.arch, path.why),)
+    program = ExportedProgram(folder, with_portable_path(record), drops=False)
+    target = Target("gpu", "sm_90a", torch.device("cpu"), 0, open_path=True)
+    for backward, deterministic, arch in (
+        (False, False, "sm_90"),
+        (True, False, "sm_90a"),
+        (True, True, "sm_90"),
+    ):
+        how = {"backward": backward, "deterministic": deterministic}
+        assert program.path_of_pass(target, **how).arch == arch
+        assert program.path_of_pass(replace(target, open_path=False), **how).arch == "sm_90a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import sympy
 
+from flashgen.kernels.planner import PlanRequest, plan_forward
 from flashgen.kernels.planner.formulas import Formula, evaluate
 from flashgen.kernels.planner.models import backward_sm80, forward_sm80, kernel_model
 from flashgen.kernels.planner.models.kernel_model import KernelModel
@@ -12,6 +13,8 @@ from flashgen.kernels.planner.proofs.plan_constraints import SYMBOLS, expression
 from flashgen.kernels.planner.quantities import QUANTITIES
 from flashgen.kernels.planner.search import best_occupancy, evaluated, larger
 from flashgen.kernels.planner.tile_problem import MODELS
+from flashgen.spec.language.spec_file import load
+from tests.support.examples import spec_path
 from tests.support.plan_problems import (
     every_backward,
     every_hopper_kernel,
@@ -209,3 +212,18 @@ def test_two_row_groups_halve_the_reads_of_k_and_v_from_shared_memory():
     one, two = ({**at, "row_groups": groups} for groups in (1, 2))
     reads = at["e"] * (at["d_qk"] + at["d_v"]) / 16 / 128
     assert forward_sm80.SHARED(one) - forward_sm80.SHARED(two) == pytest.approx(reads / 2)
+
+
+@pytest.mark.parametrize("name", ["butterfly", "bigbird", "local_global", "block_sparse"])
+def test_no_tile_over_a_block_layout_is_refused_for_a_cost_below_the_chosen_one(name):
+    """Costs are those of the scores that a tile computes, of which larger tiles have more."""
+    found = plan_forward(PlanRequest(load(spec_path(name)), "sm_90a"))
+    refusals = [each for each in found.refused if each.quantity in ("cost", "whole boxes")]
+    for each in refusals:
+        if each.quantity == "cost":
+            assert each.needs >= each.limit
+            assert "clk per score of the call against" in str(each)
+        else:
+            assert each.needs % each.limit
+            assert f"{each.needs} keys are no whole boxes of {each.limit}" in str(each)
+    assert refusals or name == "local_global"  # larger tiles of local_global do not fit

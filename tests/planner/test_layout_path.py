@@ -12,8 +12,9 @@ import torch
 import flashgen as fg
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.programs import program_of
+from flashgen.kernels.planner import plan
 from flashgen.kernels.visits import layout_path
-from flashgen.kernels.visits.layout_path import path_of_layout
+from flashgen.kernels.visits.layout_path import path_of_layout, paths_of_layout
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -53,6 +54,30 @@ def test_the_path_of_portable_kernels_is_taken_where_hoppers_is_predicted_slower
         assert chosen.arch == "sm_90"
         assert "block layout" in chosen.why
     path_of_layout.cache_clear()
+
+
+def test_a_plan_names_the_path_of_calls_and_is_else_the_plan_of_the_kernel() -> None:
+    spec = spec_of("local_global")
+    shown, own = fg.plan(spec, "sm_90a"), plan(spec, "sm_90a")
+    assert shown.notes == (*own.notes, str(path_of_layout(spec, "sm_90a")))
+    assert replace(shown, notes=own.notes) == own
+    assert "calls that name no architecture: block layout, forward: predicted" in str(shown)
+    assert fg.plan(spec, "sm_80") == plan(spec, "sm_80")
+    assert fg.plan(spec_of("causal"), "sm_90a") == plan(spec_of("causal"), "sm_90a")
+
+
+def test_all_passes_are_listed_with_their_order_of_sums() -> None:
+    found = paths_of_layout(spec_of("local_global"), "sm_90a")
+    passes = [(path.backward, path.deterministic) for path in found]
+    assert passes == [(False, False), (True, False), (True, True)]
+    whats = [path.why.split(":")[0] for path in found]
+    assert whats == [
+        "block layout, forward",
+        "block layout, backward",
+        "block layout, backward with fixed order of sums",
+    ]
+    assert paths_of_layout(spec_of("local_global"), "sm_90a", backward=False) == found[:1]
+    assert paths_of_layout(spec_of("causal"), "sm_90a") == ()
 
 
 def test_a_call_that_names_its_architecture_keeps_it() -> None:

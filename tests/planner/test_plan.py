@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import pickle
 import time
@@ -355,4 +356,5 @@ def test_quantities_are_immutable_and_can_be_pickled():
 
 def test_importing_the_planner_leaves_plan_a_function():
     assert isinstance(fg.plan, types.FunctionType)
-    assert fg.plan is plan is api.plan
+    assert plan is api.plan
+    assert inspect.unwrap(fg.plan) is inspect.unwrap(plan)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import flashgen as fg
 from flashgen.calls.export import ExportRequest, export
+from flashgen.calls.exported.manifest import PathRecord, ProgramRecord
 from tests.support.examples import spec_path
 
 
@@ -25,3 +27,10 @@ def exported(name: str, archs: tuple[str, ...] = ("sm_80",), **options: Any) -> 
 
 def spec_of(name: str, **changes: Any) -> fg.AttentionSpec:
     return fg.load(str(spec_path(name))).replace(head_dim=16, **changes)
+
+
+def with_portable_path(record: ProgramRecord) -> ProgramRecord:
+    """As if the forward pass of sm_90a, and its gradients in fixed order, took kernels of sm_90."""
+    passes = ((False, False, "sm_90"), (True, False, "sm_90a"), (True, True, "sm_90"))
+    paths = (PathRecord("sm_90a", *how, taken, "predicted") for *how, taken in passes)
+    return replace(record, paths=tuple(paths))

@@ -136,22 +136,30 @@ def _learned(signature: CallSignature, captured: Sequence[TensorArgument]) -> li
 
 
 def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
-    """When each kernel serves: by architecture, with those for operands that TMA cannot copy."""
+    """When each kernel serves: by architecture, with those for operands that TMA cannot copy.
+
+    Calls name no architecture.
+    """
     sink = record.signature.sink
+    paths = {(path.arch, path.backward, path.deterministic): path.taken for path in record.paths}
     all_learned = sink is None or not sink.grad
     forwards, backwards, fallbacks = [], [], []
     for place, arch in enumerate(archs):
         by_tma = facts(arch).code_path.copies_by_tma
         fallbacks.append(int(by_tma))
-        served = {arch: 0} | ({portable(arch): 1} if by_tma else {})
-        for form in record.forward:
-            if form.arch in served and form.heads == 1:
-                forwards.append({**vars(form), "arch": place, "fallback": served[form.arch]})
-        for each in record.backward:
-            # Exact sums of learned tensors need steps on the host between their launches.
-            exact = each.learns and (each.deterministic or not all_learned)
-            if each.arch in served and not exact:
-                backwards.append({**vars(each), "arch": place, "fallback": served[each.arch]})
+        for fallback in (0, 1) if by_tma else (0,):
+            how = {"arch": place, "fallback": fallback}
+            for form in record.forward:
+                taken = portable(arch) if fallback else paths.get((arch, False, False), arch)
+                if form.arch == taken and form.heads == 1:
+                    forwards.append({**vars(form), **how})
+            for each in record.backward:
+                chosen = paths.get((arch, True, each.deterministic), arch)
+                taken = portable(arch) if fallback else chosen
+                # Exact sums of learned tensors need steps on the host between their launches.
+                exact = each.learns and (each.deterministic or not all_learned)
+                if each.arch == taken and not exact:
+                    backwards.append({**vars(each), **how})
     return {"forwards": forwards, "backwards": backwards, "fallbacks": fallbacks}
 
 

@@ -14,6 +14,7 @@ from flashgen.calls.exported.manifest import (
     ForwardRecord,
     KernelRecord,
     LayoutRecord,
+    PathRecord,
     ProgramRecord,
 )
 from flashgen.calls.runtime.programs import SpecProgram, Variant
@@ -22,6 +23,7 @@ from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.codegen.text import printable
 from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
 from flashgen.kernels.planner.schedule import why_walks_differ
+from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
@@ -178,6 +180,11 @@ class Collection:
             tables={arch: found for arch, found in tables.items() if found},
             merge=merge,
             no_backward=no_backward,
+            paths=tuple(
+                PathRecord(arch, path.backward, path.deterministic, path.arch, path.why)
+                for arch in request.archs
+                for path in paths_of_layout(spec, arch, backward=not no_backward)
+            ),
         )
 
     def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
@@ -320,11 +327,12 @@ def narrow_ranges(builds: Iterable[Build], signature: CallSignature) -> tuple[Ra
 
     Each set has other limits of scalars, and the longest sequences that they leave.
     """
-    blocks = [block for build in builds for block in build.source.assumptions if block.assumed]
+    blocks = [block for build in builds for block in build.source.assumptions if block.assumes]
     all_calls = widest(signature)
     if not blocks or not beyond_int32(blocks, all_calls):
         return None
     most = dict(zip(all_calls.names, all_calls.ends, strict=True))
+    most |= {offset: (0, most[offset][1]) for block in blocks for offset in block.natural}
 
     def ranges(positions: int, counts: int, scalars: int) -> Ranges:
         bits = dict.fromkeys(most, scalars)

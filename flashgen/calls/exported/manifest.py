@@ -23,7 +23,7 @@ from flashgen.shared.launch_facts import LaunchFacts
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 2
+FORMAT = 3
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"
@@ -125,6 +125,24 @@ class BackwardRecord:
 
 
 @dataclass(frozen=True)
+class PathRecord:
+    """Which kernels compute a pass over a block layout in calls that name no architecture.
+
+    Attributes:
+        arch: the architecture of the call.
+        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+        taken: the architecture of the kernels: this one, or that of its fallback.
+        why: the reason, in words.
+    """
+
+    arch: str
+    backward: bool
+    deterministic: bool
+    taken: str
+    why: str
+
+
+@dataclass(frozen=True)
 class ProgramRecord:
     """The kernels of a spec, or of a variant of it.
 
@@ -138,6 +156,7 @@ class ProgramRecord:
         tables: by architecture, the kernels of the min/max tables.
         merge: by architecture, the kernel that merges results over split keys.
         no_backward: why there are no backward kernels: the four parts of an error; () otherwise.
+        paths: the choices between code paths; none without a block layout.
     """
 
     offsets: tuple[tuple[str, str], ...]
@@ -152,6 +171,7 @@ class ProgramRecord:
     tables: Mapping[str, tuple[int, ...]]
     merge: Mapping[str, int]
     no_backward: tuple[str, ...]
+    paths: tuple[PathRecord, ...]
 
 
 @dataclass(frozen=True)

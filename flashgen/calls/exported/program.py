@@ -17,8 +17,10 @@ from flashgen.calls.exported.manifest import ForwardRecord, LayoutRecord, Progra
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.ops.api import Attention
 from flashgen.calls.ops.registration import register_hashed_name
+from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
+from flashgen.calls.trust import Decision
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
@@ -160,7 +162,9 @@ class ExportedProgram(CallProgram):
                 numbers=f"given {wanted!r}; exported for {', '.join(archs)}",
                 way_out=f"{self._command} with --arch {wanted}, or one of these",
             )
-        return Target(chosen, wanted, device, index, why, order_seed=order_of(backend))
+        open_path = chosen == "gpu" and arch is None and config.arch() is None
+        order = order_of(backend)
+        return Target(chosen, wanted, device, index, why, order_seed=order, open_path=open_path)
 
     def without_dropout(self) -> CallProgram:
         return replace(self, drops=False)
@@ -223,6 +227,13 @@ class ExportedProgram(CallProgram):
         sms = target.sms or facts.machine.sms
         chosen = choose_split(facts, max(call.heads_kv, 1), sms)
         return chosen.size_of(call, paged=self.signature.paged)
+
+    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
+        which = target.arch, backward, deterministic
+        for path in self.record.paths if target.open_path else ():
+            if (path.arch, path.backward, path.deterministic) == which:
+                return Decision(path.taken, f"{memory_layout.ALIGNED}; {path.why}")
+        return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}

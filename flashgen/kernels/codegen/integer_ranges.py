@@ -1,5 +1,8 @@
 """Whether the integers of a kernel's expressions are within int32 in a call.
 
+The same form of a kernel takes positions to be 0 or more where its mask divides them, which spares
+the correction that rounds down.
+
 A kernel is printed with 32-bit integers wherever the sizes, offsets and scalars of some call keep
 every intermediate value within int32. It records the expressions for which other calls that are
 accepted would not; a call that exceeds int32 takes another form of the kernel, with 64-bit integers
@@ -21,15 +24,22 @@ from flashgen.spec.language.python_printer import python_text
 
 @dataclass
 class AssumedBlock:
-    """The expressions of one block of code that a kernel takes to be within int32.
+    """What a kernel takes to hold of the integers of one block of code.
 
     Attributes:
         lets: the integers of the block that have names.
-        assumed: the expressions, in order.
+        assumed: the expressions that are within int32, in order.
+        natural: the offsets that are not negative.
     """
 
     lets: list[tuple[sympy.Symbol, sympy.Expr]] = field(default_factory=list)
     assumed: dict[sympy.Expr, None] = field(default_factory=dict)
+    natural: tuple[str, ...] = ()
+
+    @property
+    def assumes(self) -> bool:
+        """Whether it takes anything to hold."""
+        return bool(self.assumed or self.natural)
 
 
 def sizes_of_parts(
@@ -56,9 +66,12 @@ def sizes_of_parts(
 
 
 def beyond_int32(blocks: Iterable[AssumedBlock], ranges: CallRanges) -> str:
-    """The first expression that may exceed int32 in a call, with the reason; "" where none may."""
+    """The first assumption that may not hold in a call, in words; "" where all hold."""
     given = dict(zip(ranges.names, ranges.ends, strict=True))
     for block in blocks:
+        for offset in block.natural:
+            if given[offset][0] < 0:
+                return f"{offset} can be negative"
         exprs = [*(value for _, value in block.lets), *block.assumed]
         lets = {symbol for symbol, _ in block.lets}
         free: set[sympy.Symbol] = set().union(*(expr.free_symbols for expr in exprs))

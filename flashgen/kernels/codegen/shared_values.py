@@ -100,7 +100,8 @@ def in_parts(
         prefix, f"What {name} has in common for all scores of a {{one}}.", code, printer
     )
     for level, shared in made.items():
-        large = dataclasses.replace(shared.function, operations=operations(_computed(code, level)))
+        count = operations(_computed(code, level), printer.multipliers)
+        large = dataclasses.replace(shared.function, operations=count)
         made[level] = dataclasses.replace(shared, function=large)
     values = dict(code.block.lets)
     body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
@@ -111,7 +112,7 @@ def in_parts(
         [*body, f"return {result()};"],
         _symbols(code, Level.SCORE),
         given=_given(code, Level.SCORE, made),
-        operations=operations(_computed(code, Level.SCORE)),
+        operations=operations(_computed(code, Level.SCORE), printer.multipliers),
     )
     return FunctionInParts(function, *(made.get(level) for level in _WORDS))
 

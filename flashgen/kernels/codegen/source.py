@@ -92,7 +92,7 @@ class Source:
 
     def integers(self, ranges: CallRanges) -> str:
         """The width of integers in words, with the reason in a call; "" where it has one form."""
-        if not any(block.assumed for block in self.assumptions):
+        if not any(block.assumes for block in self.assumptions):
             return ""
         if self.plan.integer_bits == 64:
             found = beyond_int32(self.assumptions, ranges)

@@ -54,7 +54,8 @@ class Excess:
     """A limit that a tile exceeds.
 
     Attributes:
-        quantity: the quantity that exceeds its limit; "cost" when the tile fits but costs more.
+        quantity: the quantity that exceeds its limit; "cost" when the tile fits but costs more,
+            "whole boxes" when it fits but would divide blocks of a layout.
         needs, limit, unit: the tile's value, and the limit or the chosen tile's cost.
     """
 
@@ -75,6 +76,8 @@ class Refusal(Excess):
         unit = f" {self.unit}" if self.unit else ""
         if self.quantity == "cost":
             return f"{self.change}: fits, but costs {needs}{unit} against {limit}"
+        if self.quantity == "whole boxes":
+            return f"{self.change}: fits, but {needs}{unit} are no whole boxes of {limit}"
         of = f"{unit} of" if unit else ""
         return f"{self.change}: needs {needs}{of} {self.quantity}, {limit}{unit} allowed"
 

@@ -12,7 +12,13 @@ from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
 from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.kernels.planner.quantities import Number, Quantities
-from flashgen.kernels.planner.search import Evaluated, best_occupancy, larger
+from flashgen.kernels.planner.search import (
+    Evaluated,
+    best_occupancy,
+    cost_in_layout,
+    has_whole_boxes,
+    larger,
+)
 from flashgen.kernels.planner.tile_problem import TileProblem
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.launch_facts import head_places
@@ -165,5 +171,12 @@ def _refusals(problem: TileProblem, found: Evaluated) -> tuple[Refusal, ...]:
             refused.append(Refusal(**vars(best.excesses[0]), change=change))
         else:
             change += f", blocks per SM {best.tile.blocks}"
-            refused.append(Refusal("cost", best.cost, found.cost, "clk", change))
+            whole = has_whole_boxes(problem, found.tile)
+            if problem.layout and whole and not has_whole_boxes(problem, best.tile):
+                block = problem.layout.block_k
+                refused.append(Refusal("whole boxes", best.tile.step, block, "keys", change))
+                continue
+            costs = cost_in_layout(problem, best), cost_in_layout(problem, found)
+            unit = "clk per score of the call" if problem.layout else "clk"
+            refused.append(Refusal("cost", *costs, unit, change))
     return tuple(refused)

@@ -214,14 +214,26 @@ def cheapest(problem: TileProblem) -> Evaluated | None:
     fitting = [each for each in found if not each.excesses]
     if problem.layout is None:
         return min(fitting, key=lambda each: each.rank, default=None)
-    sparse, block = problem.layout, problem.layout.block_k
-    whole = [each for each in fitting if not (each.tile.step % block and block % each.tile.step)]
+    whole = [each for each in fitting if has_whole_boxes(problem, each.tile)]
+    return min(
+        whole or fitting, key=lambda each: (cost_in_layout(problem, each), each.tile), default=None
+    )
 
-    def cost(each: Evaluated) -> tuple[float, Tile]:
-        queries = each.tile.owned // problem.heads_per_tile
-        return each.cost * share_of_scores(sparse, max(1, queries)), each.tile
 
-    return min(whole or fitting, key=cost, default=None)
+def has_whole_boxes(problem: TileProblem, tile: Tile) -> bool:
+    """Whether the keys of a step are whole blocks of the layout, or a whole part of one."""
+    if problem.layout is None:
+        return True
+    block = problem.layout.block_k
+    return tile.step % block == 0 or block % tile.step == 0
+
+
+def cost_in_layout(problem: TileProblem, found: Evaluated) -> float:
+    """The cost of a tile, with a layout times the share of all scores that such tiles compute."""
+    if problem.layout is None:
+        return found.cost
+    queries = max(1, found.tile.owned // problem.heads_per_tile)
+    return found.cost * share_of_scores(problem.layout, queries)
 
 
 def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:

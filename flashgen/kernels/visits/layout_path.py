@@ -5,6 +5,9 @@ instructions is the faster one; with a layout, the tiles of the paths cover diff
 scores beside the live blocks, and evaluate the layout at different costs. The path of fewer
 predicted clocks is chosen, for the forward and the backward pass apart.
 
+Whoever shows or stores the choice takes it from here: calls, `flashgen.plan`, exports, and the
+commands plan, emit, export and doctor.
+
 The choice holds for all calls of a spec, so that the path does not depend on lengths. It is made
 for `positions_of` queries and keys, with the layout's function, or with random blocks where
 calls give the layout. A mask that reads more than positions is counted as if it kept every score.
@@ -13,12 +16,14 @@ calls give the layout. A mask that reads more than positions is counted as if it
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Concatenate, NamedTuple, ParamSpec, cast
 
 import numpy as np
 import sympy
 
+from flashgen.kernels import planner
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import duration_of, gaps_between
@@ -28,6 +33,7 @@ from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import CheckedCall
+from flashgen.shared.errors import called_by_users
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.analysis.mask import analyse_mask
@@ -39,12 +45,53 @@ from flashgen.spec.language.symbols import K, Q
 # Assumed: heads that fill a GPU.
 HEADS = 32
 
+Options = ParamSpec("Options")
+Planner = Callable[Concatenate[AttentionSpec, Options], Plan]
+
 
 class LayoutPath(NamedTuple):
-    """The architecture whose kernels compute a pass, and why."""
+    """The architecture whose kernels compute a pass, and why.
+
+    Attributes:
+        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+    """
 
     arch: str
     why: str
+    backward: bool
+    deterministic: bool
+
+    def __str__(self) -> str:
+        return f"calls that name no architecture: {self.why}"
+
+
+def paths_of_layout(
+    spec: AttentionSpec, arch: str, *, backward: bool = True
+) -> tuple[LayoutPath, ...]:
+    """The paths of all passes on a device of ``arch``; () where there is nothing to choose.
+
+    Args:
+        backward: whether of the backward pass too, with free and with fixed order of sums.
+    """
+    passes = ((False, False), *(((True, False), (True, True)) if backward else ()))
+    found = (path_of_layout(spec, arch, backward=b, deterministic=fixed) for b, fixed in passes)
+    return tuple(path for path in found if path is not None)
+
+
+def _showing_path(made: Planner[Options]) -> Planner[Options]:
+    """The function, whose plans also say which path calls take."""
+
+    @functools.wraps(made)
+    def planned(spec: AttentionSpec, *args: Options.args, **options: Options.kwargs) -> Plan:
+        found = made(spec, *args, **options)
+        path = path_of_layout(spec, found.arch)
+        return found if path is None else replace(found, notes=(*found.notes, str(path)))
+
+    return cast("Planner[Options]", planned)
+
+
+plan = called_by_users()(_showing_path(planner.plan))
+"""`flashgen.plan`."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,11 +110,14 @@ def path_of_layout(
     best = min(seconds, key=lambda each: seconds[each])
     other = next(each for each in seconds if each != best)
     what = "backward" if backward else "forward"
+    what += " with fixed order of sums" if deterministic else ""
     positions = positions_of(spec.block_sparse)
     return LayoutPath(
         best,
         f"block layout, {what}: predicted {seconds[best] * 1e3:.3f} ms with {best}, "
         f"{seconds[other] * 1e3:.3f} with {other}, for {HEADS} heads of {positions:,} positions",
+        backward,
+        deterministic,
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sympy
 from sympy.core.relational import Relational
 
+from flashgen.spec.analysis.alternatives import simplified
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
-from flashgen.spec.analysis.natural import with_natural_divisions
+from flashgen.spec.analysis.natural import Facts, with_natural_divisions
 from flashgen.spec.analysis.sharing import CodeBlock
 from flashgen.spec.language.lets import distinct, replaced
 from flashgen.spec.language.symbols import APART, K, Q, is_int
@@ -35,9 +36,21 @@ def by_distance(mask: sympy.Basic) -> sympy.Basic:
     return result if any(APART in each.free_symbols for each in divisions) else mask
 
 
-def code_of_mask(mask: sympy.Basic) -> LeveledCode:
-    """The code of a mask, whose first let is `APART` where it divides the distance."""
-    mask = with_natural_divisions(by_distance(mask))
+def natural_positions(mask: sympy.Basic, positions: Facts) -> Facts:
+    """The positions that spare the code of a mask a correction if they are not negative."""
+    mask = by_distance(simplified(mask))
+    best = with_natural_divisions(mask, positions)
+    needed = (s for s in positions if with_natural_divisions(mask, positions - {s}) != best)
+    return frozenset(needed)
+
+
+def code_of_mask(mask: sympy.Basic, positions: Facts = frozenset()) -> LeveledCode:
+    """The code of a mask, whose first let is `APART` where it divides the distance.
+
+    Args:
+        positions: as in `with_natural_divisions`.
+    """
+    mask = with_natural_divisions(by_distance(simplified(mask)), positions)
     code = leveled(mask, name_costly=True)
     if APART not in mask.free_symbols:
         return code

@@ -35,10 +35,13 @@ Facts = frozenset[sympy.Expr]
 _MOST_FACTS = 8  # of those that have a symbol of a numerator
 
 
-def with_natural_divisions(mask: sympy.Basic) -> sympy.Basic:
+def with_natural_divisions(mask: sympy.Basic, positions: Facts = frozenset()) -> sympy.Basic:
     """The mask with `NaturalDiv` and `NaturalMod` for the divisions of which this holds everywhere.
 
     An index of a tensor and a divisor are computed whatever the mask is, and keep their divisions.
+
+    Args:
+        positions: those of `Q` and `K` that are not negative wherever the mask decides a score.
     """
     holds: dict[sympy.Expr, bool] = {}
     seen: set[tuple[sympy.Basic, Facts]] = set()
@@ -65,7 +68,7 @@ def with_natural_divisions(mask: sympy.Basic) -> sympy.Basic:
         for place, arg in enumerate(part.args):
             visit(arg, facts.union(*stated[:place], *stated[place + 1 :]))
 
-    visit(mask, frozenset())
+    visit(mask, positions)
     made: dict[sympy.Basic, sympy.Basic] = {}
 
     def rebuilt(part: sympy.Basic) -> sympy.Basic:

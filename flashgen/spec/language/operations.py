@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 
 import sympy
@@ -22,15 +22,25 @@ it, from the spec to the machine code: chains of one kind of operation take 2 to
 
 # Counted in kernels of float16 and float32; all other operations count as one.
 _READ, _QUOTIENT = 8, 4
-_DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 30, 40, 120, 250
+_FAST_DIVISION, _DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 8, 30, 40, 120, 250
 LARGEST_REPEATED = 64
 """The largest exponent of a power that is computed by multiplications: beyond it, the roundings of
 repeated squaring (half a unit for each factor) exceed those of powf."""
 
 
-def operations(exprs: Sequence[sympy.Basic]) -> int:
-    """The instructions of expressions; equal subexpressions are computed once."""
-    return sum(map(_cost, (node for node in distinct(*parts_of(*exprs)) if node.args)))
+def operations(exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic] = ()) -> int:
+    """The instructions of expressions; equal subexpressions are computed once.
+
+    Args:
+        multipliers: the divisors by which kernels divide by a multiplication.
+    """
+
+    def cost(node: sympy.Basic) -> int:
+        divides = isinstance(node, FloorDiv | FloorMod)
+        fast = divides and node.args[1] in multipliers and fits(node, 31)
+        return _FAST_DIVISION if fast else _cost(node)
+
+    return sum(cost(node) for node in distinct(*parts_of(*exprs)) if node.args)
 
 
 def effort(exprs: Sequence[sympy.Basic]) -> int:

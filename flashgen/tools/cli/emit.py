@@ -11,6 +11,7 @@ import typer
 
 from flashgen.kernels.codegen import Source
 from flashgen.kernels.pipeline import emit as emit_kernels
+from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.errors import InputError, RenderError, SpecError
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
@@ -37,6 +38,10 @@ def emit(arguments: EmitArguments) -> None:
         archs = arguments.archs or (arch_of(None),)
         sources = _sources(arguments.specs, archs, arguments.sram)
         files = {source.filename: source.text for each in sources.values() for source in each}
+        for path in sources:
+            for arch in archs:
+                for chosen in paths_of_layout(load(path), arch):
+                    say(f"{path}, {arch}: {chosen}")
     else:
         _refuse_options_of_specs(arguments)
         files = generated.contents(folder, _sources(all_specs(), generated.ARCHS))

@@ -50,6 +50,8 @@ def export(arguments: ExportArguments) -> None:
         )
         kernels = plural(len(manifest.kernels), "kernel")
         say(f"{folder.as_posix()}: {kernels} for {', '.join(archs)}; {for_c}")
+        for choice in record.paths:
+            say(f"calls that name no architecture: {choice.why}")
 
 
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def plan(arguments: PlanArguments) -> None:
         spec, arch, backward=arguments.backward, deterministic=arguments.deterministic
     )
     if path is not None:
-        write(f"calls that name no architecture: {path.why}")
+        write(str(path))
     if arguments.shape is not None and not arguments.decode:
         _predict(arguments, sizes, spec, plans)
     if arguments.certify:

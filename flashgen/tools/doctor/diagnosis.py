@@ -12,6 +12,7 @@ from typing import Any
 from flashgen.calls.launch import Gpu
 from flashgen.calls.trust import decision, trial, verdicts
 from flashgen.calls.trust.verdicts import PathVerdict
+from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, paths_of
 from flashgen.shared.errors import LaunchError
@@ -55,6 +56,8 @@ class Diagnosis:
         paths: its code paths, the fastest one first.
         results: the outcome of each problem on each path; without a GPU, of one in the emulator.
         findings: what is wrong, with the way out.
+        layouts: the path of each pass of the problem with a block layout, in calls without the
+            argument arch; () where they have no choice.
     """
 
     machine: MachineFacts
@@ -62,6 +65,7 @@ class Diagnosis:
     paths: tuple[PathOfGpu, ...] = ()
     results: tuple[ProblemResult, ...] = ()
     findings: tuple[Finding, ...] = field(default=())
+    layouts: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -117,7 +121,9 @@ def diagnose(
         findings += ran.findings
         if ran.verdict is not None:
             verdicts.write(verdicts.subject_of(gpu, arch), ran.verdict)
-    return Diagnosis(machine, gpu, _paths(gpu, driver), tuple(results), tuple(findings))
+    paths = _paths(gpu, driver)
+    layouts = tuple(_layouts(paths))
+    return Diagnosis(machine, gpu, paths, tuple(results), tuple(findings), layouts)
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,15 @@ def _paths(gpu: Gpu, driver: Any) -> tuple[PathOfGpu, ...]:
     return tuple(PathOfGpu(arch, arch == taken, reason) for arch, reason in why.items())
 
 
+def _layouts(paths: Sequence[PathOfGpu]) -> Iterator[str]:
+    """Which path calls without the argument arch take for a block layout, and why."""
+    arch = next((path.arch for path in paths if path.taken), None)
+    if arch is None or config.arch() is not None:
+        return
+    for spec in (problem.spec() for problem in PROBLEMS):
+        yield from (path.why for path in paths_of_layout(spec, arch))
+
+
 # ---- the screen ----------------------------------------------------------------------------------
 
 
@@ -251,6 +266,8 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "driver", f"{gpu.driver}, supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     for path in found.paths:
         yield "path", f"{path.arch}{' (taken)' if path.taken else ''}: {path.why}"
+    for why in found.layouts:
+        yield "layouts", why
     kept = machine.cache
     where = f"{kept.folder}, {kept.entries:,} kernels, {kept.bytes:,} B"
     yield "cache", "off" if kept.folder is None else where

@@ -30,6 +30,7 @@ HELPERS = frozenset(
             "difference",
             "divides",
             "is_natural",
+            "within",
             "fast_div",
             "fast_mod",
             "fast_floor_div",

@@ -265,6 +265,9 @@ class IntegerPrinter(ABC):
             return self._fast_division(text[0], expr, quotient)
         if (expr.natural or self._least(a) >= 0) and self._least(b) > 0:
             sign = "/" if quotient else "%"
+            if expr.natural and b.is_Integer and not wide:  # signed, it would be corrected
+                number = self._call("unsigned", text[0])[0]
+                return self._call("int", f"{number} {sign} {b}u")
             return (
                 f"{inside(text, TIMES)} {sign} {inside(self._int(b, wide), TIMES + 1)}",
                 TIMES,

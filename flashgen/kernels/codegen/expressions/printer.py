@@ -173,6 +173,9 @@ class CPrinter(FloatPrinter):
         if self.evaluates_all and left == APART and (sign, right) in _SIGNS:
             text = self._call("is_natural", self._name(left)[0])
             return text if sign[0] == ">" else ("!" + text[0], UNARY)
+        within = self._within(expr)
+        if within is not None:
+            return within
         if is_int(left) and is_int(right):
             a, b = self._int(left), self._int(right)
         else:
@@ -180,3 +183,18 @@ class CPrinter(FloatPrinter):
                 a, b = self._float(left), self._float(right)
         level = EQUAL if sign in ("==", "!=") else LESS
         return f"{inside(a, PLUS)} {sign} {inside(b, PLUS)}", level
+
+    def _within(self, expr: Relational) -> Text | None:
+        """A comparison of an absolute value with a number from 0 on; None for all others."""
+        if not isinstance(expr.lhs, sympy.Abs):
+            expr = expr.reversed
+        size, most, sign = expr.lhs, expr.rhs, expr.rel_op
+        if not isinstance(size, sympy.Abs) or not (is_int(size) and is_int(most)):
+            return None
+        if sign not in ("<=", ">", "<", ">="):
+            return None
+        most = most if sign in ("<=", ">") else most - 1
+        if self._least(most) < 0 or self._is_wide(size) or self._is_wide(most):
+            return None
+        text = self._call("within", self._int(size.args[0])[0], self._int(most)[0])
+        return text if sign[0] == "<" else ("!" + text[0], UNARY)
