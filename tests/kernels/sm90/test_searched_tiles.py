@@ -14,6 +14,7 @@ from flashgen.calls.ops import ForwardRun
 from flashgen.kernels.planner import Tile, plan
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
+from tests.support.examples import spec_path
 from tests.support.judged import Call
 from tests.support.planted import planted
 from tests.support.shapes import Case
@@ -37,28 +38,35 @@ def spec_of(mask: Any, **changes: Any) -> AttentionSpec:
     return AttentionSpec(mask_mod=mask, head_dim=64, dtype="float16", **changes)
 
 
-def run(mask: Any, case: Case, document: int = 90, **numbers: Any) -> ForwardRun:
+def call_of(mask: Any, case: Case, document: int = 90, split_size: int = 0) -> Call:
     tokens = max(case.seq_q, case.seq_k)
     tensors = {"ids": (torch.arange(tokens) // document).int().expand(case.batch, -1).contiguous()}
-    how: dict[str, Any] = {"split_size": 0, "tiles": {"forward": TILE}}
-    call = Call(spec_of(mask), case.tensors(), {"tensors": tensors, **numbers}, arch=ARCH, **how)
-    return call.judged_forward()
+    how: dict[str, Any] = {"split_size": split_size, "tiles": {"forward": TILE}}
+    return Call(spec_of(mask), case.tensors(), {"tensors": tensors}, arch=ARCH, **how)
 
 
-def test_only_calls_that_do_not_serve_have_tiles_that_the_producer_tells() -> None:
-    found = plan(spec_of(same), ARCH)
-    assert found.box_k == found.block_k
-    assert plan(split(spec_of(same)), ARCH).box_k == 0
-    assert plan(spec_of(same), "sm_80").box_k == 0
+def run(mask: Any, case: Case, document: int = 90, split_size: int = 0) -> ForwardRun:
+    return call_of(mask, case, document, split_size).judged_forward()
 
 
-@pytest.mark.parametrize("seq_k", [1, slow(333), slow(2300)])
-def test_searched_tiles_meet_the_error_rule(seq_k: int) -> None:
-    run(same, Case(150, seq_k, 1, 2, 1))
+def test_the_producer_tells_tiles_where_it_searches_in_served_calls_too() -> None:
+    for spec in (spec_of(same), split(spec_of(same)), spec_of(same, paged=True)):
+        found = plan(spec, ARCH)
+        assert found.box_k == found.block_k
+        assert plan(spec, "sm_80").box_k == 0
+    assert plan(split(fg.load(spec_path("causal"))), ARCH).box_k == 0
 
 
-def test_rows_that_reach_no_tile_are_rows_without_keys() -> None:
-    found = run(other, Case(150, 200))
+@pytest.mark.parametrize(
+    ("seq_k", "split_size"), [(1, 0), (333, 208), slow(333, 0), slow(2300, 0), slow(2300, 400)]
+)
+def test_searched_tiles_meet_the_error_rule(seq_k: int, split_size: int) -> None:
+    run(same, Case(150, seq_k, 1, 2, 1), split_size=split_size)
+
+
+@pytest.mark.parametrize("split_size", [0, 80])
+def test_rows_that_reach_no_tile_are_rows_without_keys(split_size: int) -> None:
+    found = run(other, Case(150, 200), split_size=split_size)
     assert torch.all(found.out == 0)
     assert torch.all(found.lse == -torch.inf)
 
@@ -95,9 +103,16 @@ BUGS = {
 
 
 @pytest.mark.parametrize(
-    "bug", [bug if number in (0, 2) else slow(bug) for number, bug in enumerate(BUGS)]
+    ("bug", "split_size"),
+    [
+        (bug, split_size)
+        if (number, split_size) in ((0, 0), (2, 0), (4, 320))
+        else slow(bug, split_size)
+        for number, bug in enumerate(BUGS)
+        for split_size in (0, 320)
+    ],
 )
-def test_planted_bugs_are_caught(bug: str) -> None:
+def test_planted_bugs_are_caught(bug: str, split_size: int) -> None:
     old, new = BUGS[bug]
     with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
-        run(same, Case(300, 700), document=400)
+        run(same, Case(300, 700), document=400, split_size=split_size)
