@@ -635,7 +635,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       int tile = reach.lo / BOX_K;
       const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BOX_K) : 0;
       const int lane = threadIdx.x;
-      int k_start = 0;  // the first key of this lane's box
+      const int box = lane;  // that this lane copies
+      int k_start = 0;  // its first key
       bool starts = true, last = false, ends;
       KnownTiles known;
       ROLLED do {
@@ -649,7 +650,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
             __syncwarp();
             tile = next_live_tile(p, known, q_lo, q_hi, tile, tile_end);
             if (tile >= tile_end || boxes == BOXES) break;
-            const bool own_box = lane == boxes;  // that this lane copies
+            const bool own_box = box == boxes;
             const bool found_full = known.is_full(tile);
             if (own_box) own = tile;
             if (own_box) own_full = found_full;
@@ -658,7 +659,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
           }
           last = tile >= tile_end;
           // Boxes past the last key are zeros. Rows that reach no box have a tile of these.
-          const bool exists = lane < boxes;
+          const bool exists = box < boxes;
           k_start = exists ? own * BOX_K : ceil_div(p.seq_k, BOX_K) * BOX_K;
           const bool full_box = exists
               && k_start + BLOCK_K <= p.seq_k && own_full;

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.calls.ops import ForwardRun
+from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.kernels.planner import Tile, plan
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.examples import spec_path
 from tests.support.judged import Call
+from tests.support.paged_calls import Paged, Sequences
 from tests.support.planted import planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
@@ -69,6 +70,32 @@ def test_rows_that_reach_no_tile_are_rows_without_keys(split_size: int) -> None:
     found = run(other, Case(150, 200), split_size=split_size)
     assert torch.all(found.out == 0)
     assert torch.all(found.lse == -torch.inf)
+
+
+def test_decoding_has_the_bits_of_a_prefill_with_and_without_pages() -> None:
+    how: dict[str, Any] = {"backend": "emulator", "arch": ARCH, "split_size": 208}
+    of = Sequences.of((300,), (300,), heads=(2, 1))
+    numbers: dict[str, Any] = {"tensors": {"ids": (torch.arange(300) // 90).int()[None]}}
+    q, k, v = (each[0][None] for each in (of.q, of.k, of.v))
+    prefill = run_forward(spec_of(same), q, k, v, **numbers, **how)
+    few = Sequences((of.q[0][:, 290:],), of.k, of.v)
+    for rows in (of, few):
+        start = 300 - rows.q[0].shape[1]
+        call = Paged(spec_of(same, paged=True), rows, numbers=numbers, how=how)
+        contiguous = run_forward(
+            spec_of(same), q[:, :, start:], k, v, q_offset=start, **numbers, **how
+        )
+        for found in (call.run(), contiguous):
+            assert torch.equal(found.out, prefill.out[:, :, start:])
+            assert torch.equal(found.lse, prefill.lse[:, :, start:])
+
+
+@pytest.mark.parametrize("split_size", [0, slow(32)])
+def test_paged_sequences_without_keys_read_captured_tensors_inside(split_size: int) -> None:
+    numbers: dict[str, Any] = {"tensors": {"ids": torch.zeros(2, 37, dtype=torch.int32)}}
+    how: dict[str, Any] = {"arch": ARCH, "split_size": split_size}
+    call = Paged(spec_of(same, paged=True), Sequences.of((1, 1), (0, 37)), numbers=numbers, how=how)
+    assert torch.all(call.judged().out[0] == 0)
 
 
 def test_a_packed_sequence_without_a_live_tile_reads_nothing_of_the_next() -> None:
