@@ -629,7 +629,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       }
       return rescale;
     };
-    // A tile that only other warpgroups compute. Its buffers are released when every warp has
+    // A tile that this warpgroup does not compute. Its buffers are released when every warp has
     // waited for them, because a wait that is two phases late would not end.
     const auto hand_on = [&] {
       barrier_wait(k_full[k.index], k.parity);

@@ -72,6 +72,12 @@ def test_rows_that_reach_no_tile_are_rows_without_keys(split_size: int) -> None:
     assert torch.all(found.lse == -torch.inf)
 
 
+def test_a_split_with_tiles_that_is_taken_for_one_without_is_caught() -> None:
+    bug = planted("forward", "unsigned(boxes == 0)", "unsigned(boxes == 1)")
+    with bug, pytest.raises((AssertionError, fg.EmulatorError)):
+        run(same, Case(150, 333, 1, 2, 1), split_size=208)
+
+
 def test_decoding_has_the_bits_of_a_prefill_with_and_without_pages() -> None:
     how: dict[str, Any] = {"backend": "emulator", "arch": ARCH, "split_size": 208}
     of = Sequences.of((300,), (300,), heads=(2, 1))
