@@ -85,7 +85,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
     masked = make.row() if by_row else by_element.function if by_element else None
-    known = may is not None and plan.keeps_classes
+    known = may is not None and plan.producer_registers > 0  # which hold what was found
     live = None
     if may:
         live = make.next_live_tile(may, must, keeps=known)

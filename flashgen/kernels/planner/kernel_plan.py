@@ -356,14 +356,6 @@ class Plan(LaunchRules):
         return self.gathers or owns
 
     @property
-    def keeps_classes(self) -> bool:
-        """Whether the warps that search for tiles keep what they found about 32 of them.
-
-        Those of a producer have the registers for it.
-        """
-        return self.producer_registers > 0
-
-    @property
     def walked_keys(self) -> int:
         """Keys of a unit that the walk over keys finds: a box that is gathered, or a tile."""
         return self.box_k or self.block_k

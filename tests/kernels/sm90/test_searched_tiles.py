@@ -118,9 +118,9 @@ def test_a_packed_sequence_without_a_live_tile_reads_nothing_of_the_next() -> No
 BUGS = {
     "a record of the other parity": ("records + (k.parity *", "records + ((k.parity ^ 1) *"),
     "a record that is overwritten while some warps read it": (
-        "if (lane == 0) barrier_arrive(k_empty[k.index]);",
+        "if (lane == 0) barrier_arrive(k_empty[k.index]);\n      const",
         "if (lane == 0) {\n        barrier_arrive(k_empty[k.index]);\n"
-        "        barrier_arrive(k_empty[k.index]);\n      }",
+        "        barrier_arrive(k_empty[k.index]);\n      }\n      const",
     ),
     "a count of one arrival per warpgroup": (
         "barrier_init(k_empty[i], 4 * CONSUMERS);",
