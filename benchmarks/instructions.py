@@ -132,7 +132,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
             name = "copy"  # a branch of the score function, which most tiles take
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
-            if plan.box_k and name == "search":
+            if plan.gathers and name == "search":
                 continue  # none is searched: it belongs to boxes in which rows differ
         parts[name].append(block)
     # Scores are computed in passes, with the mask's part of each.
@@ -214,7 +214,7 @@ def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:
         f"{plan.block_q} x {plan.block_k}, {plan.warps} warps",
         f"{work.per_score(work.full):.2f}",
         f"{work.per_score(work.full, work.mask):.2f}",
-        f"{work.per_score(work.full, work.dead):.2f}" if plan.box_k else "",
+        f"{work.per_score(work.full, work.dead):.2f}" if plan.gathers else "",
         f"{work.per_score(work.rescale):.2f}",
         f"{work.per_score(work.search):.2f}",
         str(built.binary.resources.registers),

@@ -470,11 +470,12 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       //     them last. In two buffers the second K waits for the same release.
       const auto copy_k = [&] {
         const Stage k = stage_of(copied);
-        const unsigned full = k_full[k.index];
+        const unsigned full_k = k_full[k.index];
         barrier_wait(k_empty[k.index], k.parity ^ 1);
-        barrier_announce(full, K_BYTES);
-        tma_load<PANELS, PANEL, BLOCK_K>(smem_base + SMEM_K + k.index * K_BYTES, p.k_map,
-                                         full, tile * BLOCK_K, h_kv, b);
+        barrier_announce(full_k, K_BYTES);
+        tma_load<PANELS, PANEL, BLOCK_K>(
+            smem_base + SMEM_K + k.index * K_BYTES,
+            p.k_map, full_k, tile * BLOCK_K, h_kv, b);
       };
       if (copies && tile < tile_end) {
         copy_k();
@@ -493,15 +494,15 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
         const int k_start = tile * BLOCK_K;
         ++copied;
         ++tile;
-        if (copies) {
-          if (tile < tile_end) copy_k();
-          const Stage v = stage_of(copied - 1);
-          const unsigned full = v_full[v.index];
-          barrier_wait(v_empty[v.index], v.parity ^ 1);
-          barrier_announce(full, V_BYTES);
-          tma_load<PANELS_V, PANEL_V, BLOCK_K>(smem_base + SMEM_V + v.index * V_BYTES,
-                                               p.v_map, full, k_start, h_kv, b);
-        }
+        if (!copies) continue;
+        if (tile < tile_end) copy_k();
+        const Stage v = stage_of(copied - 1);
+        const unsigned full_v = v_full[v.index];
+        barrier_wait(v_empty[v.index], v.parity ^ 1);
+        barrier_announce(full_v, V_BYTES);
+        tma_load<PANELS_V, PANEL_V, BLOCK_K>(
+            smem_base + SMEM_V + v.index * V_BYTES,
+            p.v_map, full_v, k_start, h_kv, b);
       }
     }
     return;
@@ -628,7 +629,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       }
       return rescale;
     };
-    // A tile that only other warpgroups compute. Its buffers are released when every warp has
+    // A tile that this warpgroup does not compute. Its buffers are released when every warp has
     // waited for them, because a wait that is two phases late would not end.
     const auto hand_on = [&] {
       barrier_wait(k_full[k.index], k.parity);

@@ -299,7 +299,7 @@ DEVICE bool tile_must(const Params& p, int q_lo, int q_hi, int tile) {
 DEVICE int next_live_tile(
     const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
-  while (tile < tile_end) {
+  for (; tile < tile_end; tile = known.first + 32) {
     if (unsigned(tile - known.first) >= 32) {
       known.first = tile;
       const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -307,9 +307,8 @@ DEVICE int next_live_tile(
       const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
       known.full = __ballot_sync(0xffffffffu, full);
     }
-    const unsigned live = known.live >> (tile - known.first);
-    if (live != 0) return tile + __ffs(live) - 1;
-    tile = known.first + 32;
+    const unsigned lives = known.live >> (tile - known.first);
+    if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
 }
@@ -660,7 +659,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       int tile = reach.lo / BOX_K;
       const int tile_end = reach.lo < reach.hi ? ceil_div(reach.hi, BOX_K) : 0;
       const int lane = threadIdx.x;
-      int k_start = 0;  // the first key of this lane's box
+      const int box = lane;  // that this lane copies
+      int k_start = 0;  // its first key
       bool starts = true, last = false, ends;
       KnownTiles known;
       ROLLED do {
@@ -674,18 +674,19 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
             __syncwarp();
             tile = next_live_tile(p, known, q_lo, q_hi, tile, tile_end);
             if (tile >= tile_end || boxes == BOXES) break;
-            if (lane == boxes) {
-              own = tile;
-              own_full = known.is_full(tile);
-            }
+            const bool own_box = box == boxes;
+            const bool found_full = known.is_full(tile);
+            if (own_box) own = tile;
+            if (own_box) own_full = found_full;
             ++boxes;
             ++tile;
           }
           last = tile >= tile_end;
           // Boxes past the last key are zeros. Rows that reach no box have a tile of these.
-          const bool exists = lane < boxes;
+          const bool exists = box < boxes;
           k_start = exists ? own * BOX_K : ceil_div(p.seq_k, BOX_K) * BOX_K;
-          const bool full_box = exists && k_start + BLOCK_K <= p.seq_k && own_full;
+          const bool full_box = exists
+              && k_start + BLOCK_K <= p.seq_k && own_full;
           const unsigned masked = __ballot_sync(0xffffffffu, lane < BOXES && !full_box);
 
           // 2c. What the consumers need to know of the tile, and its K.
@@ -695,10 +696,8 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
           int* const record = (int*)(smem + SMEM_RECORDS)
               + (k.parity * STAGES + k.index) * RECORD_WORDS;
           if (lane < BOXES) record[lane] = k_start;
-          if (lane == 0) {
-            record[RECORD_MASKED] = masked | unsigned(last) << 31;
-            barrier_announce(full_k, K_BYTES);
-          }
+          if (lane == 0) record[RECORD_MASKED] = masked | unsigned(last) << 31;
+          if (copies) barrier_announce(full_k, K_BYTES);
           __syncwarp();
           if (lane < BOXES) {
             tma_load<PANELS, PANEL, BOX_K, BLOCK_K>(
@@ -810,42 +809,44 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
       k.next();
       const unsigned masked = uniform(record[RECORD_MASKED]);
       last = masked >> 31;
-      const int k_start = record[0];
-      const bool full_tile = !(masked & 1);
+      UNROLL for (int box = 0; box < BOXES; ++box) {
+        const int k_start = record[box];
+        const bool full_tile = !(masked >> box & 1);
 
-      // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
-      if (!full_tile) {
-        const int thread = thread_index();
-        const int column = k_start + thread % 4 * 2;
-        const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
-        MaskQuery mask_queries[2];
-        UNROLL for (int i = 0; i < 2; ++i) {
-          const int q = q_first + 8 * i;
-          mask_queries[i] = mask_query_values(p, q);
-        }
-        // The mask is costly: evaluated one by one, its reads and divisions would wait for each
-        // other; evaluated all at once, they would take too many registers. A loop computes a bit
-        // mask.
-        UNROLL for (int first = 0; first < BLOCK_K / 8; first += 16) {
-          unsigned outside[ROW_GROUPS][2] = {};
-          ROLLED for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
-            UNROLL for (int e = 0; e < 2; ++e) {
-              const int k = p.k_offset + column + 8 * (first + n) + e;
-              const MaskKey mask_key = mask_key_values(p, k);
-              UNROLL for (int r = 0; r < 2; ++r) {
-                const MaskQuery& mask_query = mask_queries[r];
-                const bool kept = mask_mod(p, mask_query, mask_key);
-                outside[0][r] = __funnelshift_r(outside[0][r], kept ? 0 : 1, 1);
+        // 5d. The mask, on mixed tiles only; after the score, which could turn -inf into a number.
+        if (!full_tile) {
+          const int thread = thread_index();
+          const int column = k_start + thread % 4 * 2;
+          const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
+          MaskQuery mask_queries[2];
+          UNROLL for (int i = 0; i < 2; ++i) {
+            const int q = q_first + 8 * i;
+            mask_queries[i] = mask_query_values(p, q);
+          }
+          // The mask is costly: evaluated one by one, its reads and divisions would wait for each
+          // other; evaluated all at once, they would take too many registers. A loop computes a bit
+          // mask.
+          UNROLL for (int first = 0; first < BOX_K / 8; first += 16) {
+            unsigned outside[ROW_GROUPS][2] = {};
+            ROLLED for (int n = 0; n < min(16, BOX_K / 8 - first); ++n) {
+              UNROLL for (int e = 0; e < 2; ++e) {
+                const int k = p.k_offset + column + 8 * (first + n) + e;
+                const MaskKey mask_key = mask_key_values(p, k);
+                UNROLL for (int r = 0; r < 2; ++r) {
+                  const MaskQuery& mask_query = mask_queries[r];
+                  const bool kept = mask_mod(p, mask_query, mask_key);
+                  outside[0][r] = __funnelshift_r(outside[0][r], kept ? 0 : 1, 1);
+                }
               }
             }
-          }
-          const int columns = min(16, BLOCK_K / 8 - first) * 2;
-          const unsigned beyond = bits_from(columns_before(p.seq_k - column) - 2 * first);
-          UNROLL for (int r = 0; r < 2; ++r) {
-            const unsigned removed = outside[0][r] >> (32 - columns) | beyond;
-            UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
-              float& x = s[0][first + i / 2][2 * r + i % 2];
-              if (removed >> i & 1) x = minus_infinity();
+            const int columns = min(16, BOX_K / 8 - first) * 2;
+            const unsigned beyond = bits_from(columns_before(p.seq_k - column) - 2 * first);
+            UNROLL for (int r = 0; r < 2; ++r) {
+              const unsigned removed = outside[0][r] >> (32 - columns) | beyond;
+              UNROLL for (int i = 0; i < min(32, BOX_K / 4 - 2 * first); ++i) {
+                float& x = s[0][box * (BOX_K / 8) + first + i / 2][2 * r + i % 2];
+                if (removed >> i & 1) x = minus_infinity();
+              }
             }
           }
         }

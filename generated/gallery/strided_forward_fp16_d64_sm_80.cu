@@ -592,7 +592,8 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
             const int q = q_first + 16 * g + 8 * (e / 2);
             const int k = k_first + 8 * n + e % 2;
             const bool kept = mask_mod(p, q, k);
-            if ((8 * n + e % 2 >= columns) | !kept) s[g][n][e] = minus_infinity();
+            const bool outside = (8 * n + e % 2 >= columns) | !kept;
+            if (outside) s[g][n][e] = minus_infinity();
           }
         }
       }

@@ -60,7 +60,7 @@ DEVICE Range tile_full(const Params& p) { return {0, min(p.seq_q, (p.seq_q >> 1)
 DEVICE int next_live_tile(
     const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
-  while (tile < tile_end) {
+  for (; tile < tile_end; tile = known.first + 32) {
     if (unsigned(tile - known.first) >= 32) {
       known.first = tile;
       const bool live = tile + lane < tile_end && tile_may(p, q_lo);
@@ -68,9 +68,8 @@ DEVICE int next_live_tile(
       const bool full = live && tile_must(p, q_hi);
       known.full = __ballot_sync(0xffffffffu, full);
     }
-    const unsigned live = known.live >> (tile - known.first);
-    if (live != 0) return tile + __ffs(live) - 1;
-    tile = known.first + 32;
+    const unsigned lives = known.live >> (tile - known.first);
+    if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
 }

@@ -84,7 +84,7 @@ DEVICE int next_live_tile(const Params& p, int b, int k_lo, int tile, int tile_e
 DEVICE int next_live_tile(
     const Params& p, KnownTiles& known, int b, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
-  while (tile < tile_end) {
+  for (; tile < tile_end; tile = known.first + 32) {
     if (unsigned(tile - known.first) >= 32) {
       known.first = tile;
       const bool live = tile + lane < tile_end && tile_may(p, b, k_lo);
@@ -92,9 +92,8 @@ DEVICE int next_live_tile(
       const bool full = live && tile_must(p, b, k_hi);
       known.full = __ballot_sync(0xffffffffu, full);
     }
-    const unsigned live = known.live >> (tile - known.first);
-    if (live != 0) return tile + __ffs(live) - 1;
-    tile = known.first + 32;
+    const unsigned lives = known.live >> (tile - known.first);
+    if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
 }

@@ -100,7 +100,7 @@ DEVICE int next_live_tile(const Params& p, int k_lo, int k_hi, int tile, int til
 DEVICE int next_live_tile(
     const Params& p, KnownTiles& known, int q_lo, int q_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
-  while (tile < tile_end) {
+  for (; tile < tile_end; tile = known.first + 32) {
     if (unsigned(tile - known.first) >= 32) {
       known.first = tile;
       const bool live = tile + lane < tile_end && tile_may(p, q_lo, q_hi, tile + lane);
@@ -108,9 +108,8 @@ DEVICE int next_live_tile(
       const bool full = live && tile_must(p, q_lo, q_hi, tile + lane);
       known.full = __ballot_sync(0xffffffffu, full);
     }
-    const unsigned live = known.live >> (tile - known.first);
-    if (live != 0) return tile + __ffs(live) - 1;
-    tile = known.first + 32;
+    const unsigned lives = known.live >> (tile - known.first);
+    if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
 }
@@ -121,7 +120,7 @@ DEVICE int next_live_tile(
 DEVICE int next_live_tile(
     const Params& p, KnownTiles& known, int k_lo, int k_hi, int tile, int tile_end) {
   const int lane = threadIdx.x % 32;
-  while (tile < tile_end) {
+  for (; tile < tile_end; tile = known.first + 32) {
     if (unsigned(tile - known.first) >= 32) {
       known.first = tile;
       const bool live = tile + lane < tile_end && tile_may(p, k_lo, k_hi, tile + lane);
@@ -129,9 +128,8 @@ DEVICE int next_live_tile(
       const bool full = live && tile_must(p, k_lo, k_hi, tile + lane);
       known.full = __ballot_sync(0xffffffffu, full);
     }
-    const unsigned live = known.live >> (tile - known.first);
-    if (live != 0) return tile + __ffs(live) - 1;
-    tile = known.first + 32;
+    const unsigned lives = known.live >> (tile - known.first);
+    if (lives != 0) return tile + __ffs(lives) - 1;
   }
   return tile_end;
 }

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
-from flashgen import InputError, SpecError
+from flashgen import InputError
 from flashgen.calls.ops import Report
 from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.runtime.programs import program_of
@@ -47,7 +47,7 @@ def test_the_registered_operator_refuses_them_too() -> None:
 def test_packed_sequences_are_refused() -> None:
     spec = fg.load(spec_path("variable_length"))
     ends = torch.tensor([0, 16], dtype=torch.int32)
-    with pytest.raises(SpecError, match="packed sequences cannot have split keys"):
+    with pytest.raises(InputError, match="packed sequences cannot have split keys"):
         fg.attention(spec)(*operands(), cu_seqlens_q=ends, cu_seqlens_k=ends, split_size=32)
 
 

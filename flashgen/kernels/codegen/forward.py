@@ -18,11 +18,10 @@ def forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    gathers = plan.box_k > 0 and spec.block_sparse is not None
-    direction = GATHERED_KEYS if gathers else KEYS
+    direction = GATHERED_KEYS if plan.gathers else KEYS
     functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     walk = walk_of(functions, plan)
-    element = "s[g][box * (BOX_K / 8) + n][e]" if gathers else "s[g][n][e]"
+    element = "s[g][box * (BOX_K / 8) + n][e]" if plan.box_k else "s[g][n][e]"
     folded = folded_score(spec, plan.kernel)
     score = ScoreCode.of(functions, folded, element=element, head=head_of(plan))
     return kernel(

@@ -309,54 +309,47 @@ class SpecFunctions:
     def tile_may(self) -> SpecFunction:
         return self._tile_condition("tile_may", self.mask.may)
 
-    def next_known_tile(self, may: SpecFunction, must: SpecFunction | None) -> SpecFunction:
-        """The same search, by a warp that keeps what its lanes found about 32 tiles at once."""
-        why = (
-            "The first tile from `tile` on that may have a kept element; tile_end if none has. "
-            "Each lane of the warp evaluates one of 32 tiles, once for all of them."
-        )
-        of_full = []
-        if must is not None:
-            of_full = [
-                f"    const bool full = live && {must.call(tile='tile + lane')};",
-                "    known.full = __ballot_sync(0xffffffffu, full);",
-            ]
-        body = (
-            "const int lane = threadIdx.x % 32;",
-            "while (tile < tile_end) {",
-            "  if (unsigned(tile - known.first) >= 32) {",
-            "    known.first = tile;",
-            f"    const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};",
-            "    known.live = __ballot_sync(0xffffffffu, live);",
-            *of_full,
-            "  }",
-            "  const unsigned live = known.live >> (tile - known.first);",
-            "  if (live != 0) return tile + __ffs(live) - 1;",
-            "  tile = known.first + 32;",
-            "}",
-            "return tile_end;",
-        )
-        uses = may.uses | (must.uses if must else frozenset()) | {TILE, TILE_END}
-        given = ["KnownTiles& known"]
-        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses, given=given)
+    def next_live_tile(
+        self, may: SpecFunction, must: SpecFunction | None, *, keeps: bool
+    ) -> SpecFunction:
+        """The search for the next tile for which ``may`` is true: it may have a kept element.
 
-    def next_live_tile(self, may: SpecFunction) -> SpecFunction:
-        """The search for the next tile for which ``may`` is true: it may have a kept element."""
+        Args:
+            keeps: whether the warp keeps what its lanes found about 32 tiles at once, by ``must``
+                too.
+        """
+        once = ", once for all of them" if keeps else ""
         why = (
             "The first tile from `tile` on that may have a kept element; tile_end if none has. "
-            "Each lane of the warp evaluates one of 32 tiles."
+            f"Each lane of the warp evaluates one of 32 tiles{once}."
         )
+        live = f"const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};"
+        if keeps:
+            found = [
+                "if (unsigned(tile - known.first) >= 32) {",
+                "  known.first = tile;",
+                f"  {live}",
+                "  known.live = __ballot_sync(0xffffffffu, live);",
+            ]
+            if must is not None:
+                found += [
+                    f"  const bool full = live && {must.call(tile='tile + lane')};",
+                    "  known.full = __ballot_sync(0xffffffffu, full);",
+                ]
+            found += ["}", "const unsigned lives = known.live >> (tile - known.first);"]
+        else:
+            found = [live, "const unsigned lives = __ballot_sync(0xffffffffu, live);"]
         body = (
             "const int lane = threadIdx.x % 32;",
-            "for (; tile < tile_end; tile += 32) {",
-            f"  const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};",
-            "  const unsigned lives = __ballot_sync(0xffffffffu, live);",
+            f"for (; tile < tile_end; tile {'= known.first + 32' if keeps else '+= 32'}) {{",
+            *(f"  {line}" for line in found),
             "  if (lives != 0) return tile + __ffs(lives) - 1;",
             "}",
             "return tile_end;",
         )
-        uses = may.uses | {TILE, TILE_END}
-        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses)
+        uses = may.uses | (must.uses if keeps and must else frozenset()) | {TILE, TILE_END}
+        given = ["KnownTiles& known"] if keeps else []
+        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses, given=given)
 
     def tile_must(self) -> SpecFunction:
         return self._tile_condition("tile_must", self.mask.must)

@@ -56,9 +56,9 @@ class WalkCode:
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
     reaches_further: bool  # the walks of later owned tiles end later
+    full_by_mask: str  # as full_tile, whatever the layout keeps
     known: bool = False  # what a search found about 32 tiles is kept
-    known_full: str | None = None  # whether the tile that it found is full
-    full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
+    found_full: str | None = None  # what its warp tests together of a tile that it found: own_full
     part: str | None = None  # which blocks are live that some rows and columns touch
     in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
 
@@ -82,7 +82,6 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         elif mask.must != sympy.false:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
-    gathered = plan.box_k > 0
     in_parts = layout is not None and plan.layout_in_parts
     by_score = None if in_parts else layout
     # Where rows of scores are not what the kernel owns, the mask is solved along the other axis.
@@ -95,10 +94,10 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     masked = by_element.function if by_element else None
     if kept is not None:
         masked = make.row(along, kept)
-    known = may is not None and plan.keeps_classes
+    known = may is not None and plan.producer_registers > 0  # which hold what was found
     live = None
     if may:
-        live = make.next_known_tile(may, must) if known else make.next_live_tile(may)
+        live = make.next_live_tile(may, must, keeps=known)
     visit = layout.next_tile(live) if layout else live
     costly = not by_row and is_costly(mask.expr)
     in_rows = None
@@ -109,15 +108,16 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         element = by_score.element(masked)
     part = layout.part() if layout and in_parts else None
     in_layout = layout.element(None) if layout and in_parts else None
-    is_full = must.call(**renamed) if must else None
-    if must and known:
-        is_full = f"known.is_full({renamed.get('tile', 'tile')})"
-    of_box = must.call(**{**renamed, "tile": "own"}) if must and gathered else is_full
-    if must and known and gathered:
-        of_box = "own_full"
-    of_whole = None if gathered else layout
-    full_tile = _full_tile(make, full, of_box, of_whole, renamed)
-    by_mask = _full_tile(make, full, of_box, None, renamed) if layout and in_parts else None
+    of_mask = f"known.is_full({renamed.get('tile', 'tile')})" if known else None
+    of_mask = (of_mask or must.call(**renamed)) if must else None
+    of_layout = None
+    if layout and not plan.gathers and (mask.always or full or must):
+        of_layout = layout.full().call(**renamed)
+    found_full = None
+    if plan.box_k and (of_mask or of_layout):
+        found_full = " && ".join(filter(None, (of_mask, of_layout)))
+        of_mask, of_layout = "own_full", None
+    by_mask = _full_tile(make, full, of_mask)
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
@@ -134,7 +134,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         full=full.call(**renamed) if full else None,
         next=visit.call(**renamed) if visit else None,
         next_why=NEXT_LISTED if layout else NEXT_LIVE,
-        full_tile=full_tile,
+        full_tile=f"{by_mask}\n        && {of_layout}" if of_layout else by_mask,
         row=element.call() if by_row else None,
         row_outside=("8 * n + e < lo || " if has_lo else "") + "8 * n + e >= hi",
         row_has_lo=has_lo,
@@ -150,9 +150,9 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
         reaches_further=mask.reaches_further,
-        known=known,
-        known_full=is_full if known else None,
         full_by_mask=by_mask,
+        known=known,
+        found_full=found_full,
         part=part.call(**_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,
     )
@@ -174,14 +174,8 @@ def _calls(parts: FunctionInParts | None) -> dict[str, str]:
     return {each.name: each.call for each in values if each is not None}
 
 
-def _full_tile(
-    make: SpecFunctions,
-    full: SpecFunction | None,
-    must: str | None,
-    layout: LayoutFunctions | None,
-    renamed: dict[str, str],
-) -> str:
-    """C++ of the condition that every element of a tile exists and is kept."""
+def _full_tile(make: SpecFunctions, full: SpecFunction | None, must: str | None) -> str:
+    """C++ of the condition that every element of a tile exists and is kept by the mask."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
     if make.direction is not QUERIES:
@@ -196,8 +190,7 @@ def _full_tile(
         conditions.append(inside)
     if must is not None:
         conditions.append(must)
-    by_mask = " && ".join(conditions)
-    return f"{by_mask}\n        && {layout.full().call(**renamed)}" if layout else by_mask
+    return " && ".join(conditions)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,9 @@ class Plan(LaunchRules):
             the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
         box_k: keys of a box, where the producer of the forward kernel searches for boxes, and tells
-            the consumers of which ones a tile consists: of several with live blocks of a layout,
-            or of one without a layout. 0 where every warp finds the tiles.
+            the consumers of which ones a tile consists. 0 where every warp finds the tiles.
+        gathers: whether a tile consists of boxes with live blocks of a layout, wherever they are;
+            else of one box.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -155,6 +156,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     partial: bool = False
     box_k: int = 0
+    gathers: bool = False
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
 
@@ -351,20 +353,12 @@ class Plan(LaunchRules):
     def layout_in_parts(self) -> bool:
         """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
         owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
-        return self.box_k > 0 or owns
+        return self.gathers or owns
 
     @property
     def masks_pairs(self) -> bool:
         """Whether the mask is applied to words of two elements, in Hopper's backward kernels."""
         return self.kernel in ("fused", "dkdv", "dq") and self.code_path.copies_by_tma
-
-    @property
-    def keeps_classes(self) -> bool:
-        """Whether the warps that search for tiles keep what they found about 32 of them.
-
-        Those of a producer have the registers for it.
-        """
-        return self.box_k > 0 or (self.kernel != "forward" and self.producer_registers > 0)
 
     @property
     def walked_keys(self) -> int:

@@ -77,6 +77,7 @@ def plan_of_tile(
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         heads_per_tile=problem.heads_per_tile,
         box_k=int(at.get("box_k", 0)),
+        gathers=problem.layout is not None,
         in_parts=False,
         of_parts=None,
         partial=spec.partial or (spec.split and at["e"] == 2),

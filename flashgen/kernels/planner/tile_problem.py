@@ -162,9 +162,10 @@ def problem_of(
         **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
-    tells = kernel == "forward" and path.copies_by_tma and not spec.is_served
-    layout = spec.block_sparse if tells else None
-    records = tells and (layout is not None or spec_terms.searches(spec))
+    tells = kernel == "forward" and path.copies_by_tma
+    records = tells and spec_terms.searches(spec)
+    # The bits of a row that is served depend on no other row: its tiles are not gathered for all.
+    layout = spec.block_sparse if tells and not spec.is_served else None
     return TileProblem(
         spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout, records
     )

@@ -246,7 +246,7 @@ def steps_of(
         rows: those of a warpgroup, from `rows_by_bounds`.
     """
     if plan.box_k:
-        return _gathered_steps(plan, walk, listed, visit, mask_ops)
+        return _steps_of_boxes(plan, walk, listed, visit, mask_ops)
     together = rows or plan.block_q
     tiles = np.array(visit.tiles, dtype=np.int64)
     computed = np.zeros_like(tiles)
@@ -270,21 +270,20 @@ def steps_of(
     return found
 
 
-def _gathered_steps(
+def _steps_of_boxes(
     plan: Plan, walk: TileWalk, listed: ListedBlocks | None, visit: Visit, mask_ops: float
 ) -> Steps:
     """The kinds of the steps of one block whose tiles consist of boxes."""
     boxes = np.array(visit.tiles, dtype=np.int64)
-    masked = ~unmasked_tiles(walk, visit.start, visit.stop)[boxes]
-    whole = np.ones_like(masked)
-    if listed is not None:
-        whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)[boxes]
+    here = walk, visit.start, visit.stop
+    masked = ~unmasked_tiles(*here, None if plan.gathers else listed)[boxes]
+    whole = unmasked_tiles(*here, listed, ignores_mask=True)[boxes]
     together = plan.block_k // plan.box_k
     found: Counter[StepKind] = Counter()
     for first in range(0, max(1, len(boxes)), together):
         tile = slice(first, first + together)
         ops = mask_ops * np.count_nonzero(masked[tile]) / together
-        if listed is not None and np.count_nonzero(whole[tile]) < together:
+        if plan.gathers and np.count_nonzero(whole[tile]) < together:
             ops += DEAD_BOX_INSTRUCTIONS
         found[StepKind(plan.block_q, ops)] += 1
     return found

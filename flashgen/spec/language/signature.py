@@ -11,7 +11,7 @@ import functools
 
 import sympy
 
-from flashgen.shared.errors import SpecError
+from flashgen.shared.errors import InputError, SpecError
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import (
     LAYOUT_NAMES,
@@ -171,10 +171,10 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     whole for each paged sequence.
 
     Raises:
-        SpecError: the spec has packed sequences.
+        InputError: the spec has packed sequences.
     """
     if spec.packed and not spec.paged:
-        raise SpecError(
+        raise InputError(
             "packed sequences cannot have split keys",
             where="argument split_size",
             numbers=f"spec {spec.name} has packed=True",

@@ -49,13 +49,13 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
             reads = _reads_of_lists(each.walk, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
-            if plan.box_k:
+            if plan.gathers:
                 blocks += times * _reads_of_boxes(each.walk, plan, each.listed, visit)
                 continue
             by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
     if plan.is_persistent:
-        # All producer warps search for the first tile, but only one of them for the next.
+        # The search that ends a tile of boxes is repeated for the next.
         return {"c_layout": LIVE_BYTES * blocks}
     side = "column" if plan.owns_keys else "row"
     return {
@@ -67,9 +67,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
 
 def _searching_warps(plan: Plan) -> tuple[int, int]:
     """Warps of a block that search for the next tile, and those that test whether it is full."""
-    if plan.other_warps and not plan.is_persistent:
-        return WALKING_WARPS[plan.kernel]
-    return plan.warps, plan.warps
+    return WALKING_WARPS.get(plan.kernel, (1, 1)) if plan.other_warps else (plan.warps, plan.warps)
 
 
 def _reads_of_lists(walk: TileWalk, listed: ListedBlocks, visit: Visit) -> list[tuple[int, int]]:

@@ -19,7 +19,8 @@ from fractions import Fraction
 SEARCH_REGISTERS = 40
 # Where the forward producer searches by one bound.
 SEARCH_BY_BOUND_REGISTERS = 32
-# Where the forward producer gathers boxes with live blocks of a layout to tiles.
+# Where the forward producer gathers boxes with live blocks of a layout to tiles, or searches for
+# tiles whose keys are in pages.
 GATHER_REGISTERS = 72
 # More of them, where the forward producer evaluates the mask for each tile ...
 SEARCH_BY_MASK_REGISTERS = 16
@@ -30,6 +31,8 @@ SEARCH_BY_TENSORS_REGISTERS = 16
 # than others. With another, or a score function that reads an element of a tensor for each score,
 # they need as many more as on sm_80; and as many again with a block layout.
 SERVED_HEAD_DIMS = (*range(25), *range(49, 129))
+# Those that consumers leave to a producer that searches for tiles whose keys are in pages.
+PAGED_SEARCH_REGISTERS = 8
 
 # ---- forward: registers per thread of the consumer warpgroups, fitted ----------------------------
 

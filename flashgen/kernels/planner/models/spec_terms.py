@@ -167,14 +167,18 @@ def registers_sm80(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> 
 
 
 def served_registers(spec: AttentionSpec, path: str) -> int:
-    """The registers that calls with split keys or pages take beyond those of other calls."""
+    """The registers that calls with split keys or pages take beyond those of other calls.
+
+    Negative where consumers do without more, because the producer searches for them.
+    """
     if not spec.is_served:
         return 0
     if not PATHS[path].copies_by_tma:
         return fitted_sm80.FORWARD_SERVED_REGISTERS
     usual = (spec.head_dim_v or spec.head_dim) in fitted_sm90.SERVED_HEAD_DIMS
     needed = not usual or _reads_for_each_score(spec)
-    return fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+    more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+    return more - fitted_sm90.PAGED_SEARCH_REGISTERS * (spec.paged and searches(spec))
 
 
 def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
@@ -257,13 +261,14 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     row, reads = row_interval(spec.mask), _reads_elements(spec)
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward":
-        if spec.block_sparse is not None and not spec.is_served:
+        gathers = spec.block_sparse is not None and not spec.is_served
+        if gathers or (spec.paged and searches(spec)):
             return fitted.GATHER_REGISTERS
         if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
         # A range with two ends that are made from quotients or from elements of tensors.
         two_costly = two_ends and (contains(spec.mask, FloorDiv, FloorMod) or reads)
-        if spec.block_sparse or spec.packed or two_costly:
+        if spec.packed or two_costly:
             return fitted.SEARCH_REGISTERS
         return fitted.SEARCH_BY_BOUND_REGISTERS if searches(spec) else 0
     tests_tiles = spec.block_sparse is not None or row is None
@@ -275,8 +280,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
 
 
 def searches(spec: AttentionSpec) -> bool:
-    """Whether bounds of the mask are not exact, so that its key tiles are searched for."""
-    return not reach(spec.mask, WalkedAxis())[1]
+    """Whether key tiles are searched for: by a layout, or as bounds of the mask are not exact."""
+    return spec.block_sparse is not None or not reach(spec.mask, WalkedAxis())[1]
 
 
 def _reads_for_each_score(spec: AttentionSpec) -> bool:
