@@ -116,7 +116,7 @@ def kernel(
         walk=code.walk if code else None,
         score=code.score if code else None,
         partials=code.partials if code else None,
-        gathered=plan.box_k > 0,
+        gathered=plan.gathers,
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,

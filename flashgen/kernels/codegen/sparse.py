@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, GATHERED_QUERIES, SpecFunctions
 from flashgen.kernels.codegen.params import head_in_whole
 from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
@@ -53,9 +53,11 @@ class LayoutFunctions:
     def __init__(self, make: SpecFunctions) -> None:
         self._make = make
         self._head = head_in_whole(make.spec, "h")
-        by_keys = make.direction is not QUERIES
+        by_keys = not make.direction.owns_keys
         keys = replace(_KEYS, size="BOX_K") if make.direction is GATHERED_KEYS else _KEYS
-        self._owned, self._walked = (_QUERIES, keys) if by_keys else (_KEYS, _QUERIES)
+        gathers = make.direction is GATHERED_QUERIES
+        queries = replace(_QUERIES, size="BOX_Q") if gathers else _QUERIES
+        self._owned, self._walked = (queries, keys) if by_keys else (keys, queries)
         live, *lists = (tensor.symbol for tensor in TENSORS)
         make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
         self._listed = self._next_listed_tile()
@@ -72,8 +74,8 @@ class LayoutFunctions:
         why = "Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all."
         body = (
             "bool some = false, every = true;",
-            "for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
-            "  for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
+            "ROLLED for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
+            "  ROLLED for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
             f"    const bool live = read_layout(p, b, {self._head}, i, j) != 0;",
             "    some |= live;",
             "    every &= live;",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, GATHERED_QUERIES, SpecFunctions
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
@@ -56,7 +56,6 @@ class WalkCode:
     reaches_further: bool  # the walks of later owned tiles end later
     known: bool = False  # what a search found about 32 tiles is kept
     known_full: str | None = None  # whether the tile that it found is full
-    full_by_mask: str | None = None  # as full_tile, whatever the layout keeps
     part: str | None = None  # which blocks are live that some rows and columns touch
     in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
 
@@ -80,8 +79,8 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         elif mask.must != sympy.false:
             must = make.tile_must()
     layout = LayoutFunctions.of(make)
-    gathered = plan.box_k > 0
-    in_parts = layout is not None and plan.layout_in_parts
+    gathered = plan.gathers
+    in_parts = layout is not None and gathered
     by_score = None if in_parts else layout
     by_row = by_score is None and (mask.always or mask.row is not None)
     by_element = None if by_row or mask.always else make.mask_mod()
@@ -108,7 +107,6 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         of_box = "own_full"
     of_whole = None if gathered else layout
     full_tile = _full_tile(make, full, of_box, of_whole, renamed)
-    by_mask = _full_tile(make, full, of_box, None, renamed) if layout and in_parts else None
     assert element is not None, "without a layout there is a mask or a row of all keys"
     functions: tuple[SpecFunction, ...] = by_element.functions[:-1] if by_element else ()
     if may or must:
@@ -142,15 +140,14 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         reaches_further=mask.reaches_further,
         known=known,
         known_full=is_full if known else None,
-        full_by_mask=by_mask,
-        part=part.call(**_part_ends(make)) if part else None,
+        part=part.call(**renamed, **_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,
     )
 
 
 def _part_ends(make: SpecFunctions) -> dict[str, str]:
     """The ends of a part of a tile: rows and columns of scores in the accumulators."""
-    rows, columns = ("k", "q") if make.direction is QUERIES else ("q", "k")
+    rows, columns = ("k", "q") if make.direction.owns_keys else ("q", "k")
     return {
         f"{axis}_{end}": f"{name}_{end}"
         for axis, name in ((rows, "rows"), (columns, "columns"))
@@ -174,14 +171,15 @@ def _full_tile(
     """C++ of the condition that every element of a tile exists and is kept."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
-    if make.direction is not QUERIES:
+    if not make.direction.owns_keys:
         # Queries past the end need no mask: their rows are not stored. Keys in full exist.
         keys = "BOX_K" if make.direction is GATHERED_KEYS else "BLOCK_K"
         conditions = [] if full else [f"k_start + {keys} <= p.seq_k"]
         inside = f"full.lo <= k_start && k_start + {keys} <= full.hi"
     else:
         conditions = ["whole"]
-        inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
+        queries = "BOX_Q" if make.direction is GATHERED_QUERIES else "BLOCK_Q"
+        inside = f"full.lo <= q_start && q_start + {queries} <= full.hi"
     if full is not None:
         conditions.append(inside)
     if must is not None:

@@ -111,6 +111,8 @@ class Plan(LaunchRules):
         box_k: keys of a box, where the producer of the forward kernel searches for boxes, and tells
             the consumers of which ones a tile consists: of several with live blocks of a layout,
             or of one without a layout. 0 where every warp finds the tiles.
+        box_q: queries of a box, where blocks own keys and their producer gathers boxes with live
+            blocks of a layout to tiles; else 0.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -155,6 +157,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     partial: bool = False
     box_k: int = 0
+    box_q: int = 0
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
 
@@ -348,10 +351,17 @@ class Plan(LaunchRules):
         return tuple(line.name for line in self.derivation if line.binding)
 
     @property
-    def layout_in_parts(self) -> bool:
-        """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
-        owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
-        return self.box_k > 0 or owns
+    def gathers(self) -> bool:
+        """Whether tiles consist of boxes that the producer finds. With a block layout, its blocks
+        are tested for 16 rows and a box at once."""
+        return self.box_k > 0 or self.box_q > 0
+
+    @property
+    def boxes_per_tile(self) -> int:
+        """Boxes of a tile; 1 where it is not gathered."""
+        if self.box_q:
+            return self.block_q // self.box_q
+        return self.block_k // self.box_k if self.box_k else 1
 
     @property
     def keeps_classes(self) -> bool:
@@ -366,12 +376,17 @@ class Plan(LaunchRules):
         """Keys of a unit that the walk over keys finds: a box that is gathered, or a tile."""
         return self.box_k or self.block_k
 
-    def steps_of(self, walked: int) -> int:
-        """Steps in which a block visits so many tiles, or boxes of gathered tiles.
+    @property
+    def walked_queries(self) -> int:
+        """Query rows of each head in a tile, or in a box of a walk over queries."""
+        return self.box_q or self.queries_per_tile
 
-        Rows that reach no box have a gathered tile of none.
+    def steps_of(self, walked: int) -> int:
+        """Steps in which a block visits so many tiles, or boxes of gathered tiles, of one head.
+
+        Queries that reach no box have a gathered tile of none.
         """
-        return max(1, -(-walked * self.box_k // self.block_k)) if self.box_k else walked
+        return max(int(self.box_k > 0), -(-walked // self.boxes_per_tile))
 
     @property
     def machine(self) -> LaunchMachine:
@@ -393,7 +408,9 @@ class Plan(LaunchRules):
         (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
-        queries = min(rows, self.queries_per_tile) if self.kernel == "forward" else self.block_q
+        queries = self.walked_queries
+        if self.kernel == "forward":
+            queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
         found = (
             ("q", (panel, queries, heads)),

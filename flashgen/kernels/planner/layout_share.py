@@ -1,8 +1,9 @@
 """The share of scores that tiles gathered from live blocks of a layout compute.
 
 A tile has rows of several blocks, and computes the keys that any of them keeps: the fewer rows, the
-fewer scores. The share is that of `positions_of` queries and keys, for the layout's function or,
-where calls give the layout, for random blocks.
+fewer scores. A tile of keys computes the queries that keep any of them. The share is that of
+`positions_of` queries and keys, for the layout's function or, where calls give the layout, for
+random blocks.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ def grid_of(sparse: BlockSparse) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def share_of_scores(sparse: BlockSparse, queries: int) -> float:
-    """The share of all scores that tiles of so many queries compute."""
+def share_of_scores(sparse: BlockSparse, owned: int, *, by_keys: bool = False) -> float:
+    """The share of all scores that tiles of so many queries compute, or ``by_keys`` of keys."""
     positions = positions_of(sparse)
     rows, columns = grid_of(sparse)
-    table = live_blocks(sparse)
+    table, block = live_blocks(sparse), sparse.block_q
+    if by_keys:
+        table, block = b"".join(table[j::columns] for j in range(columns)), sparse.block_k
+        rows, columns = columns, rows
     lines = [int.from_bytes(table[i * columns : (i + 1) * columns], "big") for i in range(rows)]
-    tiles, found = range(0, positions, queries), 0
+    tiles, found = range(0, positions, owned), 0
     for first in tiles:
-        last = min((first + queries - 1) // sparse.block_q, rows - 1)
+        last = min((first + owned - 1) // block, rows - 1)
         live = 0
-        for line in lines[first // sparse.block_q : last + 1]:
+        for line in lines[first // block : last + 1]:
             live |= line
         found += live.bit_count()
     return found / (len(tiles) * columns)

@@ -10,6 +10,7 @@ from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
+from flashgen.kernels.planner.models.panels_sm90 import rows_of_sums
 from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.search import Evaluated, best_occupancy, larger
@@ -71,6 +72,7 @@ def plan_of_tile(
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         heads_per_tile=problem.heads_per_tile,
         box_k=int(at.get("box_k", 0)),
+        box_q=int(at.get("box_q", 0)),
         in_parts=False,
         of_parts=None,
         partial=spec.partial or (spec.split and at["e"] == 2),
@@ -87,12 +89,18 @@ def plan_of_tile(
 
 
 def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, int] | None:
-    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows."""
+    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows.
+
+    A tile of the sums is a box, where tiles are gathered, or two boxes that two warpgroups have.
+    """
     if problem.kernel != "fused":
         return None
     head_dim = int(at["d_qk"])
     strips = MMA_ROWS * -(-head_dim // MMA_ROWS)
-    return int(at["block_q"]), strips if problem.path.dq_strips else head_dim
+    rows = int(at["block_q"])
+    if "box_q" in at:
+        rows = rows_of_sums(rows, int(at["box_q"]), head_dim)
+    return rows, strips if problem.path.dq_strips else head_dim
 
 
 def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:

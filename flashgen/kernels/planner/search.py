@@ -79,12 +79,15 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
-    if problem.records:
-        at["box_k"] = problem.box_of(tile.step)
-        # For each tile in flight, the first keys of its boxes and words about them.
-        words = tile.step // at["box_k"] + 1
+    if problem.records and model is problem.model:
+        box = problem.box_of(tile.step)
+        # For each tile in flight, the first rows of its boxes and words about them.
+        words = tile.step // box
         words += tile.owned // MMA_ROWS if problem.layout is not None else 0
-        at["records"] = WORD * RECORDS_PER_STAGE * at["stages"] * words
+        if problem.kernel == "forward":
+            at |= {"box_k": box, "records": WORD * RECORDS_PER_STAGE * at["stages"] * (words + 1)}
+        else:
+            at |= {"box_q": box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(
@@ -174,8 +177,8 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
     for model in filter(None, (problem.model, problem.model.other_form)):
         for column_warps, score_warps in model.sharing:
-            few = () if problem.layout is None else (model.warps_of_few_rows,)
-            for warps in (*few, *model.warp_counts):
+            few = 0 if problem.layout is None else model.warps_of_few_rows
+            for warps in filter(None, (few, *model.warp_counts)):
                 if warps % column_warps:
                     continue
                 for row_groups in model.row_groups:
@@ -207,21 +210,23 @@ def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
 def cheapest(problem: TileProblem) -> Evaluated | None:
     """The feasible tile of least predicted cost; None when there is none.
 
-    Where boxes are gathered to tiles, of least cost of the scores that its rows have in them; whole
+    Where boxes are gathered to tiles, of least cost of the scores that a block has in them; whole
     boxes of a block of the layout, or of a part of it, are preferred.
     """
     found = [best_occupancy(problem, shape) for shape in shapes(problem)]
     fitting = [each for each in found if not each.excesses]
-    if problem.layout is None:
+    gathered = [each for each in fitting if each.model is problem.model]
+    if problem.layout is None or not gathered:
         return min(fitting, key=lambda each: each.rank, default=None)
-    sparse, block = problem.layout, problem.layout.block_k
-    whole = [each for each in fitting if not (each.tile.step % block and block % each.tile.step)]
+    sparse, block = problem.layout, problem.walked_block
+    whole = [each for each in gathered if not (each.tile.step % block and block % each.tile.step)]
+    by_keys = problem.model.owns == "block_k"
 
     def cost(each: Evaluated) -> tuple[float, Tile]:
-        queries = each.tile.owned // problem.heads_per_tile
-        return each.cost * share_of_scores(sparse, max(1, queries)), each.tile
+        rows = max(1, each.tile.owned // problem.heads_per_tile)
+        return each.cost * share_of_scores(sparse, rows, by_keys=by_keys), each.tile
 
-    return min(whole or fitting, key=cost, default=None)
+    return min(whole or gathered, key=cost)
 
 
 def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:

@@ -14,6 +14,7 @@ from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
+from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS, CodePath
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
@@ -83,7 +84,7 @@ class TileProblem:
         given: the quantities that do not depend on the tile.
         heads_per_tile: query heads that share a tile.
         layout: the block layout, where boxes with live blocks of it are gathered to tiles.
-        records: whether the producer alone searches for tiles, and tells the consumers.
+        records: whether the producer alone searches for tiles or boxes, and tells the consumers.
         learned: the elements of learned tensors to which each score adds for itself.
     """
 
@@ -108,11 +109,17 @@ class TileProblem:
         pair = tile.column_warps, tile.score_warps
         return other if other is not None and pair in other.sharing else self.model
 
+    @property
+    def walked_block(self) -> int:
+        """Positions of a block of the layout along the side that tiles walk."""
+        assert self.layout is not None, "only a layout has blocks"
+        return self.layout.block_q if self.kernel in KEY_KERNELS else self.layout.block_k
+
     def box_of(self, step: int) -> int:
-        """Keys of a box in tiles of so many: they divide tiles and, where they can, blocks."""
+        """Rows of a box in tiles of so many: they divide tiles and, where they can, blocks."""
         if self.layout is None:
             return step
-        box = math.gcd(self.layout.block_k, step)
+        box = math.gcd(self.walked_block, step)
         return box if box % STEP == 0 else STEP
 
     def given_as(self, **changes: Number) -> TileProblem:
@@ -163,8 +170,9 @@ def problem_of(
     }
     learned = spec_terms.added_by_scores(spec, kernel)
     tells = kernel == "forward" and path.copies_by_tma and not spec.is_served
-    layout = spec.block_sparse if tells else None
-    records = tells and (layout is not None or spec_terms.searches(spec))
+    gathers = tells or (kernel in KEY_KERNELS and path.copies_by_tma)
+    layout = spec.block_sparse if gathers else None
+    records = layout is not None or (tells and spec_terms.searches(spec))
     return TileProblem(
         spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout, records
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.kernels.planner import Tile
 from tests.kernels.sm90.test_gathered import BLOCKS, MODS
 from tests.support.judged import Call
 from tests.support.planted import planted
@@ -30,10 +31,12 @@ def judged(
     at = dict(zip(("q_offset", "k_offset"), offsets, strict=True))
     tensors = {"layout": live, **how.pop("tensors", {})}
     fixed = how.pop("deterministic", False)
+    tile = how.pop("tile", None)
+    tiles = {} if tile is None else {"tiles": {"fused": tile}}
     call = Call(spec, case.tensors(), {"tensors": tensors, **at, **how}, arch=ARCH)
-    run = call.judged_backward(deterministic=fixed)
+    run = call.judged_backward(deterministic=fixed, **tiles)
     plans = [each.kernel.plan for each in run.reports if each.kernel is not None]
-    assert any(plan.layout_in_parts for plan in plans)
+    assert any(plan.box_q > 0 for plan in plans)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in BLOCKS])
@@ -56,13 +59,18 @@ def test_layouts_combine_with_what_reads_positions(name: str) -> None:
     judged(spec, Case(150, 200, 1, 2, 1), **numbers)
 
 
+# What is wrong, and how.
 BUGS = {
-    "blocks of other keys": (
-        "rows_lo = p.k_offset + k_start + thread / 32 * 16;",
-        "rows_lo = p.k_offset + k_start + thread / 64 * 16;",
+    "a live word of another tile": (
+        "record[RECORD_LIVE + thread_index() / 32]",
+        "((const int*)(smem + SMEM_ROWS + 8 * BLOCK_Q))[RECORD_LIVE + thread_index() / 32]",
     ),
-    "blocks of other queries": ("thread % 32 * 8;", "(thread % 32 ^ 1) * 8;"),
-    "rows that differ are taken for live": ("part == 1)", "part == 0 && false)"),
+    "a live word of other keys": ("RECORD_LIVE + thread_index() / 32", "RECORD_LIVE"),
+    "blocks of other keys": ("rows_lo = k_lo + 16 * g;", "rows_lo = k_lo + 16 * (g ^ 1);"),
+    "a box of the wrong base": ("BOX_Q) : own) * BOX_Q;", "BOX_Q) : own + 1) * BOX_Q;"),
+    "sums of another box": ("q_start, box) + column", "q_start, box ^ 1) + column"),
+    "rows that differ are taken for live": ("if (live >> 31)", "if (live >> 31 && false)"),
+    "a mask that is left out": ("next_h, masked);", "next_h, masked & 1);"),
 }
 
 
@@ -70,8 +78,9 @@ BUGS = {
 def test_planted_bugs_are_caught(bug: str) -> None:
     old, new = BUGS[bug]
     spec = sparse_spec(12, 12, causal, dtype="float16", head_dim=64)
-    with planted("fused", old, new), pytest.raises(AssertionError):
-        judged(spec, Case(150, 200))
+    tile = Tile(step=32, warps=8, row_groups=1, blocks=1)
+    with planted("fused", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        judged(spec, Case(150, 200), tile=tile)
 
 
 def test_a_block_of_keys_without_a_live_block_has_no_gradients() -> None:

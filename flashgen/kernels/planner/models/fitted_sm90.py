@@ -21,6 +21,8 @@ SEARCH_REGISTERS = 40
 SEARCH_BY_BOUND_REGISTERS = 32
 # Where the forward producer gathers boxes with live blocks of a layout to tiles.
 GATHER_REGISTERS = 72
+# The same in kernels whose blocks own keys, which gather boxes of queries.
+GATHER_QUERIES_REGISTERS = 56
 # More of them, where the forward producer evaluates the mask for each tile ...
 SEARCH_BY_MASK_REGISTERS = 16
 # ... and where the producer of a backward kernel reads captured tensors to find tiles.

@@ -271,6 +271,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     more = spare > fitted.SPARE_NOT_AHEAD
     if (tests_tiles and reads) or spare > by_tensors or (more and reads):
         return fitted.SEARCH_REGISTERS + by_tensors
+    if kernel in KEY_KERNELS and spec.block_sparse is not None:
+        return fitted.GATHER_QUERIES_REGISTERS
     return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or more else 0
 
 
