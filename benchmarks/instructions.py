@@ -39,6 +39,7 @@ MASK = (
     "if (!full_tile) {",
     "if (!tile.full) {",
     "if (!here.full) {",
+    "if (tile.masked) {",
 )
 SCORE = "score_mod("
 SUBTRACT_FAR = "subtract_far("
@@ -53,13 +54,10 @@ RESCALE = (
     "if (find_maxima(tile_max, s, row_max, exp_scale, MAX_LAG)) {",
 )
 # Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
-DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
+DEAD = ("if (live != (1u << BOXES) - 1) {",)
 # Of a mask whose ranges of queries end with the sequence, in the last tile of queries alone.
 LAST = ("if (q_start + BLOCK_Q > p.seq_q) {",)
-DIFFER = (
-    "if (live >> 31) {",
-    "if (__any_sync(0xffffffffu, part == 1)) {  // some of them are live",
-)
+DIFFER = ("if (live >> 31) {",)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
             name = "copy"  # a branch of the score function, which most tiles take
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
-            if plan.box_k and name == "search":
+            if plan.gathers and name == "search":
                 continue  # none is searched: it belongs to boxes in which rows differ
         parts[name].append(block)
     # Scores are computed in passes, with the mask's part of each.
@@ -209,7 +207,7 @@ def row(path: Path, head_dim: int, dtype: str, arch: str) -> list[str]:
         f"{plan.block_q} x {plan.block_k}, {plan.warps} warps",
         f"{work.per_score(work.full):.2f}",
         f"{work.per_score(work.full, work.mask):.2f}",
-        f"{work.per_score(work.full, work.dead):.2f}" if plan.box_k else "",
+        f"{work.per_score(work.full, work.dead):.2f}" if plan.gathers else "",
         f"{work.per_score(work.rescale):.2f}",
         f"{work.per_score(work.search):.2f}",
         str(built.binary.resources.registers),

@@ -1,5 +1,5 @@
-"""Hopper's backward kernels that own keys test the blocks of a layout for 16 keys and 8 queries at
-once: the error rule, and planted bugs.
+"""Tiles that Hopper's backward kernels gather from live blocks of a layout, where blocks own keys:
+the error rule, the scores that are computed, and planted bugs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import torch
 
 import flashgen as fg
 from flashgen.kernels.planner import Tile
-from tests.kernels.sm90.test_gathered import BLOCKS, MODS
+from tests.kernels.sm90.test_gathered import BLOCKS, MODS, shaped
 from tests.support.judged import Call
 from tests.support.planted import planted
 from tests.support.shapes import Case
 from tests.support.sparse_layouts import causal, random_layout, sparse_spec
 from tests.support.tiers import slow
+from tests.support.tiles_visited import visited
 
 ARCH = "sm_90a"
 
@@ -31,8 +32,8 @@ def judged(
     at = dict(zip(("q_offset", "k_offset"), offsets, strict=True))
     tensors = {"layout": live, **how.pop("tensors", {})}
     fixed = how.pop("deterministic", False)
-    tile = how.pop("tile", None)
-    tiles = {} if tile is None else {"tiles": {"fused": tile}}
+    tile: Tile | None = how.pop("tile", None)
+    tiles: dict[str, Any] = {} if tile is None else {"tiles": {"fused": tile}}
     call = Call(spec, case.tensors(), {"tensors": tensors, **at, **how}, arch=ARCH)
     run = call.judged_backward(deterministic=fixed, **tiles)
     plans = [each.kernel.plan for each in run.reports if each.kernel is not None]
@@ -48,15 +49,42 @@ def test_gradients_through_a_layout_meet_the_error_rule(name: str) -> None:
     judged(spec, case, offsets, lines=(lines[0], lines[1]), deterministic=fixed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a score of positions", "a costly mask", "dropout"])
+@pytest.mark.parametrize("name", [name if name == "dropout" else slow(name) for name in MODS])
 def test_layouts_combine_with_what_reads_positions(name: str) -> None:
     mask, score, numbers = MODS[name]
     drops = "dropout_p" in numbers
     spec = sparse_spec(
         *(32, 32, mask), score_mod=score, dtype="float16", head_dim=64, dropout=drops
     )
-    judged(spec, Case(150, 200, 1, 2, 1), **numbers)
+    judged(spec, Case(100, 333, 1, 2, 1), **shaped(numbers))
+
+
+@pytest.mark.parametrize("head_dim", [128, slow(40), slow(96), slow(160)])
+def test_warpgroups_divide_the_sums_of_boxes(head_dim: int) -> None:
+    spec = sparse_spec(32, 32, causal, dtype="float16", head_dim=head_dim)
+    judged(spec, Case(150, 200, 1, 4, 2, head_dim=head_dim))
+
+
+@pytest.mark.slow
+def test_packed_sequences_have_gathered_tiles() -> None:
+    spec = sparse_spec(16, 32, causal, dtype="float16", head_dim=64, packed=True)
+    lengths = [40, 0, 130, 7], [60, 30, 130, 90]
+    starts = [torch.tensor([0, *each]).cumsum(0).int() for each in lengths]
+    live = random_layout(spec, (1, 1), (130, 130), 0.5, 2)
+    tensors = {"layout": live, "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    operands = Case(177, 310, 1, 2, 1).tensors()
+    Call(spec, operands, {"tensors": tensors}, arch=ARCH).judged_backward()
+
+
+def test_a_tile_has_live_boxes_alone() -> None:
+    spec = sparse_spec(32, 64, None, dtype="float16", head_dim=64)
+    live = random_layout(spec, (1, 1), (2048, 128), 0.2, 1)
+    call = Call(spec, Case(2048, 128).tensors(), {"tensors": {"layout": live}}, arch=ARCH)
+    run = call.backward()
+    fused = next(each for each in run.reports if each.kernel.plan.kernel == "fused")
+    plan = fused.kernel.plan
+    boxes = int(live[0, 0].any(-1).sum()) * 32 // plan.box_q
+    assert visited(fused) == -(-boxes // plan.boxes_per_tile)
 
 
 # What is wrong, and how.
