@@ -300,12 +300,13 @@ DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one column of blocks that the block's keys touch.
 DEVICE int next_listed_tile(
-    const Params& p, int b, int h, int k_lo, int k_hi, int tile, int tile_end) {
+    const Params& p, int key_step, int b, int h, int k_lo, int k_hi, int tile, int tile_end) {
   const int first = max((p.q_offset + tile * BOX_Q) / LAYOUT_Q, 0);
-  const int first_column = max(k_lo / LAYOUT_K, 0);
-  const int last_column = max(k_hi / LAYOUT_K, 0);
   int next = tile_end;
-  for (int i = first_column + threadIdx.x % 32; i <= last_column; i += 32) {
+  const int place = threadIdx.x % 32;
+  const int key = k_lo + place / 2 * key_step + place % 2 * (KEY_BOX - 1);
+  if (place < 2 * BLOCK_K / KEY_BOX) {
+    const int i = max(min(key, k_hi) / LAYOUT_K, 0);
     const int count = read_layout_column_counts(p, b, h, i);
     int low = 0, high = count;
     while (low < high) {

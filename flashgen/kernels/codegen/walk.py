@@ -78,7 +78,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
             full = make.tile_full()
         elif mask.must != sympy.false:
             must = make.tile_must()
-    layout = LayoutFunctions.of(make)
+    layout = LayoutFunctions.of(make, plan)
     gathered = plan.gathers
     in_parts = layout is not None and gathered
     by_score = None if in_parts else layout

@@ -113,6 +113,8 @@ class Plan(LaunchRules):
             or of one without a layout. 0 where every warp finds the tiles.
         box_q: queries of a box, where blocks own keys and their producer gathers boxes with live
             blocks of a layout to tiles; else 0.
+        key_box, key_stride: of such a block, the keys of a box, and the number of blocks that share
+            their keys box by box; 1 where each has neighbouring keys.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -158,6 +160,8 @@ class Plan(LaunchRules):
     partial: bool = False
     box_k: int = 0
     box_q: int = 0
+    key_box: int = 0
+    key_stride: int = 1
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
 
@@ -412,10 +416,11 @@ class Plan(LaunchRules):
         if self.kernel == "forward":
             queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
+        keys = self.key_box if self.key_stride > 1 else self.walked_keys
         found = (
             ("q", (panel, queries, heads)),
-            ("k", (panel, self.walked_keys, 1)),
-            ("v", (panel_v, self.walked_keys, 1)),
+            ("k", (panel, keys, 1)),
+            ("v", (panel_v, keys, 1)),
         )
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
 

@@ -73,6 +73,8 @@ def plan_of_tile(
         heads_per_tile=problem.heads_per_tile,
         box_k=int(at.get("box_k", 0)),
         box_q=int(at.get("box_q", 0)),
+        key_box=int(at.get("key_box", 0)),
+        key_stride=int(at.get("key_stride", 1)),
         in_parts=False,
         of_parts=None,
         partial=spec.partial or (spec.split and at["e"] == 2),

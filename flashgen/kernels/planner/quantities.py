@@ -43,6 +43,8 @@ QUANTITIES = {
     "first_plan": "1 in the first plan of a kernel, 0 in one that leaves registers free",
     "ahead": "1 where a step computes the scores of the next one, whose registers are free; else 0",
     "launched": "registers of each thread at the start of a block",
+    "key_box": "keys of a box of a block that owns every key_stride-th box",
+    "key_stride": "blocks that share their keys box by box",
     "records": "bytes about gathered boxes, of a stage where blocks own keys; 0 without boxes",
     "box_k": "keys of a box that is gathered",
     "box_q": "queries of a box that is gathered, where blocks own keys",

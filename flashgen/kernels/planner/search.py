@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
-from flashgen.kernels.planner.layout_share import share_of_scores
+from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
@@ -88,6 +88,7 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             at |= {"box_k": box, "records": WORD * RECORDS_PER_STAGE * at["stages"] * (words + 1)}
         else:
             at |= {"box_q": box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
+            at |= {"key_box": problem.key_box(tile.owned), "key_stride": problem.stride(tile.owned)}
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(
@@ -224,7 +225,10 @@ def cheapest(problem: TileProblem) -> Evaluated | None:
 
     def cost(each: Evaluated) -> tuple[float, Tile]:
         rows = max(1, each.tile.owned // problem.heads_per_tile)
-        return each.cost * share_of_scores(sparse, rows, by_keys=by_keys), each.tile
+        if by_keys:
+            boxes = int(each.quantities["key_box"]), int(each.quantities["key_stride"])
+            return each.cost * share_of_queries(sparse, rows, *boxes), each.tile
+        return each.cost * share_of_scores(sparse, rows), each.tile
 
     return min(whole or gathered, key=cost)
 

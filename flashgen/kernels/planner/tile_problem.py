@@ -7,6 +7,7 @@ import importlib
 import math
 from dataclasses import dataclass, field, replace
 
+from flashgen.kernels.planner.layout_share import best_stride
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
@@ -16,8 +17,10 @@ from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS, CodePath
+from flashgen.spec.analysis.intervals import WalkedAxis, row_interval
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import Q
 
 MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
     path.name: {
@@ -85,6 +88,8 @@ class TileProblem:
         heads_per_tile: query heads that share a tile.
         layout: the block layout, where boxes with live blocks of it are gathered to tiles.
         records: whether the producer alone searches for tiles or boxes, and tells the consumers.
+        strides: whether a block may own keys that are apart: its queries are bounded on one side
+            at most, so that they are hardly more for it.
         learned: the elements of learned tensors to which each score adds for itself.
     """
 
@@ -97,6 +102,7 @@ class TileProblem:
     learned: spec_terms.Learned
     layout: BlockSparse | None = None
     records: bool = False
+    strides: bool = False
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -121,6 +127,17 @@ class TileProblem:
             return step
         box = math.gcd(self.walked_block, step)
         return box if box % STEP == 0 else STEP
+
+    def key_box(self, owned: int) -> int:
+        """Keys of a box of the tile that a block owns: whole boxes are blocks of the layout."""
+        assert self.layout is not None, "only blocks of a layout are boxes of keys"
+        box = math.gcd(self.layout.block_k, owned)
+        return box if box % MMA_ROWS == 0 else owned
+
+    def stride(self, owned: int) -> int:
+        """The number of blocks that share their keys box by box, where each owns so many."""
+        assert self.layout is not None, "only the live blocks of a layout are known"
+        return best_stride(self.layout, owned, self.key_box(owned)) if self.strides else 1
 
     def given_as(self, **changes: Number) -> TileProblem:
         """The problem with other values of given quantities."""
@@ -173,6 +190,8 @@ def problem_of(
     gathers = tells or (kernel in KEY_KERNELS and path.copies_by_tma)
     layout = spec.block_sparse if gathers else None
     records = layout is not None or (tells and spec_terms.searches(spec))
-    return TileProblem(
-        spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout, records
-    )
+    row = row_interval(spec.mask, WalkedAxis(Q))
+    strides = layout is not None and kernel in KEY_KERNELS
+    strides = strides and row is not None and None in (row.lo, row.hi)
+    own = (layout, records, strides)
+    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, *own)

@@ -23,6 +23,7 @@ from flashgen.spec.analysis.tile_walk import (
     FULL,
     Array,
     BlockLayoutTiles,
+    StridedAxis,
     TileAxis,
     TileWalk,
     numbers_of,
@@ -143,7 +144,7 @@ def heads_of(
         rows = rows_by_bounds(plan.skipping_rows(bounded=True), mask, spec)
         moved = 0 if ragged_last else rows
         queries = query_axis(mask, p.seq_q, plan.walked_queries, p.q_offset, moved)
-        keys = TileAxis(p.seq_k, plan.walked_keys, p.k_offset)
+        keys = key_axis(plan, p)
         walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
         steps = [steps_of(plan, walk, listed, visit, ops, rows) for visit in visits]
@@ -162,6 +163,14 @@ def rows_by_bounds(rows: int, mask: MaskAnalysis, spec: AttentionSpec) -> int:
         rows: the same if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
     """
     return rows if mask.bounded and spec.block_sparse is None else 0
+
+
+def key_axis(plan: Plan, problem: CheckedCall) -> TileAxis:
+    """The tiles of keys of a kernel, or the boxes that it gathers."""
+    sizes = problem.seq_k, plan.walked_keys, problem.k_offset
+    if plan.key_stride == 1:
+        return TileAxis(*sizes)
+    return StridedAxis(*sizes, box=plan.key_box, stride=plan.key_stride)
 
 
 def query_axis(mask: MaskAnalysis, length: int, block: int, offset: int, rows: int) -> TileAxis:
@@ -308,8 +317,9 @@ def unmasked_tiles(
     if walk.owns_keys:
         found &= start + owned.block <= owned.length
     if listed is not None:
-        layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
-        corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
+        lines = listed.live[listed.lines_of_tile(owned, start, stop)]
+        layout = BlockLayoutTiles(lines[None], 1, listed.walked_block)
+        corners = np.int64(0), np.int64(len(lines) - 1)
         found &= layout.of_tiles(corners, walked.corners())[1][0]
     if ignores_mask:
         return found

@@ -148,7 +148,7 @@ def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Vis
     for first in range(0, len(visit.tiles), together):
         boxes = visit.tiles[first : first + together]
         for group in range(tile_rows // MMA_ROWS):
-            start = visit.start + MMA_ROWS * group % walk.owned.block
+            start = walk.owned.row(visit.start, MMA_ROWS * group % walk.owned.block)
             if start >= visit.stop:
                 continue
             lines = listed.lines(walk.owned, start, min(start + rows, visit.stop))

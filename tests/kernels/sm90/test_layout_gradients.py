@@ -87,6 +87,67 @@ def test_a_tile_has_live_boxes_alone() -> None:
     assert visited(fused) == -(-boxes // plan.boxes_per_tile)
 
 
+# A layout of some columns that all queries keep, blocks, numbers of the call.
+STRIDED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "every 4th of 32": (32, 4, {}),
+    "every 8th of 16": (16, 8, {"q_offset": 300, "k_offset": 37}),
+    "every 2nd of 64, dropout": (64, 2, {"dropout_p": 0.3, "rng": torch.tensor([11, 3])}),
+}
+
+
+def strided_spec(block: int, period: int, **options: Any) -> fg.AttentionSpec:
+    def columns(i: int, j: int) -> bool:
+        return abs(i - j) < 2 or j % period == 1
+
+    return sparse_spec(block, block, causal, columns, dtype="float16", head_dim=64, **options)
+
+
+@pytest.mark.parametrize("name", [name if "32" in name else slow(name) for name in STRIDED])
+def test_a_block_owns_keys_of_columns_that_are_alike(name: str) -> None:
+    block, period, numbers = STRIDED[name]
+    spec = strided_spec(block, period, dropout="dropout_p" in numbers)
+    call = Call(spec, Case(200, 1175, 1, 2, 1).tensors(), {"q_offset": 976, **numbers}, arch=ARCH)
+    run = call.judged_backward(deterministic="offset" in str(numbers))
+    plans = [each.kernel.plan for each in run.reports if each.kernel is not None]
+    assert [plan.key_stride for plan in plans if plan.box_q] == [period]
+
+
+# The same of keys that do not follow each other.
+BUGS_OF_KEYS = {
+    "keys of neighbouring boxes": ("k_start + lane * key_step", "k_start + lane * KEY_BOX"),
+    "gradients of neighbouring boxes": (
+        "key = key_of_row(p, k_start, box * KEY_BOX)",
+        "key = k_start + box * KEY_BOX",
+    ),
+    "lists of the first box alone": ("place / 2 * key_step", "0 * key_step"),
+    "a mask of neighbouring boxes": (
+        "row = key_of_row(p, k_start, thread / 32 * 16)",
+        "row = k_start + thread / 32 * 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", [slow(bug) if "gradients" in bug else bug for bug in BUGS_OF_KEYS])
+def test_planted_bugs_of_strided_keys_are_caught(bug: str) -> None:
+    spec = strided_spec(32, 4)
+    call = Call(spec, Case(100, 1075).tensors(), {"q_offset": 975}, arch=ARCH)
+    with (
+        planted("fused", *BUGS_OF_KEYS[bug]),
+        pytest.raises((AssertionError, fg.EmulatorError)),
+    ):
+        call.judged_backward()
+
+
+@pytest.mark.slow
+def test_packed_sequences_own_keys_of_columns_that_are_alike() -> None:
+    spec = strided_spec(32, 4, packed=True)
+    lengths = [40, 0, 130, 7], [660, 30, 530, 90]
+    starts = [torch.tensor([0, *each]).cumsum(0).int() for each in lengths]
+    tensors = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    operands = Case(177, 1310, 1, 2, 1).tensors()
+    Call(spec, operands, {"tensors": tensors}, arch=ARCH).judged_backward()
+
+
 # What is wrong, and how.
 BUGS = {
     "a live word of another tile": (
