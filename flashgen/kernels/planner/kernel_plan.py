@@ -385,6 +385,12 @@ class Plan(LaunchRules):
         """Query rows of each head in a tile, or in a box of a walk over queries."""
         return self.box_q or self.queries_per_tile
 
+    @property
+    def units(self) -> tuple[int, int]:
+        """Queries and keys of a tile, or of the boxes of which it consists."""
+        keys = self.key_box if self.key_stride > 1 else self.walked_keys
+        return self.walked_queries, keys
+
     def steps_of(self, walked: int) -> int:
         """Steps in which a block visits so many tiles, or boxes of gathered tiles, of one head.
 
@@ -412,11 +418,10 @@ class Plan(LaunchRules):
         (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
-        queries = self.walked_queries
+        queries, keys = self.units
         if self.kernel == "forward":
             queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
-        keys = self.key_box if self.key_stride > 1 else self.walked_keys
         found = (
             ("q", (panel, queries, heads)),
             ("k", (panel, keys, 1)),

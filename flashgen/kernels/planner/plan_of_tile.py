@@ -122,6 +122,11 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
             f"visits the tiles of a block-sparse layout: {problem.spec.block_sparse.described}; "
             "clk are per score element of these tiles"
         )
+    if at.get("key_stride", 1) > 1:
+        yield (
+            f"a block owns every {at['key_stride']}th of the boxes of {at['key_box']} keys of "
+            f"{at['key_stride']} blocks, as columns of the layout that are alike stand so far apart"
+        )
     if problem.spec.score != SCORE:
         in_passes = "passes" in at
         folded = None if in_passes else folded_score(problem.spec, problem.kernel)
