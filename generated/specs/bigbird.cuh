@@ -31,7 +31,6 @@ DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -61,7 +60,6 @@ DEVICE int next_listed_tile(
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 struct LayoutQuery {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -80,14 +78,12 @@ DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // True: every block that the tile touches is live. The lanes check different blocks.
 DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -193,11 +189,11 @@ DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int t
   return __all_sync(0xffffffffu, live);
 }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -226,7 +222,7 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
 DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
   bool some = false, every = true;
@@ -240,7 +236,7 @@ DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo
   return some + 2 * every;
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;

@@ -31,7 +31,6 @@ DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
 }
 
 // in sm_80: forward, fused, dkdv, dq
-// in sm_90a: dq
 // specs/block_sparse.py:14
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -50,7 +49,6 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -80,7 +78,6 @@ DEVICE int next_listed_tile(
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 struct LayoutQuery {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -99,21 +96,18 @@ DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // Whether the mask and the block layout both keep a score.
 DEVICE bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_query, k);
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // True: every block that the tile touches is live. The lanes check different blocks.
 DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -233,14 +227,14 @@ DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int t
   return __all_sync(0xffffffffu, live);
 }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // specs/block_sparse.py:14
 //   def causal(b, h, q, k):
 //       return q >= k
 // The keys that row q keeps are one range: the mask, solved for k.
 DEVICE Range row_keys(const Params& p, int q) { return {0, min(p.seq_k, q - p.k_offset + 1)}; }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -269,7 +263,7 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
 DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
   bool some = false, every = true;
@@ -283,7 +277,7 @@ DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo
   return some + 2 * every;
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;

@@ -108,7 +108,7 @@ class Plan(LaunchRules):
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
             the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
-        box_k: keys of a box, where the producer of the forward kernel searches for boxes, and tells
+        box_k: keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells
             the consumers of which ones a tile consists: of several with live blocks of a layout,
             or of one without a layout. 0 where every warp finds the tiles.
         box_q: queries of a box, where blocks own keys and their producer gathers boxes with live
@@ -396,7 +396,8 @@ class Plan(LaunchRules):
 
         Queries that reach no box have a gathered tile of none.
         """
-        return max(int(self.box_k > 0), -(-walked // self.boxes_per_tile))
+        rows_without = self.kernel == "forward" and self.box_k > 0
+        return max(int(rows_without), -(-walked // self.boxes_per_tile))
 
     @property
     def machine(self) -> LaunchMachine:

@@ -87,7 +87,9 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         if problem.kernel == "forward":
             at |= {"box_k": box, "records": WORD * RECORDS_PER_STAGE * at["stages"] * (words + 1)}
         else:
-            at |= {"box_q": box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
+            name = "box_q" if model.walks == "block_q" else "box_k"
+            at |= {name: box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
+        if model.owns == "block_k":
             at |= {"key_box": problem.key_box(tile.owned), "key_stride": problem.stride(tile.owned)}
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
@@ -225,10 +227,11 @@ def cheapest(problem: TileProblem) -> Evaluated | None:
 
     def cost(each: Evaluated) -> tuple[float, Tile]:
         rows = max(1, each.tile.owned // problem.heads_per_tile)
+        share = share_of_scores(sparse, rows)
         if by_keys:
             boxes = int(each.quantities["key_box"]), int(each.quantities["key_stride"])
-            return each.cost * share_of_queries(sparse, rows, *boxes), each.tile
-        return each.cost * share_of_scores(sparse, rows), each.tile
+            share = share_of_queries(sparse, rows, *boxes)
+        return each.cost * share, each.tile
 
     return min(whole or gathered, key=cost)
 

@@ -187,7 +187,7 @@ def problem_of(
     }
     learned = spec_terms.added_by_scores(spec, kernel)
     tells = kernel == "forward" and path.copies_by_tma and not spec.is_served
-    gathers = tells or (kernel in KEY_KERNELS and path.copies_by_tma)
+    gathers = tells or (kernel in (*KEY_KERNELS, "dq") and path.copies_by_tma)
     layout = spec.block_sparse if gathers else None
     records = layout is not None or (tells and spec_terms.searches(spec))
     row = row_interval(spec.mask, WalkedAxis(Q))

@@ -286,7 +286,7 @@ def backward_traffic(
             sums_zeroed=dq_sums,
         )
 
-    owned, walked = (plan.walked_queries, seq_q), (plan.block_k, seq_k)
+    owned, walked = (plan.walked_queries, seq_q), (plan.walked_keys, seq_k)
     if plan.owns_keys:
         owned, walked = walked, owned
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)

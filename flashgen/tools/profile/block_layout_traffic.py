@@ -80,8 +80,11 @@ def _reads_of_lists(
     exact = walk.mask.reach_exact
     may = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
     starts = list(_search_starts(visit, listed.tiles(*here), may))
-    if plan.owns_keys and len(visit.tiles) % plan.boxes_per_tile:
+    together = plan.boxes_per_tile
+    if plan.owns_keys and len(visit.tiles) % together:
         starts.append(starts[-1])  # the boxes end inside of a tile, and are searched again for one
+    if plan.kernel == "dq" and plan.gathers:
+        starts += visit.tiles[together::together]  # found behind a tile, and again for the next
     return [listed.reads(*here, tile) for tile in starts]
 
 

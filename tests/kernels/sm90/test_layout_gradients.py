@@ -1,5 +1,5 @@
-"""Tiles that Hopper's backward kernels gather from live blocks of a layout, where blocks own keys:
-the error rule, the scores that are computed, and planted bugs.
+"""Tiles that Hopper's backward kernels gather from live blocks of a layout: the error rule, the
+scores that are computed, and planted bugs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def judged(
     call = Call(spec, case.tensors(), {"tensors": tensors, **at, **how}, arch=ARCH)
     run = call.judged_backward(deterministic=fixed, **tiles)
     plans = [each.kernel.plan for each in run.reports if each.kernel is not None]
-    assert any(plan.box_q > 0 for plan in plans)
+    assert all(plan.gathers for plan in plans if not plan.streams)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in BLOCKS])
@@ -49,14 +49,15 @@ def test_gradients_through_a_layout_meet_the_error_rule(name: str) -> None:
     judged(spec, case, offsets, lines=(lines[0], lines[1]), deterministic=fixed)
 
 
+@pytest.mark.parametrize("fixed", [False, slow(True)])
 @pytest.mark.parametrize("name", [name if name == "dropout" else slow(name) for name in MODS])
-def test_layouts_combine_with_what_reads_positions(name: str) -> None:
+def test_layouts_combine_with_what_reads_positions(name: str, fixed: bool) -> None:
     mask, score, numbers = MODS[name]
     drops = "dropout_p" in numbers
     spec = sparse_spec(
         *(32, 32, mask), score_mod=score, dtype="float16", head_dim=64, dropout=drops
     )
-    judged(spec, Case(100, 333, 1, 2, 1), **shaped(numbers))
+    judged(spec, Case(100, 333, 1, 2, 1), deterministic=fixed, **shaped(numbers))
 
 
 @pytest.mark.parametrize("head_dim", [128, slow(40), slow(96), slow(160)])
@@ -85,6 +86,25 @@ def test_a_tile_has_live_boxes_alone() -> None:
     plan = fused.kernel.plan
     boxes = int(live[0, 0].any(-1).sum()) * 32 // plan.box_q
     assert visited(fused) == -(-boxes // plan.boxes_per_tile)
+
+
+# The same of the kernel whose blocks own queries.
+BUGS_OF_DQ = {
+    "a live word of other rows": ("RECORD_LIVE + thread_index() / 32", "RECORD_LIVE"),
+    "a box of the wrong base": ("exists ? own * BOX_K", "exists ? (own + 1) * BOX_K"),
+    "V of another box": ("v_here, k_start, h_kv", "v_here, k_start ^ BOX_K, h_kv"),
+    "a mask that is left out": ("int(masked)", "int(masked & 1)"),
+}
+
+
+@pytest.mark.parametrize("bug", [slow(bug) if bug.startswith("V") else bug for bug in BUGS_OF_DQ])
+def test_planted_bugs_of_dq_are_caught(bug: str) -> None:
+    spec = sparse_spec(32, 32, causal, dtype="float16", head_dim=64)
+    with (
+        planted("dq", *BUGS_OF_DQ[bug]),
+        pytest.raises((AssertionError, fg.EmulatorError)),
+    ):
+        judged(spec, Case(150, 200), deterministic=True)
 
 
 # A layout of some columns that all queries keep, blocks, numbers of the call.

@@ -81,20 +81,20 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
     # K and V, or Q and dO, which the block owns.
     mine = f"e*{owned}*(depth + depth_v)"
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
-    of_row, kept, step = "e*(depth + depth_v)", "", f"{TILE_BYTES}"
+    of_row, kept, step = "e*(depth + depth_v)", "", f"{TILE_BYTES} + records"
     parts = {
         "smem_q": "e*block_q*depth",
         "smem_do": "e*block_q*depth_v",
         "smem_k": "stages*e*block_k*depth",
         "smem_v": "stages*e*block_k*depth_v",
-        "smem_rows": f"{TILE_BYTES}*stages",
+        "smem_rows": f"({step})*stages",
         "mbarriers": "8*(1 + 4*stages)",
     }
     if kernel in LEARNED_KERNELS:
         parts["smem_windows"] = "warps*windows"
         mine += " - warps*windows"
     if kernel in KEY_KERNELS:
-        of_row, step = f"({of_row} + {ROW_BYTES})", f"{TILE_BYTES} + records"
+        of_row = f"({of_row} + {ROW_BYTES})"
         parts = {
             "smem_k": "e*block_k*depth",
             "smem_v": "e*block_k*depth_v",

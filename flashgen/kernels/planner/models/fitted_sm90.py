@@ -75,8 +75,8 @@ AHEAD_CLOCKS = 236
 
 # For each accumulator element of S and dP: in all kernels; for random bits; for elements of
 # captured tensors, by how the gradient of such an element is summed (`analysis.kind_of_sum`): read
-# by each score for itself, or by a row or a column of scores; and for elements of tensors or of a
-# block layout that the mask reads, where it is evaluated for each score.
+# by each score for itself, or by a row or a column of scores; and for elements of tensors that the
+# mask reads, where it is evaluated for each score.
 PENDING = 1 / 8
 DROPOUT_PENDING = 1 / 4
 READ_PENDING = {"element": 1 / 2, "row": 3 / 16, "column": 3 / 16, "block": 0.0}
