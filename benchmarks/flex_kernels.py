@@ -163,7 +163,7 @@ def entry_of(name: str, arch: str, title: str, spec: fg.AttentionSpec) -> Entry:
     built = fg.build(spec, PATHS[arch])
     plan, listing = built.plan, listing_of(built.cubin, built.binary.kernel, arch)
     work, used = work_of(built, listing), built.binary.resources
-    mixed = work.dead if plan.box_k and spec.block_sparse else work.mask
+    mixed = work.dead if plan.gathers else work.mask
     shares: tuple[float | None, float | None] = None, None
     if title == "spec":  # the constants of the others are those of shorter sequences
         shares = shares_of(name, spec, plan)

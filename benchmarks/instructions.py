@@ -39,6 +39,7 @@ MASK = (
     "if (!full_tile) {",
     "if (!tile.full) {",
     "if (!here.full) {",
+    "if (tile.masked) {",
 )
 SCORE = "score_mod("
 SUBTRACT_FAR = "subtract_far("
@@ -53,16 +54,15 @@ RESCALE = (
     "if (find_maxima(tile_max, s, row_max, exp_scale, MAX_LAG)) {",
 )
 # Of gathered tiles: boxes without a live block of some rows, and boxes in which rows differ.
-DEAD = ("if (live != (1u << BOXES) - 1) {", "if (tile.full != 1) {")
+DEAD = ("if (live != (1u << BOXES) - 1) {",)
 # In the last tiles alone, of elements that do not exist.
 LAST = (
     "if (q_start + BLOCK_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {",
+    "if (q_start + BOX_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {",
     "if (k_start + BLOCK_K > p.seq_k) {",
+    "if (k_start + BOX_K > p.seq_k) {",
 )
-DIFFER = (
-    "if (live >> 31) {",
-    "if (__any_sync(0xffffffffu, part == 1)) {  // some of them are live",
-)
+DIFFER = ("if (live >> 31) {",)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ DEVICE int read_layout_row_blocks(const Params& p, int i, int j, int k, int l) {
 }
 
 // in sm_80: forward, fused, dkdv, dq
-// in sm_90a: dq
 // specs/block_sparse.py:14
 //   def causal(b, h, q, k):
 //       return q >= k
@@ -50,7 +49,6 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -80,7 +78,6 @@ DEVICE int next_listed_tile(
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 struct LayoutQuery {
   unsigned blocks;  // which are live, a bit each
   int first;  // of the blocks
@@ -99,21 +96,18 @@ DEVICE LayoutQuery layout_query_values(const Params& p, int column, int b, int h
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const LayoutQuery& layout_query, int k) {
   return (layout_query.blocks >> (max(k, 0) / LAYOUT_K - layout_query.first) & 1) != 0;
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // Whether the mask and the block layout both keep a score.
 DEVICE bool mask_and_layout(const LayoutQuery& layout_query, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_query, k);
 }
 
 // in sm_80: forward, dq
-// in sm_90a: dq
 // True: every block that the tile touches is live. The lanes check different blocks.
 DEVICE bool layout_full(const Params& p, int b, int h, int q_lo, int q_hi, int tile) {
   const int k_lo = p.k_offset + tile * BLOCK_K;
@@ -158,7 +152,7 @@ DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_o
 // Every query in this range keeps every key in [k_lo, k_hi].
 DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one column of blocks that the block's keys touch.
 DEVICE int next_listed_tile(
@@ -217,7 +211,7 @@ DEVICE bool mask_and_layout(const LayoutKey& layout_key, int q, int k) {
   return mask_mod(q, k) && in_layout(layout_key, q);
 }
 
-// in sm_80 and sm_90a: fused, dkdv
+// in sm_80: fused, dkdv
 // True: every block that the tile touches is live. The lanes check different blocks.
 DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int tile) {
   const int q_lo = p.q_offset + tile * BLOCK_Q;
@@ -233,14 +227,14 @@ DEVICE bool layout_full(const Params& p, int b, int h, int k_lo, int k_hi, int t
   return __all_sync(0xffffffffu, live);
 }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // specs/block_sparse.py:14
 //   def causal(b, h, q, k):
 //       return q >= k
 // The keys that row q keeps are one range: the mask, solved for k.
 DEVICE Range row_keys(const Params& p, int q) { return {0, min(p.seq_k, q - p.k_offset + 1)}; }
 
-// in sm_90a: forward
+// in sm_90a: forward, dq
 // The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
 // Each lane searches the ascending list of one row of blocks that the block's queries touch.
 DEVICE int next_listed_tile(
@@ -269,12 +263,12 @@ DEVICE int next_listed_tile(
   return __reduce_min_sync(0xffffffffu, next);
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all.
 DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo, int k_hi) {
   bool some = false, every = true;
-  for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {
-    for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {
+  ROLLED for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {
+    ROLLED for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {
       const bool live = read_layout(p, b, h, i, j) != 0;
       some |= live;
       every &= live;
@@ -283,7 +277,7 @@ DEVICE int live_part(const Params& p, int b, int h, int q_lo, int q_hi, int k_lo
   return some + 2 * every;
 }
 
-// in sm_90a: forward, fused, dkdv
+// in sm_90a: forward, fused, dkdv, dq
 // Whether the score's block is live. Negative positions are in block 0.
 DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
   return read_layout(p, b, h, q / LAYOUT_Q, k / LAYOUT_K) != 0;
@@ -295,3 +289,32 @@ DEVICE bool in_layout(const Params& p, int b, int h, int q, int k) {
 //       return q >= k
 // The queries that keep key k are one range: the mask, solved for q.
 DEVICE Range key_queries(const Params& p, int k) { return {max(0, k - p.q_offset), p.seq_q}; }
+
+// in sm_90a: fused, dkdv
+// The first tile from `tile` on that touches a live block of the layout; tile_end when none does.
+// Each lane searches the ascending list of one column of blocks that the block's keys touch.
+DEVICE int next_listed_tile(
+    const Params& p, int b, int h, int k_lo, int k_hi, int tile, int tile_end) {
+  const int first = max((p.q_offset + tile * BOX_Q) / LAYOUT_Q, 0);
+  const int first_column = max(k_lo / LAYOUT_K, 0);
+  const int last_column = max(k_hi / LAYOUT_K, 0);
+  int next = tile_end;
+  for (int i = first_column + threadIdx.x % 32; i <= last_column; i += 32) {
+    const int count = read_layout_column_counts(p, b, h, i);
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (read_layout_column_blocks(p, b, h, i, middle) < first) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    if (low < count) {
+      const int block = read_layout_column_blocks(p, b, h, i, low);
+      const int start = (block * LAYOUT_Q - p.q_offset) / BOX_Q;
+      next = min(next, block == first ? tile : start);
+    }
+  }
+  return __reduce_min_sync(0xffffffffu, next);
+}

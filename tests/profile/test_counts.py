@@ -77,13 +77,15 @@ def test_predicted_bytes_are_exact_under_a_layout_of_each_head_that_is_given_wit
         slow("full", 40, 0.0),
         slow("causal", 192, 0.0),
         slow("bigbird", 128, 0.0),
+        slow("local_global", 64, 0.0),
     ],
 )
 def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
     name, head_dim, dropout_p
 ):
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout_p > 0)
-    sizes = (1, 2, 1, 113, 203)
+    # Of 512 keys and more, blocks of local_global own boxes of keys that are apart.
+    sizes = (1, 2, 1, 113, 603 if name == "local_global" else 203)
     _, *profiles = all_kernels(spec, sizes, arch="sm_90a", dropout_p=dropout_p)
     for profile in profiles:
         assert profile.plan.path == "sm_90a"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from flashgen.kernels.codegen.captured import captured
-from flashgen.kernels.codegen.functions import KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import (
+    GATHERED_KEYS,
+    GATHERED_QUERIES,
+    KEYS,
+    QUERIES,
+    SpecFunctions,
+)
 from flashgen.kernels.codegen.kernel import KernelCode, kernel
 from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.streaming import convert, delta
@@ -36,7 +42,8 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         return convert(spec, plan)
     if plan.of_captured:
         return captured(spec, analysis, plan)
-    direction = QUERIES if plan.owns_keys else KEYS
+    whole, boxes = (QUERIES, GATHERED_QUERIES) if plan.owns_keys else (KEYS, GATHERED_KEYS)
+    direction = boxes if plan.gathers else whole
     functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}

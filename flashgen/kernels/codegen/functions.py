@@ -89,6 +89,11 @@ class Direction:
     owned_hi: sympy.Symbol
     ends: dict[sympy.Symbol, str]
 
+    @property
+    def owns_keys(self) -> bool:
+        """Whether the owned tile is one of keys."""
+        return self.owned_lo is K_LO
+
 
 KEYS = Direction(
     walk=WalkedAxis(K),
@@ -133,6 +138,15 @@ QUERIES = Direction(
         Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
     },
 )
+
+GATHERED_QUERIES = replace(
+    QUERIES,
+    ends={
+        Q_LO: "const int q_lo = p.q_offset + tile * BOX_Q;",
+        Q_HI: "const int q_hi = p.q_offset + min(tile * BOX_Q + BOX_Q, p.seq_q) - 1;",
+    },
+)
+"""The walk over boxes of queries that are gathered to tiles."""
 
 
 _TESTS = {

@@ -116,7 +116,7 @@ def kernel(
         walk=code.walk if code else None,
         score=code.score if code else None,
         partials=code.partials if code else None,
-        records=plan.box_k > 0,
+        records=plan.records,
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from flashgen.kernels.codegen.functions import GATHERED_KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import GATHERED_KEYS, GATHERED_QUERIES, SpecFunctions
 from flashgen.kernels.codegen.params import head_in_whole
 from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
@@ -50,12 +50,15 @@ class LayoutFunctions:
         uses: the symbols that the functions of tiles use.
     """
 
-    def __init__(self, make: SpecFunctions) -> None:
+    def __init__(self, make: SpecFunctions, plan: Plan) -> None:
         self._make = make
+        self._strided = plan.key_stride > 1
         self._head = head_in_whole(make.spec, "h")
-        by_keys = make.direction is not QUERIES
+        by_keys = not make.direction.owns_keys
         keys = replace(_KEYS, size="BOX_K") if make.direction is GATHERED_KEYS else _KEYS
-        self._owned, self._walked = (_QUERIES, keys) if by_keys else (_KEYS, _QUERIES)
+        gathers = make.direction is GATHERED_QUERIES
+        queries = replace(_QUERIES, size="BOX_Q") if gathers else _QUERIES
+        self._owned, self._walked = (queries, keys) if by_keys else (keys, queries)
         live, *lists = (tensor.symbol for tensor in TENSORS)
         make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
         self._listed = self._next_listed_tile()
@@ -63,17 +66,17 @@ class LayoutFunctions:
         self.uses = self._listed.uses
 
     @staticmethod
-    def of(make: SpecFunctions) -> LayoutFunctions | None:
+    def of(make: SpecFunctions, plan: Plan) -> LayoutFunctions | None:
         """The functions of the spec's block layout; None for a spec without one."""
-        return LayoutFunctions(make) if make.spec.block_sparse is not None else None
+        return LayoutFunctions(make, plan) if make.spec.block_sparse is not None else None
 
     def part(self) -> SpecFunction:
         """The function that says which blocks of a part of a tile are live."""
         why = "Of the blocks that some queries and keys touch, bit 0: some are live; bit 1: all."
         body = (
             "bool some = false, every = true;",
-            "for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
-            "  for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
+            "ROLLED for (int i = max(q_lo / LAYOUT_Q, 0); i <= max(q_hi / LAYOUT_Q, 0); ++i) {",
+            "  ROLLED for (int j = max(k_lo / LAYOUT_K, 0); j <= max(k_hi / LAYOUT_K, 0); ++j) {",
             f"    const bool live = read_layout(p, b, {self._head}, i, j) != 0;",
             "    some |= live;",
             "    every &= live;",
@@ -105,7 +108,7 @@ class LayoutFunctions:
             "}",
         )
         uses = self._listed.uses | live.uses
-        given = live.given
+        given = (*live.given, *self._listed.given)
         made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses, given=given)
         self.functions += (made,)
         return made
@@ -215,12 +218,23 @@ class LayoutFunctions:
             f"{self._what()} touch."
         )
         lo, hi = f"{owned.position}_lo", f"{owned.position}_hi"
-        body = (
-            f"const int first = max(({walked.offset} + tile * {walked.size}) / {walked.block}, 0);",
+        loop = [
             f"const int first_{lines} = max({lo} / {owned.block}, 0);",
             f"const int last_{lines} = max({hi} / {owned.block}, 0);",
             "int next = tile_end;",
             f"for (int i = first_{lines} + threadIdx.x % 32; i <= last_{lines}; i += 32) {{",
+        ]
+        if self._strided:  # the first and the last key of each box
+            loop = [
+                "int next = tile_end;",
+                "const int place = threadIdx.x % 32;",
+                "const int key = k_lo + place / 2 * key_step + place % 2 * (KEY_BOX - 1);",
+                "if (place < 2 * BLOCK_K / KEY_BOX) {",
+                f"  const int i = max(min(key, k_hi) / {owned.block}, 0);",
+            ]
+        body = (
+            f"const int first = max(({walked.offset} + tile * {walked.size}) / {walked.block}, 0);",
+            *loop,
             f"  const int count = read_{owned.lists}_counts(p, b, {self._head}, i);",
             "  int low = 0, high = count;",
             "  while (low < high) {",
@@ -241,7 +255,8 @@ class LayoutFunctions:
         )
         direction = self._make.direction
         uses = {B, H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
-        return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses)
+        given = ["int key_step"] if self._strided else []
+        return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses, given=given)
 
     def _layout_full(self) -> SpecFunction:
         direction = self._make.direction

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.kernels.codegen.functions import GATHERED_KEYS, KEYS, QUERIES, SpecFunctions
+from flashgen.kernels.codegen.functions import (
+    GATHERED_KEYS,
+    GATHERED_QUERIES,
+    KEYS,
+    SpecFunctions,
+)
 from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
 from flashgen.kernels.codegen.spec_function import SpecFunction
@@ -56,7 +61,6 @@ class WalkCode:
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
     last_tile_first: bool  # later owned tiles have more tiles to walk
     reaches_further: bool  # the walks of later owned tiles end later
-    full_by_mask: str  # as full_tile, whatever the layout keeps
     known: bool = False  # what a search found about 32 tiles is kept
     found_full: str | None = None  # what its warp tests together of a tile that it found: own_full
     part: str | None = None  # which blocks are live that some rows and columns touch
@@ -81,8 +85,8 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
             full = make.tile_full()
         elif mask.must != sympy.false:
             must = make.tile_must()
-    layout = LayoutFunctions.of(make)
-    in_parts = layout is not None and plan.layout_in_parts
+    layout = LayoutFunctions.of(make, plan)
+    in_parts = layout if plan.gathers else None
     by_score = None if in_parts else layout
     # Where rows of scores are not what the kernel owns, the mask is solved along the other axis.
     along = KEYS if plan.in_passes else make.direction
@@ -106,15 +110,15 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     element = in_rows.function if in_rows else masked
     if by_score is not None and in_rows is None:
         element = by_score.element(masked)
-    part = layout.part() if layout and in_parts else None
-    in_layout = layout.element(None) if layout and in_parts else None
+    part = in_parts.part() if in_parts else None
+    in_layout = in_parts.element(None) if in_parts else None
     of_mask = f"known.is_full({renamed.get('tile', 'tile')})" if known else None
     of_mask = (of_mask or must.call(**renamed)) if must else None
     of_layout = None
-    if layout and not plan.gathers and (mask.always or full or must):
-        of_layout = layout.full().call(**renamed)
+    if by_score and (mask.always or full or must):
+        of_layout = by_score.full().call(**renamed)
     found_full = None
-    if plan.box_k and (of_mask or of_layout):
+    if plan.records and (of_mask or of_layout):
         found_full = " && ".join(filter(None, (of_mask, of_layout)))
         of_mask, of_layout = "own_full", None
     by_mask = _full_tile(make, full, of_mask)
@@ -150,17 +154,16 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         uneven=mask.growth != 0,
         last_tile_first=mask.growth > 0,
         reaches_further=mask.reaches_further,
-        full_by_mask=by_mask,
         known=known,
         found_full=found_full,
-        part=part.call(**_part_ends(make)) if part else None,
+        part=part.call(**renamed, **_part_ends(make)) if part else None,
         in_layout=in_layout.call() if in_layout else None,
     )
 
 
 def _part_ends(make: SpecFunctions) -> dict[str, str]:
     """The ends of a part of a tile: rows and columns of scores in the accumulators."""
-    rows, columns = ("k", "q") if make.direction is QUERIES else ("q", "k")
+    rows, columns = ("k", "q") if make.direction.owns_keys else ("q", "k")
     return {
         f"{axis}_{end}": f"{name}_{end}"
         for axis, name in ((rows, "rows"), (columns, "columns"))
@@ -178,14 +181,15 @@ def _full_tile(make: SpecFunctions, full: SpecFunction | None, must: str | None)
     """C++ of the condition that every element of a tile exists and is kept by the mask."""
     if not make.mask.always and full is None and must is None:
         return "false"  # no tile can be proven full
-    if make.direction is not QUERIES:
+    if not make.direction.owns_keys:
         # Queries past the end need no mask: their rows are not stored. Keys in full exist.
         keys = "BOX_K" if make.direction is GATHERED_KEYS else "BLOCK_K"
         conditions = [] if full else [f"k_start + {keys} <= p.seq_k"]
         inside = f"full.lo <= k_start && k_start + {keys} <= full.hi"
     else:
         conditions = ["whole"]
-        inside = "full.lo <= q_start && q_start + BLOCK_Q <= full.hi"
+        queries = "BOX_Q" if make.direction is GATHERED_QUERIES else "BLOCK_Q"
+        inside = f"full.lo <= q_start && q_start + {queries} <= full.hi"
     if full is not None:
         conditions.append(inside)
     if must is not None:

@@ -33,7 +33,8 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
     """The fields that only these templates have, for any kernel of scores."""
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
-    sum_queries = queries_of_sums(plan.block_q, plan.head_dim)
+    sums_tile = plan.sums_tile if plan.gathers else None
+    of_tile = queries_of_sums(plan.block_q, plan.head_dim)
     return {
         "products": [
             Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
@@ -47,8 +48,8 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
         # With a score function or dropout, P and dS are computed together, after dP arrived.
         "one_pass": bool(score.call or spec.dropout),
         "panel_s": panel_of_scores(plan.block_k),
-        "sum_queries": sum_queries,
-        "dq_shares_queries": sum_queries < plan.block_q,
+        "sum_queries": queries_of_sums(sums_tile[0], plan.head_dim) if sums_tile else of_tile,
+        "dq_shares_queries": of_tile < plan.block_q,
     }
 
 

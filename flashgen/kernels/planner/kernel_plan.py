@@ -108,10 +108,15 @@ class Plan(LaunchRules):
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
             the offsets where they have one; () for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
-        box_k: keys of a box, where the producer of the forward kernel searches for boxes, and tells
+        box_k: keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells
             the consumers of which ones a tile consists. 0 where every warp finds the tiles.
+        box_q: queries of a box, where the producer of a kernel whose blocks own keys does so; else
+            0.
         gathers: whether a tile consists of boxes with live blocks of a layout, wherever they are;
             else of one box.
+        key_box, key_stride: of a block that owns keys and gathers queries, the keys of a box, and
+            the number of blocks that share their keys box by box; 1 where each has neighbouring
+            keys.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         registers: registers per thread that the compiler may use, set by the launch bounds.
@@ -157,6 +162,9 @@ class Plan(LaunchRules):
     partial: bool = False
     box_k: int = 0
     gathers: bool = False
+    box_q: int = 0
+    key_box: int = 0
+    key_stride: int = 1
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
 
@@ -350,10 +358,16 @@ class Plan(LaunchRules):
         return tuple(line.name for line in self.derivation if line.binding)
 
     @property
-    def layout_in_parts(self) -> bool:
-        """Whether blocks of a layout are tested for 16 rows and 8 columns, or a box, at once."""
-        owns = self.owns_keys and self.code_path.copies_by_tma and not self.in_passes
-        return self.gathers or owns
+    def records(self) -> bool:
+        """Whether the producer tells the consumers of which boxes a tile consists."""
+        return self.box_k > 0 or self.box_q > 0
+
+    @property
+    def boxes_per_tile(self) -> int:
+        """Boxes of a tile; 1 where it is not gathered."""
+        if self.box_q:
+            return self.block_q // self.box_q
+        return self.block_k // self.box_k if self.box_k else 1
 
     @property
     def masks_pairs(self) -> bool:
@@ -365,12 +379,24 @@ class Plan(LaunchRules):
         """Keys of a unit that the walk over keys finds: a box that is gathered, or a tile."""
         return self.box_k or self.block_k
 
-    def steps_of(self, walked: int) -> int:
-        """Steps in which a block visits so many tiles, or boxes of gathered tiles.
+    @property
+    def walked_queries(self) -> int:
+        """Query rows of each head in a tile, or in a box of a walk over queries."""
+        return self.box_q or self.queries_per_tile
 
-        Rows that reach no box have a gathered tile of none.
+    @property
+    def units(self) -> tuple[int, int]:
+        """Queries and keys of a tile, or of the boxes of which it consists."""
+        keys = self.key_box if self.key_stride > 1 else self.walked_keys
+        return self.walked_queries, keys
+
+    def steps_of(self, walked: int) -> int:
+        """Steps in which a block visits so many tiles, or boxes of gathered tiles, of one head.
+
+        Queries that reach no box have a gathered tile of none.
         """
-        return max(1, -(-walked * self.box_k // self.block_k)) if self.box_k else walked
+        rows_without = self.kernel == "forward" and self.box_k > 0
+        return max(int(rows_without), -(-walked // self.boxes_per_tile))
 
     @property
     def machine(self) -> LaunchMachine:
@@ -392,12 +418,14 @@ class Plan(LaunchRules):
         (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
-        queries = min(rows, self.queries_per_tile) if self.kernel == "forward" else self.block_q
+        queries, keys = self.units
+        if self.kernel == "forward":
+            queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
         found = (
             ("q", (panel, queries, heads)),
-            ("k", (panel, self.walked_keys, 1)),
-            ("v", (panel_v, self.walked_keys, 1)),
+            ("k", (panel, keys, 1)),
+            ("v", (panel_v, keys, 1)),
         )
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
 

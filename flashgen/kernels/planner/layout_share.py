@@ -1,8 +1,9 @@
 """The share of scores that tiles gathered from live blocks of a layout compute.
 
 A tile has rows of several blocks, and computes the keys that any of them keeps: the fewer rows, the
-fewer scores. The share is that of `positions_of` queries and keys, for the layout's function or,
-where calls give the layout, for random blocks.
+fewer scores. A tile of keys computes the queries that keep any of them. The share is that of
+`positions_of` queries and keys, for the layout's function or, where calls give the layout, for
+random blocks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from collections.abc import Iterable, Iterator
 
 from flashgen.shared.errors import SpecError
 from flashgen.spec.language.block_layout import BlockSparse
@@ -20,6 +22,10 @@ POSITIONS = 8192
 BLOCKS = 512
 # Assumed: the share of live blocks where each call gives the layout.
 LIVE_SHARE = 1 / 8
+# Chosen: the most blocks that share their keys box by box, and the factor of the share of scores
+# that this must save.
+MOST_BLOCKS = 32
+STRIDE_GAIN = 0.9
 
 
 def positions_of(sparse: BlockSparse) -> int:
@@ -36,18 +42,58 @@ def grid_of(sparse: BlockSparse) -> tuple[int, int]:
 @functools.lru_cache(maxsize=256)
 def share_of_scores(sparse: BlockSparse, queries: int) -> float:
     """The share of all scores that tiles of so many queries compute."""
-    positions = positions_of(sparse)
     rows, columns = grid_of(sparse)
     table = live_blocks(sparse)
-    lines = [int.from_bytes(table[i * columns : (i + 1) * columns], "big") for i in range(rows)]
-    tiles, found = range(0, positions, queries), 0
-    for first in tiles:
-        last = min((first + queries - 1) // sparse.block_q, rows - 1)
+    lines = [table[i * columns : (i + 1) * columns] for i in range(rows)]
+    return _share(lines, sparse.block_q, _tiles(positions_of(sparse), queries, queries, 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def share_of_queries(sparse: BlockSparse, keys: int, box: int, stride: int) -> float:
+    """The share of all scores that tiles of so many keys compute, of which each has every stride-th
+    of some boxes of keys."""
+    _, columns = grid_of(sparse)
+    table = live_blocks(sparse)
+    lines = [table[j::columns] for j in range(columns)]
+    return _share(lines, sparse.block_k, _tiles(positions_of(sparse), keys, box, stride))
+
+
+def best_stride(sparse: BlockSparse, keys: int, box: int) -> int:
+    """The stride of least share, where that is considerably less than that of neighbouring boxes.
+
+    Columns of blocks that are alike may stand at equal distances, such as those that all queries
+    keep. Blocks that a call gives are not known.
+    """
+    if not sparse.is_static or box == keys:
+        return 1
+    shares = {n: share_of_queries(sparse, keys, box, n) for n in range(1, MOST_BLOCKS + 1)}
+    if min(shares.values()) > STRIDE_GAIN * shares[1]:
+        return 1
+    return next(n for n, share in shares.items() if share < min(shares.values()) / STRIDE_GAIN)
+
+
+def _tiles(positions: int, owned: int, box: int, stride: int) -> Iterator[list[tuple[int, int]]]:
+    """The first and last positions of the boxes of each tile, as the kernel chooses them."""
+    for tile in range(-(-positions // owned)):
+        group, own = tile - tile % stride, stride
+        if (group + stride) * owned > positions:
+            group, own = tile, 1
+        first = group * owned + tile % own * box
+        starts = range(first, first + own * owned, own * box)
+        yield [(start, start + box - 1) for start in starts]
+
+
+def _share(lines: list[bytes], block: int, tiles: Iterable[list[tuple[int, int]]]) -> float:
+    """The mean share of blocks that are live in one of the lines that a tile touches."""
+    words, last_line = [int.from_bytes(line, "big") for line in lines], len(lines) - 1
+    shares = []
+    for boxes in tiles:
         live = 0
-        for line in lines[first // sparse.block_q : last + 1]:
-            live |= line
-        found += live.bit_count()
-    return found / (len(tiles) * columns)
+        for first, last in boxes:
+            for word in words[min(first // block, last_line) : min(last // block, last_line) + 1]:
+                live |= word
+        shares.append(live.bit_count() / len(lines[0]))
+    return sum(shares) / len(shares)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
+from flashgen.kernels.planner.models.panels_sm90 import rows_of_sums
 from flashgen.kernels.planner.models.spec_terms import folded_score
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.search import (
@@ -77,7 +78,10 @@ def plan_of_tile(
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         heads_per_tile=problem.heads_per_tile,
         box_k=int(at.get("box_k", 0)),
-        gathers=problem.layout is not None,
+        gathers=problem.gathers(tile),
+        box_q=int(at.get("box_q", 0)),
+        key_box=int(at.get("key_box", 0)),
+        key_stride=int(at.get("key_stride", 1)),
         in_parts=False,
         of_parts=None,
         partial=spec.partial or (spec.split and at["e"] == 2),
@@ -94,12 +98,18 @@ def plan_of_tile(
 
 
 def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, int] | None:
-    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows."""
+    """Rows and columns of a tile of the sums of dQ: wgmma makes dQ^T in strips of 16 rows.
+
+    A tile of the sums is a box, where tiles are gathered, or two boxes that two warpgroups have.
+    """
     if problem.kernel != "fused":
         return None
     head_dim = int(at["d_qk"])
     strips = MMA_ROWS * -(-head_dim // MMA_ROWS)
-    return int(at["block_q"]), strips if problem.path.dq_strips else head_dim
+    rows = int(at["block_q"])
+    if "box_q" in at:
+        rows = rows_of_sums(rows, int(at["box_q"]), head_dim)
+    return rows, strips if problem.path.dq_strips else head_dim
 
 
 def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
@@ -118,6 +128,11 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
         yield (
             f"visits the tiles of a block-sparse layout: {problem.spec.block_sparse.described}; "
             "clk are per score element of these tiles"
+        )
+    if at.get("key_stride", 1) > 1:
+        yield (
+            f"a block owns every {at['key_stride']}th of the boxes of {at['key_box']} keys of "
+            f"{at['key_stride']} blocks, as columns of the layout that are alike stand so far apart"
         )
     if problem.spec.score != SCORE:
         in_passes = "passes" in at
@@ -172,12 +187,12 @@ def _refusals(problem: TileProblem, found: Evaluated) -> tuple[Refusal, ...]:
             refused.append(Refusal(**vars(best.excesses[0]), change=change))
         else:
             change += f", blocks per SM {best.tile.blocks}"
-            whole = has_whole_boxes(problem, found.tile)
-            if problem.layout and whole and not has_whole_boxes(problem, best.tile):
-                block = problem.layout.block_k
-                refused.append(Refusal("whole boxes", best.tile.step, block, "keys", change))
+            if has_whole_boxes(problem, found.tile) and not has_whole_boxes(problem, best.tile):
+                walked = "keys" if found.model.walks == "block_k" else "queries"
+                block = problem.walked_block
+                refused.append(Refusal("whole boxes", best.tile.step, block, walked, change))
                 continue
             costs = cost_in_layout(problem, best), cost_in_layout(problem, found)
-            unit = "clk per score of the call" if problem.layout else "clk"
+            unit = "clk per score of the call" if problem.gathers(found.tile) else "clk"
             refused.append(Refusal("cost", *costs, unit, change))
     return tuple(refused)

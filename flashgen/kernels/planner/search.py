@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
-from flashgen.kernels.planner.layout_share import share_of_scores
+from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
@@ -79,12 +79,18 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
-    if problem.records:
-        at["box_k"] = problem.box_of(tile.step)
-        # For each tile in flight, the first keys of its boxes and words about them.
-        words = tile.step // at["box_k"] + 1
-        words += tile.owned // MMA_ROWS if problem.layout is not None else 0
-        at["records"] = WORD * RECORDS_PER_STAGE * at["stages"] * words
+    if problem.records and model is problem.model:
+        box = problem.box_of(tile.step)
+        # For each tile in flight, the first rows of its boxes and words about them.
+        words = tile.step // box
+        words += tile.owned // MMA_ROWS if problem.gathers(tile) else 0
+        if problem.kernel == "forward":
+            at |= {"box_k": box, "records": WORD * RECORDS_PER_STAGE * at["stages"] * (words + 1)}
+        else:
+            name = "box_q" if model.walks == "block_q" else "box_k"
+            at |= {name: box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
+        if model.owns == "block_k":
+            at |= {"key_box": problem.key_box(tile.owned), "key_stride": problem.stride(tile.owned)}
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
         at["windows"] = window_bytes(
@@ -174,8 +180,8 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
     for model in filter(None, (problem.model, problem.model.other_form)):
         for column_warps, score_warps in model.sharing:
-            few = () if problem.layout is None else (model.warps_of_few_rows,)
-            for warps in (*few, *model.warp_counts):
+            few = 0 if problem.layout is None else model.warps_of_few_rows
+            for warps in filter(None, (few, *model.warp_counts)):
                 if warps % column_warps:
                     continue
                 for row_groups in model.row_groups:
@@ -207,33 +213,35 @@ def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
 def cheapest(problem: TileProblem) -> Evaluated | None:
     """The feasible tile of least predicted cost; None when there is none.
 
-    Where boxes are gathered to tiles, of least cost of the scores that its rows have in them; whole
+    Where boxes are gathered to tiles, of least cost of the scores that a block has in them; whole
     boxes of a block of the layout, or of a part of it, are preferred.
     """
     found = [best_occupancy(problem, shape) for shape in shapes(problem)]
     fitting = [each for each in found if not each.excesses]
-    if problem.layout is None:
+    gathered = [each for each in fitting if problem.gathers(each.tile)]
+    if not gathered:
         return min(fitting, key=lambda each: each.rank, default=None)
-    whole = [each for each in fitting if has_whole_boxes(problem, each.tile)]
-    return min(
-        whole or fitting, key=lambda each: (cost_in_layout(problem, each), each.tile), default=None
-    )
+    whole = [each for each in gathered if has_whole_boxes(problem, each.tile)]
+    return min(whole or gathered, key=lambda each: (cost_in_layout(problem, each), each.tile))
 
 
 def has_whole_boxes(problem: TileProblem, tile: Tile) -> bool:
-    """Whether the keys of a step are whole blocks of the layout, or a whole part of one."""
-    if problem.layout is None:
+    """Whether a step walks whole blocks of the layout, or a whole part of one."""
+    if not problem.gathers(tile):
         return True
-    block = problem.layout.block_k
+    block = problem.walked_block
     return tile.step % block == 0 or block % tile.step == 0
 
 
 def cost_in_layout(problem: TileProblem, found: Evaluated) -> float:
-    """The cost of a tile, with a layout times the share of all scores that such tiles compute."""
-    if problem.layout is None:
+    """The cost of a tile, where it is gathered times the share of all scores that it computes."""
+    if problem.layout is None or not problem.gathers(found.tile):
         return found.cost
-    queries = max(1, found.tile.owned // problem.heads_per_tile)
-    return found.cost * share_of_scores(problem.layout, queries)
+    rows = max(1, found.tile.owned // problem.heads_per_tile)
+    if found.model.owns == "block_q":
+        return found.cost * share_of_scores(problem.layout, rows)
+    boxes = int(found.quantities["key_box"]), int(found.quantities["key_stride"])
+    return found.cost * share_of_queries(problem.layout, rows, *boxes)
 
 
 def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:

@@ -7,6 +7,7 @@ import importlib
 import math
 from dataclasses import dataclass, field, replace
 
+from flashgen.kernels.planner.layout_share import best_stride
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
@@ -14,9 +15,12 @@ from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
+from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS, CodePath
+from flashgen.spec.analysis.intervals import WalkedAxis, row_interval
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import Q
 
 MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
     path.name: {
@@ -83,7 +87,9 @@ class TileProblem:
         given: the quantities that do not depend on the tile.
         heads_per_tile: query heads that share a tile.
         layout: the block layout, where boxes with live blocks of it are gathered to tiles.
-        records: whether the producer alone searches for tiles, and tells the consumers.
+        records: whether the producer alone searches for tiles or boxes, and tells the consumers.
+        strides: whether a block may own keys that are apart: its queries are bounded on one side
+            at most, so that they are hardly more for it.
         learned: the elements of learned tensors to which each score adds for itself.
     """
 
@@ -96,6 +102,7 @@ class TileProblem:
     learned: spec_terms.Learned
     layout: BlockSparse | None = None
     records: bool = False
+    strides: bool = False
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -108,12 +115,33 @@ class TileProblem:
         pair = tile.column_warps, tile.score_warps
         return other if other is not None and pair in other.sharing else self.model
 
+    def gathers(self, tile: Tile) -> bool:
+        """Whether such tiles consist of boxes with live blocks of the layout."""
+        return self.layout is not None and self.model_of(tile) is self.model
+
+    @property
+    def walked_block(self) -> int:
+        """Positions of a block of the layout along the side that tiles walk."""
+        assert self.layout is not None, "only a layout has blocks"
+        return self.layout.block_q if self.kernel in KEY_KERNELS else self.layout.block_k
+
     def box_of(self, step: int) -> int:
-        """Keys of a box in tiles of so many: they divide tiles and, where they can, blocks."""
+        """Rows of a box in tiles of so many: they divide tiles and, where they can, blocks."""
         if self.layout is None:
             return step
-        box = math.gcd(self.layout.block_k, step)
+        box = math.gcd(self.walked_block, step)
         return box if box % STEP == 0 else STEP
+
+    def key_box(self, owned: int) -> int:
+        """Keys of a box of the tile that a block owns: whole boxes are blocks of the layout."""
+        assert self.layout is not None, "only blocks of a layout are boxes of keys"
+        box = math.gcd(self.layout.block_k, owned)
+        return box if box % MMA_ROWS == 0 else owned
+
+    def stride(self, owned: int) -> int:
+        """The number of blocks that share their keys box by box, where each owns so many."""
+        assert self.layout is not None, "only the live blocks of a layout are known"
+        return best_stride(self.layout, owned, self.key_box(owned)) if self.strides else 1
 
     def given_as(self, **changes: Number) -> TileProblem:
         """The problem with other values of given quantities."""
@@ -162,10 +190,14 @@ def problem_of(
         **constants_of(kernel, path),
     }
     learned = spec_terms.added_by_scores(spec, kernel)
-    tells = kernel == "forward" and path.copies_by_tma
-    records = tells and spec_terms.searches(spec)
+    by_tma = path.copies_by_tma
+    tells = by_tma and kernel == "forward"
     # The bits of a row that is served depend on no other row: its tiles are not gathered for all.
-    layout = spec.block_sparse if tells and not spec.is_served else None
-    return TileProblem(
-        spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, layout, records
-    )
+    gathers = (by_tma and kernel in (*KEY_KERNELS, "dq")) or (tells and not spec.is_served)
+    layout = spec.block_sparse if gathers else None
+    records = layout is not None or (tells and spec_terms.searches(spec))
+    row = row_interval(spec.mask, WalkedAxis(Q))
+    strides = layout is not None and kernel in KEY_KERNELS
+    strides = strides and row is not None and None in (row.lo, row.hi)
+    own = (layout, records, strides)
+    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, *own)

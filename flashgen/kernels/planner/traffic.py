@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ def walks_of_head(
     Raises:
         ValueError: ``visited`` is for another number of tiles.
     """
-    owned, walked = -(-sizes.seq_q // plan.queries_per_tile), -(-sizes.seq_k // plan.walked_keys)
+    owned, walked = -(-sizes.seq_q // plan.walked_queries), -(-sizes.seq_k // plan.walked_keys)
     side, group = "query", 1
     if plan.owns_keys:
         owned, walked = walked, owned
@@ -287,7 +286,7 @@ def backward_traffic(
             sums_zeroed=dq_sums,
         )
 
-    owned, walked = (plan.block_q, seq_q), (plan.block_k, seq_k)
+    owned, walked = (plan.walked_queries, seq_q), (plan.walked_keys, seq_k)
     if plan.owns_keys:
         owned, walked = walked, owned
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
@@ -295,7 +294,7 @@ def backward_traffic(
     reaching = (place for place in range(count) if any(map(len, walks[place::count])))
     own_rows, walked_rows = rows_in(reaching, *owned), rows_in(chain(*walks), *walked)
     times = pairs * count // len(walks)  # repetitions of these walks
-    steps = times * sum(map(len, walks))
+    steps = times * sum(plan.steps_of(len(tiles)) for tiles in walks)
     scores = steps * plan.block_q * plan.block_k
     if plan.kernel == "dq" or plan.of_captured:
         return Traffic(
@@ -315,6 +314,7 @@ def backward_traffic(
         blocks *= parts
         sums = blocks * count * plan.block_k * SUM_BYTES
         of_keys = {"dk_sums": sums * plan.head_dim, "dv_sums": sums * plan.head_dim_v}
+    sums_of_step = walked[0] * plan.sums_tile[1] * SUM_BYTES if plan.sums_tile else 0
     return Traffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,
@@ -322,6 +322,6 @@ def backward_traffic(
         do=times * walked_rows * v_row,
         rows_read=times * walked_rows * ROW_BYTES,
         **of_keys,
-        added=steps * math.prod(plan.sums_tile) * SUM_BYTES if plan.sums_tile else 0,
+        added=times * sum(map(len, walks)) * sums_of_step,
         scores=scores,
     )

@@ -29,6 +29,14 @@ class ListedBlocks:
         """The lines of the owned positions [start, stop), the nearest ones for those outside."""
         return _blocks(owned, start, stop, self.owned_block, self.live.shape[0])
 
+    def lines_of_tile(self, owned: TileAxis, start: int, stop: int) -> Array:
+        """The lines of an owned tile, which may consist of boxes: those of their ends."""
+        pieces = owned.pieces(start, stop)
+        if len(pieces) == 1:
+            return self.lines(owned, start, stop)
+        ends = [position for piece in pieces for position in piece]
+        return np.concatenate([self.lines(owned, end, end + 1) for end in ends])
+
     def places(self, walked: TileAxis, start: int, stop: int) -> Array:
         """The places of the walked positions [start, stop), the nearest ones for those outside."""
         return _blocks(walked, start, stop, self.walked_block, self.live.shape[1])
@@ -38,7 +46,7 @@ class ListedBlocks:
 
         Positions of the last tile past the end of the sequence count too: the lists have them.
         """
-        before = self._before[self.lines(owned, start, stop)]
+        before = self._before[self.lines_of_tile(owned, start, stop)]
         starts = walked.offset + np.arange(0, walked.length, walked.block)
         firsts, ends = self._place(starts), self._place(starts + walked.block - 1) + 1
         counts = before[:, np.minimum(ends, self.live.shape[1])] - before[:, firsts]
@@ -54,7 +62,7 @@ class ListedBlocks:
         self, owned: TileAxis, start: int, stop: int, walked: TileAxis, tile: int
     ) -> tuple[int, int]:
         """The counts and the list entries that a warp reads to find the next tile from ``tile``."""
-        before = self._before[self.lines(owned, start, stop)]
+        before = self._before[self.lines_of_tile(owned, start, stop)]
         place = int(self._place(np.array(walked.offset + tile * walked.block)))
         entries = 0
         for low, count in zip(before[:, place].tolist(), before[:, -1].tolist(), strict=True):

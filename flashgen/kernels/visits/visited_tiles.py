@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.models.fitted_common import DEAD_BOX_INSTRUCTIONS, PARTS_INSTRUCTIONS
+from flashgen.kernels.planner.models.fitted_common import DEAD_BOX_INSTRUCTIONS
 from flashgen.kernels.planner.models.spec_terms import mask_instructions
 from flashgen.kernels.planner.traffic import LaunchSizes, StepKind, Steps, Walk
 from flashgen.kernels.visits.listed_blocks import ListedBlocks
@@ -23,6 +23,7 @@ from flashgen.spec.analysis.tile_walk import (
     FULL,
     Array,
     BlockLayoutTiles,
+    StridedAxis,
     TileAxis,
     TileWalk,
     numbers_of,
@@ -135,15 +136,15 @@ def heads_of(
     if live is not None:
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
-    ops = mask_instructions(spec, plan.kernel, in_parts=plan.layout_in_parts)
+    ops = mask_instructions(spec, plan.kernel, in_parts=plan.gathers)
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
         places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         rows = rows_by_bounds(plan.skipping_rows(bounded=True), mask, spec)
         moved = 0 if ragged_last else rows
-        queries = query_axis(mask, p.seq_q, plan.queries_per_tile, p.q_offset, moved)
-        keys = TileAxis(p.seq_k, plan.walked_keys, p.k_offset)
+        queries = query_axis(mask, p.seq_q, plan.walked_queries, p.q_offset, moved)
+        keys = key_axis(plan, p)
         walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
         steps = [steps_of(plan, walk, listed, visit, ops, rows) for visit in visits]
@@ -162,6 +163,14 @@ def rows_by_bounds(rows: int, mask: MaskAnalysis, spec: AttentionSpec) -> int:
         rows: the same if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
     """
     return rows if mask.bounded and spec.block_sparse is None else 0
+
+
+def key_axis(plan: Plan, problem: CheckedCall) -> TileAxis:
+    """The tiles of keys of a kernel, or the boxes that it gathers."""
+    sizes = problem.seq_k, plan.walked_keys, problem.k_offset
+    if plan.key_stride == 1:
+        return TileAxis(*sizes)
+    return StridedAxis(*sizes, box=plan.key_box, stride=plan.key_stride)
 
 
 def query_axis(mask: MaskAnalysis, length: int, block: int, offset: int, rows: int) -> TileAxis:
@@ -245,7 +254,7 @@ def steps_of(
         mask_ops: instructions of the mask for each score at which it is evaluated.
         rows: those of a warpgroup, from `rows_by_bounds`.
     """
-    if plan.box_k:
+    if plan.records:
         return _steps_of_boxes(plan, walk, listed, visit, mask_ops)
     together = rows or plan.block_q
     tiles = np.array(visit.tiles, dtype=np.int64)
@@ -258,15 +267,10 @@ def steps_of(
             first, end = reached_tiles(walk, start, stop)
             reached = (first <= tiles) & (tiles < end)
         computed += together * reached
-        by_mask = None if plan.layout_in_parts else listed
-        masked += together * (reached & ~unmasked_tiles(walk, start, stop, by_mask)[tiles])
-    parts = np.zeros(len(tiles))
-    if listed is not None and plan.layout_in_parts:
-        whole = unmasked_tiles(walk, visit.start, visit.stop, listed, ignores_mask=True)
-        parts = PARTS_INSTRUCTIONS * ~whole[tiles]
+        masked += together * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
     found: Counter[StepKind] = Counter()
-    for some, of_mask, more in zip(computed.tolist(), masked.tolist(), parts.tolist(), strict=True):
-        found[StepKind(some, mask_ops * of_mask / some + more if some else 0)] += 1
+    for some, of_mask in zip(computed.tolist(), masked.tolist(), strict=True):
+        found[StepKind(some, mask_ops * of_mask / some if some else 0)] += 1
     return found
 
 
@@ -278,9 +282,9 @@ def _steps_of_boxes(
     here = walk, visit.start, visit.stop
     masked = ~unmasked_tiles(*here, None if plan.gathers else listed)[boxes]
     whole = unmasked_tiles(*here, listed, ignores_mask=True)[boxes]
-    together = plan.block_k // plan.box_k
+    together = plan.boxes_per_tile
     found: Counter[StepKind] = Counter()
-    for first in range(0, max(1, len(boxes)), together):
+    for first in range(0, plan.steps_of(len(boxes)) * together, together):
         tile = slice(first, first + together)
         ops = mask_ops * np.count_nonzero(masked[tile]) / together
         if plan.gathers and np.count_nonzero(whole[tile]) < together:
@@ -312,8 +316,9 @@ def unmasked_tiles(
     if walk.owns_keys:
         found &= start + owned.block <= owned.length
     if listed is not None:
-        layout = BlockLayoutTiles(listed.live[None], listed.owned_block, listed.walked_block)
-        corners = np.int64(start + owned.offset), np.int64(stop - 1 + owned.offset)
+        lines = listed.live[listed.lines_of_tile(owned, start, stop)]
+        layout = BlockLayoutTiles(lines[None], 1, listed.walked_block)
+        corners = np.int64(0), np.int64(len(lines) - 1)
         found &= layout.of_tiles(corners, walked.corners())[1][0]
     if ignores_mask:
         return found

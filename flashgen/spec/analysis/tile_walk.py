@@ -56,6 +56,14 @@ class TileAxis:
         for start in range(-self.before, self.length, self.block):
             yield max(start, 0), min(start + self.block, self.length)
 
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The first and last positions of a tile, or of each of the boxes of which it consists."""
+        return [(start, stop - 1)]
+
+    def row(self, start: int, row: int) -> int:
+        """The position of a row of the tile that begins at ``start``."""
+        return start + row
+
     def positions(self, first: int, tiles: int = 1) -> range:
         """The positions of adjacent tiles, counted from 0."""
         start = first * self.block - self.before
@@ -66,6 +74,40 @@ class TileAxis:
         first = np.arange(-self.before, self.length, self.block, dtype=np.int64)
         last = np.minimum(first + self.block, self.length) - 1
         return np.maximum(first, 0) + self.offset, last + self.offset
+
+
+@dataclass(frozen=True)
+class StridedAxis(TileAxis):
+    """Tiles of boxes that do not follow each other: each has every stride-th of ``stride`` tiles.
+
+    Tiles at the end, of which there are fewer, have neighbouring boxes.
+
+    Attributes:
+        box: positions of a box.
+        stride: the number of tiles that share their positions box by box.
+    """
+
+    box: int = 0
+    stride: int = 1
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        for tile in range(-(-self.length // self.block)):
+            start = tile * self.block
+            if self._whole(start):
+                start += tile % self.stride * (self.box - self.block)
+            yield start, min(self.row(start, self.block - 1) + 1, self.length)
+
+    def _whole(self, start: int) -> bool:
+        group = self.stride * self.block
+        return (start // group + 1) * group <= self.length
+
+    def row(self, start: int, row: int) -> int:
+        step = self.box * (self.stride if self._whole(start) else 1)
+        return start + row // self.box * step + row % self.box
+
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        firsts = [self.row(start, row) for row in range(0, self.block, self.box)]
+        return [(min(at, stop - 1), min(at + self.box, stop) - 1) for at in firsts]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from flashgen.spec.language.symbols import K, Q
 
 INDEX_BYTES = 4  # int32, of the lists and of their counts
 LIVE_BYTES = 1  # bool, of the layout itself
-COLUMNS_OF_PART = 8  # that a lane tests at once, with 16 rows
 LANES_OF_ROW = 4  # of a warp, which have the scores of a row
 
 
@@ -46,7 +45,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
         pairs = each.batch * each.heads_q
         times = pairs // plan.heads_per_tile
         for visit in each.visits:
-            reads = _reads_of_lists(each.walk, each.listed, visit)
+            reads = _reads_of_lists(each.walk, plan, each.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(found for _, found in reads)
             if plan.gathers:
@@ -67,15 +66,25 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
 
 def _searching_warps(plan: Plan) -> tuple[int, int]:
     """Warps of a block that search for the next tile, and those that test whether it is full."""
-    return WALKING_WARPS.get(plan.kernel, (1, 1)) if plan.other_warps else (plan.warps, plan.warps)
+    if not plan.other_warps:
+        return plan.warps, plan.warps
+    walking, testing = WALKING_WARPS.get(plan.kernel, (1, 1))
+    return walking + (plan.kernel == "fused" and not plan.in_passes), testing  # one adds dQ
 
 
-def _reads_of_lists(walk: TileWalk, listed: ListedBlocks, visit: Visit) -> list[tuple[int, int]]:
+def _reads_of_lists(
+    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit
+) -> list[tuple[int, int]]:
     """The counts and entries that a warp reads in each search for the next tile."""
     here = walk.owned, visit.start, visit.stop, walk.walked
     exact = walk.mask.reach_exact
     may = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
-    starts = _search_starts(visit, listed.tiles(*here), may)
+    starts = list(_search_starts(visit, listed.tiles(*here), may))
+    together = plan.boxes_per_tile
+    if plan.owns_keys and len(visit.tiles) % together:
+        starts.append(starts[-1])  # the boxes end inside of a tile, and are searched again for one
+    if plan.kernel == "dq" and plan.gathers:
+        starts += visit.tiles[together::together]  # found behind a tile, and again for the next
     return [listed.reads(*here, tile) for tile in starts]
 
 
@@ -123,9 +132,7 @@ def _reads_of_tiles(
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
-        if plan.layout_in_parts:
-            elements += _blocks_of_parts(walk, plan, listed, visit, tile)
-        elif by_rows:
+        if by_rows:
             elements += _blocks_of_rows(walk, plan, listed)
         else:
             elements += _unmasked_elements(walk, plan, visit, tile)
@@ -135,43 +142,26 @@ def _reads_of_tiles(
 def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit) -> int:
     """Blocks read of the layout itself, for the tiles that a thread block gathers.
 
-    A lane of the producer reads those that 16 rows and a box touch. Where some of these are live
-    and some not, the lanes of these rows read the block of each element of the tile.
+    A lane of the producer reads those that 16 rows, or keys, and a box touch. Where some of these
+    are live and some not, the lanes of these rows read the block of each element of the tile.
     """
-    together, found = plan.block_k // plan.box_k, 0
-    queries = min(MMA_ROWS, plan.queries_per_tile)
+    together, found, size = plan.boxes_per_tile, 0, walk.walked.block
+    tile_rows = plan.block_k if plan.owns_keys else plan.block_q
+    rows = min(MMA_ROWS, walk.owned.block)
     for first in range(0, len(visit.tiles), together):
         boxes = visit.tiles[first : first + together]
-        for group in range(plan.block_q // MMA_ROWS):
-            start = visit.start + MMA_ROWS * group % plan.queries_per_tile
+        for group in range(tile_rows // MMA_ROWS):
+            start = walk.owned.row(visit.start, MMA_ROWS * group % walk.owned.block)
             if start >= visit.stop:
                 continue
-            lines = listed.lines(walk.owned, start, min(start + queries, visit.stop))
+            lines = listed.lines(walk.owned, start, min(start + rows, visit.stop))
             differ = False
             for box in boxes:
-                end = min((box + 1) * plan.box_k, walk.walked.length)
-                some, mixed = _read_part(walk, listed, lines, box * plan.box_k, end)
+                end = min((box + 1) * size, walk.walked.length)
+                some, mixed = _read_part(walk, listed, lines, box * size, end)
                 found += some
                 differ |= mixed
-            found += MMA_ROWS * plan.block_k * differ
-    return found
-
-
-def _blocks_of_parts(
-    walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit, tile: int
-) -> int:
-    """The blocks that lanes read for 16 keys and 8 queries each; where some of a warp's are live
-    and some not, also those of its elements."""
-    found = 0
-    for start in range(visit.start, visit.stop, MMA_ROWS):
-        lines = listed.lines(walk.owned, start, min(start + MMA_ROWS, visit.stop))
-        differ = False
-        end = min((tile + 1) * plan.block_q, walk.walked.length)
-        for first in range(tile * plan.block_q, end, COLUMNS_OF_PART):
-            some, mixed = _read_part(walk, listed, lines, first, min(first + COLUMNS_OF_PART, end))
-            found += some
-            differ |= mixed
-        found += MMA_ROWS * plan.block_q * differ
+            found += MMA_ROWS * together * size * differ
     return found
 
 

@@ -210,7 +210,7 @@ def _data(
 ) -> Mapping[str, Any]:
     drawing = found.drawing()
     plan = profile.plan
-    per_tile = multiply_adds_of(plan, plan.queries_per_tile * plan.walked_keys)
+    per_tile = multiply_adds_of(plan, math.prod(plan.units))
     counted = profile.totals.tensor_multiply_adds / per_tile if per_tile else None
     return {
         "tile": list(found.tile),

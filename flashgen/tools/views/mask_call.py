@@ -55,8 +55,7 @@ class KernelTile:
     def of(plan: Plan, kernel: str, origin: str) -> KernelTile:
         """The tile of a plan."""
         rows = plan.skipping_rows(bounded=True)
-        sizes = plan.queries_per_tile, plan.walked_keys
-        return KernelTile(*sizes, plan.owns_keys, kernel, origin, rows)
+        return KernelTile(*plan.units, plan.owns_keys, kernel, origin, rows)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,15 @@ MODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+def shaped(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers of `MODS`, with tensors of the shapes that their specs name."""
+    shapes = {"bias": (2, 333), "ids": (1, 333)}
+    kinds = {"bias": torch.float32, "ids": torch.int32}
+    tensors = numbers.get("tensors", {})
+    made = {name: tensor.view(shapes[name]).to(kinds[name]) for name, tensor in tensors.items()}
+    return {**numbers, **({"tensors": made} if made else {})}
+
+
 @pytest.mark.parametrize("block", [16, slow(64)])
 @pytest.mark.parametrize("name", MODS)
 def test_functions_of_the_key_read_it_from_its_box(name: str, block: int) -> None:
@@ -124,15 +133,7 @@ def test_functions_of_the_key_read_it_from_its_box(name: str, block: int) -> Non
         head_dim=64,
         dropout="dropout_p" in numbers,
     )
-    given = dict(numbers)
-    if "tensors" in given:
-        shapes = {"bias": (2, 333), "ids": (1, 333)}
-        kinds = {"bias": torch.float32, "ids": torch.int32}
-        given["tensors"] = {
-            each: tensor.view(shapes[each]).to(kinds[each])
-            for each, tensor in given["tensors"].items()
-        }
-    judged(spec, Case(100, 333, 1, 2, 1), **given)
+    judged(spec, Case(100, 333, 1, 2, 1), **shaped(numbers))
 
 
 @pytest.mark.parametrize("seq_q", [9, slow(70)])

@@ -81,13 +81,13 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
     # K and V, or Q and dO, which the block owns.
     mine = f"e*{owned}*(depth + depth_v)"
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
-    of_row, kept = "e*(depth + depth_v)", ""
+    of_row, kept, step = "e*(depth + depth_v)", "", f"{TILE_BYTES} + records"
     parts = {
         "smem_q": "e*block_q*depth",
         "smem_do": "e*block_q*depth_v",
         "smem_k": "stages*e*block_k*depth",
         "smem_v": "stages*e*block_k*depth_v",
-        "smem_rows": f"{TILE_BYTES}*stages",
+        "smem_rows": f"({step})*stages",
         "mbarriers": "8*(1 + 4*stages)",
     }
     if kernel in LEARNED_KERNELS:
@@ -103,7 +103,7 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
             # dS with two buffers, and the outgoing dQ tile.
             "smem_ds": f"{DS_BUFFERS}*e*block_q*block_k",
             "sums of dQ": "4*block_q*depth",
-            "smem_rows": f"stages*({ROW_BYTES}*block_q + {TILE_BYTES})",
+            "smem_rows": f"stages*({ROW_BYTES}*block_q + {step})",
             "mbarriers": "32*stages",  # K and V arrive with the first Q
         }
         if kernel == "fused":
@@ -112,9 +112,9 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
             del parts["smem_ds"], parts["sums of dQ"]
     resident = "" if kernel in KEY_KERNELS else " - 8"
     left = f"{room}{resident} - {mine}" + (f" - block_q*({kept})" if kept else "")
-    stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {TILE_BYTES} + 32))))"
+    stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {step} + 32))))"
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
-    bound = f"({room} - {mine} - {TILE_BYTES}*stages - {parts['mbarriers']})/({per_row})"
+    bound = f"({room} - {mine} - stages*({step}) - {parts['mbarriers']})/({per_row})"
     return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))
 
 

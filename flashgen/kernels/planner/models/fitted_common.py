@@ -23,8 +23,6 @@ MASKING_INSTRUCTIONS = 2
 LAYOUT_INSTRUCTIONS = 8
 # Counted. The same for a gathered tile that has a box without a live block of some rows.
 DEAD_BOX_INSTRUCTIONS = 1
-# Counted. The same for a tile of a kernel that tests the blocks of 16 rows and 8 columns at once.
-PARTS_INSTRUCTIONS = 4
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
 # (two rows).

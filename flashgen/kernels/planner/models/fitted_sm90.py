@@ -22,6 +22,8 @@ SEARCH_BY_BOUND_REGISTERS = 32
 # Where the forward producer gathers boxes with live blocks of a layout to tiles, or searches for
 # tiles whose keys are in pages.
 GATHER_REGISTERS = 72
+# The same in kernels whose blocks own keys, which gather boxes of queries.
+GATHER_QUERIES_REGISTERS = 56
 # More of them, where the forward producer evaluates the mask for each tile ...
 SEARCH_BY_MASK_REGISTERS = 16
 # ... and where the producer of a backward kernel reads captured tensors to find tiles.
@@ -76,8 +78,8 @@ AHEAD_CLOCKS = 236
 
 # For each accumulator element of S and dP: in all kernels; for random bits; for elements of
 # captured tensors, by how the gradient of such an element is summed (`analysis.kind_of_sum`): read
-# by each score for itself, or by a row or a column of scores; and for elements of tensors or of a
-# block layout that the mask reads, where it is evaluated for each score.
+# by each score for itself, or by a row or a column of scores; and for elements of tensors that the
+# mask reads, where it is evaluated for each score.
 PENDING = 1 / 8
 DROPOUT_PENDING = 1 / 4
 READ_PENDING = {"element": 1 / 2, "row": 3 / 16, "column": 3 / 16, "block": 0.0}

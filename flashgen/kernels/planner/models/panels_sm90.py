@@ -47,6 +47,16 @@ def queries_of_sums(block_q: int, head_dim: int) -> int:
     return block_q // 2 if blocks % 2 else block_q
 
 
+def rows_of_sums(block_q: int, box_q: int, head_dim: int) -> int:
+    """Queries of a tile of the sums of dQ where tiles are gathered from boxes of so many.
+
+    One box, or two where each warpgroup has whole boxes: `queries_of_sums` of them are added side
+    by side.
+    """
+    share = queries_of_sums(block_q, head_dim)
+    return box_q if share % box_q else box_q * (block_q // share)
+
+
 def _padded(dim: int, unit: int) -> int:
     return unit * -(-dim // unit)
 

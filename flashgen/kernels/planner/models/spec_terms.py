@@ -226,7 +226,7 @@ def registers_sm90(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> 
     return {
         "extra": extra + served_registers(spec, "sm_90a") + spare,
         "searching": _searching_sm90(spec, kernel, spare),
-        **({} if forward else {"pending": _pending_sm90(spec, kernel)}),
+        **({} if forward else {"pending": _pending_sm90(spec)}),
         **({"first_plan": int(not spare)} if kernel == "fused" else {}),
     }
 
@@ -242,12 +242,10 @@ def _extra_sm90(spec: AttentionSpec, kernel: str) -> int:
     return score + mask + dropout + indices
 
 
-def _pending_sm90(spec: AttentionSpec, kernel: str) -> float:
+def _pending_sm90(spec: AttentionSpec) -> float:
     """Registers of a consumer thread of a backward kernel per accumulator element of S and dP."""
     dropout = fitted_sm90.DROPOUT_PENDING if spec.dropout else 0
-    # Where rows are queries, the compiler reads the layout of all keys of a step at once.
-    reads_layout = kernel == "dq" and spec.block_sparse is not None
-    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) or reads_layout else 0
+    mask = fitted_sm90.MASK_PENDING if _mask_reads_elements(spec) else 0
     return fitted_sm90.PENDING + dropout + mask + _score_pending(spec)
 
 
@@ -276,6 +274,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     more = spare > fitted.SPARE_NOT_AHEAD
     if (tests_tiles and reads) or spare > by_tensors or (more and reads):
         return fitted.SEARCH_REGISTERS + by_tensors
+    if kernel in KEY_KERNELS and spec.block_sparse is not None:
+        return fitted.GATHER_QUERIES_REGISTERS
     return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or more else 0
 
 
