@@ -426,8 +426,8 @@ class Activation:
 
     def __init__(self, key: str) -> None:
         told, lock = set[str](), threading.Lock()
-        self._library = torch.library.Library("aten", "IMPL")
-        self._prefers_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
         with warnings.catch_warnings():
             # torch warns where a kernel is replaced, which is what activation is for.
