@@ -424,9 +424,11 @@ class _Kernel:
 class Activation:
     """flashgen as the active implementation, until `remove`."""
 
+    _library: Any  # torch's Library has no types
+
     def __init__(self, key: str) -> None:
         told, lock = set[str](), threading.Lock()
-        self._library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
         with warnings.catch_warnings():
