@@ -15,7 +15,7 @@ from flashgen.frontends.flex.aten import run
 from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
-from flashgen.frontends.flex.tracer import CapturedTensor, Tracer
+from flashgen.frontends.flex.tracer import DTYPES, CapturedTensor, Tracer
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
@@ -23,7 +23,7 @@ from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.spec_options import GENERIC_NAMES
+from flashgen.spec.language.spec_options import GENERIC_NAMES, HEAD_DIM_STEP
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod
@@ -156,6 +156,31 @@ class TracedMods:
             block_sparse=block_sparse,
         )
 
+    def attend(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        captures: Mapping[str, Any],
+        block_sparse: BlockSparse | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse of a call.
+
+        Args:
+            tensors: query, key and value; key and value of batch 1 are those of all queries.
+            captures: the other arguments of the operator, with a layout for a ``block_sparse``.
+        """
+        query, key, value = tensors
+        batch, dim, dim_v = query.shape[0], query.shape[3], value.shape[3]
+        if key.shape[0] != batch:
+            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+        if scale is None and dim % HEAD_DIM_STEP:
+            scale = dim**-0.5
+        query, key, value = padded(query), padded(key), padded(value)
+        dims = int(query.shape[3]), int(value.shape[3])
+        operator = self.operator(*dims, DTYPES[query.dtype], block_sparse)
+        out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
+        return (out[..., :dim_v] if dim_v % HEAD_DIM_STEP else out), lse
+
     def captures(self, record: Record, device: torch.device) -> dict[str, Any]:
         """The arguments of the operator, except for a block-sparse layout."""
         given: dict[str, Any] = {}
@@ -166,6 +191,17 @@ class TracedMods:
         for name, place in self.numbers.items():
             given[name] = record.numbers[place]
         return given
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
+
+    The zeros change no product.
+    """
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride()[3] == 1 else tensor.contiguous()
 
 
 def trace(
@@ -278,6 +314,8 @@ def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
 
 def _lines_of(mod: Mod, fallback: str) -> SourceLines:
     """The user's lines of ``mod``; a mod that torch combined is shown by its expression."""
+    if isinstance(lines := getattr(mod, "lines", None), SourceLines):  # of a traced graph
+        return SourceLines(lines.file, lines.line, fallback)
     if not _is_torchs(mod):
         lines = lines_of(mod, fallback)
         return lines if lines.text else SourceLines(lines.file, lines.line, fallback)
