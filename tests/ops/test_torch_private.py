@@ -213,6 +213,9 @@ USES = {
     "torch.autograd.forward_ad._current_level": Use(
         "asks whether forward-mode derivatives are taken", level_of_dual
     ),
+    "torch.compiler._is_compiling_flag": Use(
+        "reads graphs outside of the trace that asks", lambda flag: flag is False
+    ),
     "torch.fx.experimental.proxy_tensor.get_proxy_mode": Use(
         PROXIES, lambda get: get() is None and traced(get).tracer is not None
     ),

@@ -187,7 +187,11 @@ def _check_served(tensors: Sequence[Tensor], kernel_options: dict[str, Any]) -> 
         reason = f"query, key and value have {', '.join(str(x.dtype) for x in tensors)}"
     elif query.device.type not in ("cpu", "cuda"):
         reason = f"the tensors are on {query.device}"
-    elif query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0):
+    elif (
+        query.is_cuda
+        and torch.cuda.is_available()  # a trace needs no GPU
+        and torch.cuda.get_device_capability(query.device) < (8, 0)
+    ):
         reason = "the GPU is older than compute capability 8.0"
     if reason:
         raise _NotServedError(reason)
@@ -232,16 +236,16 @@ class _Mods:
         """The captured tensors by the ids of what stands for them."""
         self._learned = torch.is_grad_enabled()
         self._known: dict[tuple[int, bool], Tensor] = {}
-        with torch_hop.outside_of_modes():
+        with torch_hop.outside_of_traces():
             self._score = self._mod(score, of_score, self._learned)
             self._mask = self._mod(mask, of_mask, False)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[TracedMods, Record]:
         query, key = tensors[:2]
         batch, heads, seq_q = map(_most, query.shape[:3])
-        sizes = CallSizes(batch, heads, seq_q, _most(key.shape[2]), torch.device("meta"))
+        sizes = CallSizes(batch, heads, seq_q, _most(key.shape[2]), torch.device("cpu"))
         mods = [mod for mod in (self._mask, self._score) if isinstance(mod, _GraphMod)]
-        with torch_hop.outside_of_modes():
+        with torch_hop.outside_of_traces():
             try:
                 return read(self._mask, self._score, sizes)
             except SpecError as error:  # a graph has lines of its own, which tell users nothing
@@ -265,14 +269,15 @@ class _Mods:
             for size in itertools.chain(*[tensor.shape for tensor in tensors]):
                 int(size)
         actual = found._replace(numbers=tuple(numbers), tensors=tensors)
-        given = reading.captures(actual, query.device)
-        if type(query) is Tensor or type(query) is torch.nn.Parameter:
-            return given
-        for name, location in reading.tensors.items():
-            if location.place is None:  # made by the mod: a constant of the graph
-                made = given[name]
-                given[name] = torch.tensor(made.tolist(), dtype=made.dtype, device=query.device)
-        return given
+        device = query.device
+        if type(query) in (Tensor, torch.nn.Parameter):
+            return reading.captures(actual, device)
+
+        def constant(tensor: Tensor) -> Tensor:
+            """The tensor as one of the graph."""
+            return torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=device)
+
+        return reading.captures(actual, device, constant)
 
     def _mod(self, mod: Any, lifted: Sequence[Any], learned: bool) -> Callable[..., Any] | None:
         values = [self._stand_in(value, learned) for value in lifted]
@@ -357,9 +362,11 @@ class _Run(fx.Interpreter):
         if "_local_scalar_dense" in str(target) or target is Tensor.item:
             return args[0]
         leaves = pytree.tree_leaves((args, kwargs))
-        is_open = any(isinstance(leaf, OpenInt) for leaf in leaves)
-        if not is_open or any(isinstance(leaf, Tensor) for leaf in leaves):
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
             return super().call_function(target, args, kwargs)
+        if not any(isinstance(leaf, OpenInt) for leaf in leaves):  # makes a constant, of any device
+            given = {name: value for name, value in kwargs.items() if name != "device"}
+            return super().call_function(target, args, given)
 
         def symbol() -> Any:
             given = pytree.tree_map_only(OpenInt, lambda number: number.symbol(), (args, kwargs))

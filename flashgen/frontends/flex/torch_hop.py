@@ -8,9 +8,9 @@ CompositeExplicitAutograd, which handles these.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ _NAMES = (
     "torch._C.DispatchKey.CompositeExplicitAutograd",
     "torch.nn.attention.flex_attention._create_empty_block_mask",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch.compiler._is_compiling_flag",
     "torch.fx.experimental.symbolic_shapes.optimization_hint",
 )
 
@@ -101,11 +102,18 @@ def restore() -> None:
     _former.clear()
 
 
-def outside_of_modes() -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
     """A context without the modes of a trace: tensors and operations in it are no part of it."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    is_compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = is_compiling
 
 
 def example_of(size: int | torch.SymInt) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,8 +74,12 @@ class CaptureLocation:
         assert self.place is not None
         return record.tensors[self.place]
 
-    def as_argument(self, record: Record, device: torch.device) -> torch.Tensor:
+    def as_argument(
+        self, record: Record, device: torch.device, constant: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         tensor = self.of(record)
+        if self.place is None:
+            tensor = constant(tensor)
         if tensor.requires_grad and not self.learned:
             tensor = tensor.detach()
         return as_argument(tensor, device, self.place is None)
@@ -181,11 +185,20 @@ class TracedMods:
         out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
         return (out[..., :dim_v] if dim_v % HEAD_DIM_STEP else out), lse
 
-    def captures(self, record: Record, device: torch.device) -> dict[str, Any]:
-        """The arguments of the operator, except for a block-sparse layout."""
+    def captures(
+        self,
+        record: Record,
+        device: torch.device,
+        constant: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> dict[str, Any]:
+        """The arguments of the operator, except for a block-sparse layout.
+
+        Args:
+            constant: is applied to tensors that the mods make.
+        """
         given: dict[str, Any] = {}
         for name, captured in self.tensors.items():
-            given[name] = captured.as_argument(record, device)
+            given[name] = captured.as_argument(record, device, constant)
         for name, (captured, dim) in self.sizes.items():
             given[name] = captured.of(record).shape[dim]
         for name, place in self.numbers.items():
