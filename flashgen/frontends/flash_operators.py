@@ -39,7 +39,7 @@ _MANY_ARGUMENTS = "_flash_attention"
 
 
 class FlashOperatorWarning(UserWarning):
-    """A call of torch's flash attention took the kernel that flashgen's replaces."""
+    """A call of torch's attention took the kernel that flashgen's replaces."""
 
 
 class Told:

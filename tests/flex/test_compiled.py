@@ -152,8 +152,14 @@ def test_block_lists_are_left_out_on_a_promise(registered):
 
     block_mask = create_block_mask(causal_mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
     assert not any("argsort" in name for name in graph_of(user, q, k, v, block_mask))
-    torch._dynamo.reset()
-    assert any("sort" in name for name in graph_of(user, q, k, v, two_blocks()))
+
+    def removing(q, k, v, block_mask):  # a mask of the kernels, but not of the BlockMask
+        score = lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf)  # noqa: E731
+        return flex_attention(q, k, v, score, block_mask)
+
+    for function in (user, removing):
+        torch._dynamo.reset()
+        assert any("sort" in name for name in graph_of(function, q, k, v, two_blocks()))
 
 
 def test_heads_in_groups_and_a_scale(registered):
@@ -260,6 +266,40 @@ def test_the_kernels_run_in_the_emulator(registered, monkeypatch, arch):
     q, k, v = operands()
     wanted = expected(q, k, v, score, causal_mask)[:1]
     assert_same([function(q, k, v, block_mask)], wanted, [q, k, v, bias])
+
+
+def test_an_exported_program_contains_the_operator(registered):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(noise(4, 40))
+
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, lambda s, b, h, q, k: s + self.bias[h, k])
+
+    layer, tensors = Layer(), tuple(operands(learn=False))
+    program = torch.export.export(layer, tensors).run_decompositions()
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum(name.startswith("flashgen.") for name in names) == 1
+    torch.testing.assert_close(program.module()(*tensors), layer(*tensors))
+
+
+@pytest.mark.slow
+def test_torchs_caches_of_graphs_do_not_mix_the_kernels(registered, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    calls: list[Any] = []
+    attend = compiled._attend
+    monkeypatch.setattr(compiled, "_attend", lambda *a: (calls.append(a), attend(*a))[1])
+
+    def count() -> int:
+        torch._dynamo.reset()
+        calls.clear()
+        compile(lambda q, k, v: flex_attention(q, k, v), "inductor")[0](*operands(learn=False))
+        return len(calls)
+
+    for registering, counted in ((False, False), (True, True), (False, False), (True, True)):
+        (register_flex if registering else unregister_flex)()
+        assert bool(count()) == counted
 
 
 def test_a_call_on_a_gpu_is_traced_without_one():
@@ -388,6 +428,30 @@ def test_flashgens_own_function_follows_blocks_that_no_mask_implies():
     function, _ = compile(lambda q, k, v, m: fg.flex_attention(q, k, v, None, m))
     wanted = expected(q, k, v, mask=on_diagonal)[:1]
     assert_same([function(q, k, v, two_blocks())], wanted, [q, k, v])
+
+
+def test_flashgens_own_function_refuses_transforms_in_a_full_graph():
+    def gradient(q, k, v):
+        return torch.func.grad(lambda q: fg.flex_attention(q, k, v).sum())(q)
+
+    torch._dynamo.reset()
+    with pytest.raises(InputError, match=r"no rule for the transforms of torch\.func"):
+        compile(gradient)[0](*operands(learn=False))
+
+
+def test_mods_that_torch_cannot_trace_leave_a_break_in_the_graph(capsys):
+    def told(s, b, h, q, k):
+        print("executed")
+        return s * 2
+
+    def user(q, k, v):
+        return fg.flex_attention(q, k, v, told) * 2
+
+    torch._dynamo.reset()
+    tensors = operands(learn=False)
+    found = torch.compile(user, backend="eager")(*tensors)
+    torch.testing.assert_close(found, user(*tensors))
+    assert "executed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fullgraph", [True, slow(False)])

@@ -50,7 +50,7 @@ def flex_attention(
     and a run-time scalar from its second value on; with torch.use_deterministic_algorithms, from
     its first. Casts between floating-point dtypes have no effect inside a mod, which is computed in
     float32. torch.compile makes the call one node of its graph, with the expressions of the mods
-    that it has traced itself.
+    that it has traced itself; the blocks of a BlockMask are always a block layout there.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.

@@ -27,8 +27,9 @@ from flashgen.calls.runtime.block_layouts import dense_blocks
 from flashgen.frontends.flash_operators import Told
 from flashgen.frontends.flex import torch_hop
 from flashgen.frontends.flex.block_masks import LISTS
-from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK
+from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.operation_results import transforms
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.recorder import OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
@@ -94,6 +95,14 @@ def _install() -> None:
 
 @runs_while_traced
 def _serve_marked() -> None:
+    if transforms():
+        raise FlexUnsupported(
+            "torch's operator of flex_attention has no rule for the transforms of torch.func",
+            where="fg.flex_attention in a compiled function",
+            numbers=f"{transforms()} transforms of torch.func around the call",
+            way_out="fg.attention(spec), whose operator has rules; or torch.compile without "
+            "fullgraph=True, which leaves the call out of its graph",
+        )
     _install()
     _state.marked = True
 
@@ -211,7 +220,7 @@ def _attend(
     # The number of entries differs between releases of torch.
     seq_lengths, lists, block_size = block_mask[:2], block_mask[2:6], block_mask[-3:-1]
     sparse = None
-    if LARGE_BLOCK not in block_size and (_state.follows_lists or reading.mask is None):
+    if LARGE_BLOCK not in block_size and (_state.follows_lists or mods.mask is None):
         sparse = BlockSparse(None, *map(int, block_size))
         named = dict(zip(LISTS, lists, strict=True))
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
@@ -227,27 +236,30 @@ _attend_marked = runs_while_traced(_attend)
 
 
 class _Mods:
-    """The mods of a call, on tensors without elements in place of those that they capture."""
+    """The mods of a call, on tensors without elements in place of those that they capture.
+
+    Attributes:
+        score, mask: the functions; None for those that change or mask nothing.
+    """
 
     def __init__(
         self, score: Any, mask: Any, of_score: Sequence[Any], of_mask: Sequence[Any]
     ) -> None:
         self._tensors: dict[int, Tensor] = {}
         """The captured tensors by the ids of what stands for them."""
-        self._learned = torch.is_grad_enabled()
         self._known: dict[tuple[int, bool], Tensor] = {}
         with torch_hop.outside_of_traces():
-            self._score = self._mod(score, of_score, self._learned)
-            self._mask = self._mod(mask, of_mask, False)
+            self.score = self._mod(score, of_score, True)
+            self.mask = self._mod(mask, of_mask, False)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[TracedMods, Record]:
         query, key = tensors[:2]
         batch, heads, seq_q = map(_most, query.shape[:3])
         sizes = CallSizes(batch, heads, seq_q, _most(key.shape[2]), torch.device("cpu"))
-        mods = [mod for mod in (self._mask, self._score) if isinstance(mod, _GraphMod)]
+        mods = [mod for mod in (self.mask, self.score) if isinstance(mod, _GraphMod)]
         with torch_hop.outside_of_traces():
             try:
-                return read(self._mask, self._score, sizes)
+                return read(self.mask, self.score, sizes)
             except SpecError as error:  # a graph has lines of its own, which tell users nothing
                 error.where = ", ".join(str(mod.lines) for mod in mods) or error.where
                 raise
