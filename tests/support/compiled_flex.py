@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
 
+from flashgen.frontends.flex import compiled
+from flashgen.integrations.torch import register_flex, unregister_flex
 from tests.support.flex_mods import noise
 
 Tensor = torch.Tensor
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's flex_attention on flashgen's operators, without torch's refusal of the CPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(compiled, "_told", compiled.Told())
+    torch._dynamo.reset()
+    register_flex()
+    yield
+    unregister_flex()
+    torch._dynamo.reset()
 
 
 def operands(*, heads_kv: int = 4, seq: int = 40, learn: bool = True) -> list[Tensor]:
