@@ -82,6 +82,33 @@ def test_a_call_is_one_operator_of_flashgen(registered):
     assert not any("flex_attention" in name for name in names)
 
 
+def test_layers_with_numbers_and_parameters_of_their_own_share_kernels(registered):
+    class Layer(torch.nn.Module):
+        def __init__(self, slope: float, seed: int):
+            super().__init__()
+            self.slope, self.bias = slope, torch.nn.Parameter(noise(4, 40, seed=seed))
+
+        def score(self, s, b, h, q, k):
+            return s * self.slope + self.bias[h, k]
+
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, self.score)
+
+    layers = [Layer(slope, seed) for seed, slope in enumerate((1.5, 1.25, 0.75, 0.5))]
+    q, k, v = operands()
+
+    def user(q, k, v):
+        return [layer(q, k, v) for layer in layers]
+
+    names = [name for name in graph_of(user, q, k, v) if name.startswith("flashgen.")]
+    assert len(names) == 4
+    assert len(set(names)) == 2  # the first value is a constant, the others are scalars
+    torch._dynamo.reset()
+    wanted = [expected(q, k, v, layer.score)[0] for layer in layers]
+    biases = [layer.bias for layer in layers]
+    assert_same(compile(user)[0](q, k, v), wanted, [q, k, v, *biases])
+
+
 def test_an_integer_that_changes_is_a_scalar_of_one_kernel(registered):
     def user(q, k, v, window):
         def score(s, b, h, q, k):

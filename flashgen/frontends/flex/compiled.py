@@ -220,7 +220,9 @@ def _attend(
     # The number of entries differs between releases of torch.
     seq_lengths, lists, block_size = block_mask[:2], block_mask[2:6], block_mask[-3:-1]
     sparse = None
-    if LARGE_BLOCK not in block_size and (_state.follows_lists or mods.mask is None):
+    if tuple(block_size) != (LARGE_BLOCK, LARGE_BLOCK) and (
+        _state.follows_lists or mods.mask is None
+    ):
         sparse = BlockSparse(None, *map(int, block_size))
         named = dict(zip(LISTS, lists, strict=True))
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
