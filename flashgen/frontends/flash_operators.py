@@ -39,7 +39,24 @@ _MANY_ARGUMENTS = "_flash_attention"
 
 
 class FlashOperatorWarning(UserWarning):
-    """A call of torch's flash attention took the kernel that flashgen's replaces."""
+    """A call of torch's attention took the kernel that flashgen's replaces."""
+
+
+class Told:
+    """The reasons for which users know that torch's own kernels compute calls."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+        self._lock = threading.Lock()
+
+    def tell(self, function: str, reason: str) -> None:
+        """Warns at the first call for each reason."""
+        with self._lock:
+            if reason in self._reasons:
+                return
+            self._reasons.add(reason)
+        text = f"torch's own kernel computes {function}, because {reason}"
+        warnings.warn(text, FlashOperatorWarning, stacklevel=3)
 
 
 @called_by_users()
@@ -396,8 +413,7 @@ class _Kernel:
     name: str
     compute: Callable[..., Any]
     former: Any
-    told: set[str]
-    lock: threading.Lock
+    told: Told
 
     def __call__(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         try:
@@ -412,12 +428,7 @@ class _Kernel:
                 way_out="torch.nn.attention.restore_flash_attention_impl(), or a spec of your own: "
                 "fg.attention(spec)",
             )
-        with self.lock:
-            known = reason in self.told
-            self.told.add(reason)
-        if not known:
-            text = f"torch's own kernel computes aten::{self.name}, because {reason}"
-            warnings.warn(text, FlashOperatorWarning, stacklevel=2)
+        self.told.tell(f"aten::{self.name}", reason)
         return self.former.call_boxed(keyset, *arguments, **more)
 
 
@@ -427,7 +438,7 @@ class Activation:
     _library: Any  # torch's Library has no types
 
     def __init__(self, key: str) -> None:
-        told, lock = set[str](), threading.Lock()
+        told = Told()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -435,7 +446,7 @@ class Activation:
             # torch warns where a kernel is replaced, which is what activation is for.
             warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
             for name, compute in _KERNELS.items():
-                kernel = _Kernel(name, compute, _former(name, key), told, lock)
+                kernel = _Kernel(name, compute, _former(name, key), told)
                 self._library.impl(name, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
