@@ -18,6 +18,8 @@ them::
     custom op       a torch.library.custom_op with a backward pass, which returns empty results
     sdpa            torch's scaled_dot_product_attention of one query and one key on the CPU, whose
                     kernel has next to nothing to compute
+    flash operator  torch's operator of its flash kernels, which flashgen.integrations.torch
+                    replaces: what scaled_dot_product_attention calls on a GPU
 
 A second table has calls of fg.flex_attention with a score_mod of ten operations, without gradients,
 beside fg.attention with the same expression, and what the mod adds to the latter::
@@ -71,6 +73,7 @@ from flashgen.calls.runtime import backends, bound_kernel, kernel_arguments  # n
 from flashgen.calls.trust import Decision  # noqa: E402
 from flashgen.frontends.flex import known_mods  # noqa: E402
 from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
+from flashgen.integrations.torch import register  # noqa: E402
 from flashgen.shared import arch  # noqa: E402
 from flashgen.shared.tensormap import MAP_BYTES  # noqa: E402
 
@@ -140,6 +143,7 @@ def pretend_a_gpu(path: str) -> None:
     backends.DEFAULTS["cpu"] = "gpu"
     backends.index_of = lambda device: 0
     backends.Target.sms = 132  # type: ignore[misc,assignment]
+    backends.device_memory = lambda index: None
     bound_kernel.current_stream = lambda index: 0
     kernel_arguments.encode = lambda spec, address, device: bytes(MAP_BYTES)
     backends.decide = lambda index, capturing: Decision(path, "a stub")
@@ -299,8 +303,17 @@ def calls_of_torch(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     custom.register_autograd(backward, setup_context=keep)
     tiny = [torch.zeros(1, 1, 1, 16) for _ in range(3)]
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops.aten._scaled_dot_product_flash_attention
+        out: torch.Tensor = operator(q, k, v, 0.0, True, False, scale=0.125)[0]
+        return out
+
+    register("CPU")
+    torch.nn.attention.activate_flash_attention_impl("flashgen")
     found = {}
-    for name, op, operands in (("custom op", custom, plain), ("sdpa", sdpa, tiny)):
+    ways = (("custom op", custom, plain), ("sdpa", sdpa, tiny), ("flash operator", flash, plain))
+    for name, op, operands in ways:
         rows = rows_of(op, operands)
         found |= {f"{name}, {kind}": rows[kind] for kind in ("no gradients", "both")}
     return found

@@ -98,6 +98,7 @@ class FrozenError(SpecError, dataclasses.FrozenInstanceError):
 
 _PUBLIC = {
     "flashgen.frontends.distributed": "fg.distributed",
+    "flashgen.frontends.flash_operators": "fg.integrations.torch",
     "flashgen.frontends.transformers": "fg.integrations.transformers",
     "ptx_emulator": "fg.emulator",
 }

@@ -119,21 +119,20 @@ def test_the_status_follows_from_the_records_and_from_the_present_templates(tmp_
     assert "sm_90a" not in later
 
 
-def test_the_readme_compares_with_cudnn_as_the_records_do() -> None:
-    def range_of(which: str) -> str:
-        ratios = [
-            float(row["ratio"])
-            for row in read(records.RESULTS / "speed.csv")
-            if (row["pass"], row["head_dim"], row["seq_q"]) == (which, "128", "8192")
-            and (row["contender"], row["spec"])
-            in (("flashgen sm_90a", s) for s in ("causal", "full"))
-            and row["peer"] == "sdpa cudnn"
-        ]
-        return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+def test_the_readme_compares_with_its_peers_as_the_newest_records_do() -> None:
+    case = {"spec": "causal", "heads_q": "16", "seq_q": "8192", "head_dim": "128", "status": "ok"}
+    rows = [r for r in read(records.RESULTS / "speed.csv") if case.items() <= r.items()]
+    rows = [r for r in rows if r["head_dim_v"] == "128" and r["heads_kv"] == "16"]
+    newest = max(row["run"] for row in rows if row["contender"] == "FlashAttention-4")
+    took = {(r["pass"], r["contender"]): float(r["ms_p50"]) for r in rows if r["run"] == newest}
 
+    def times(which: str, peer: str) -> str:
+        return f"{took[which, peer] / took[which, 'flashgen sm_90a']:.2f}"
+
+    forward, backward = (times(which, "cuDNN graph") for which in ("forward", "backward"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    claim = f"{range_of('forward')} cuDNN forward, {range_of('backward')} backward"
-    assert claim in text
+    assert f"forward {forward} times cuDNN 9.19, backward {backward} times cuDNN" in text
+    assert f"{times('backward', 'FlashAttention-4')} times FlashAttention-4" in text
 
 
 def test_without_a_record_the_speed_table_says_that_nothing_was_measured(tmp_path: Path) -> None:

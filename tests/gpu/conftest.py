@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from tests.support import gpu_device as gpu
+from tests.support.compiled_flex import registered
+
+__all__ = ["live_gpu", "registered"]
 
 collect_ignore_glob = ["test_*.py"] if gpu.MISSING else []
 

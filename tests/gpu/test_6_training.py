@@ -7,12 +7,16 @@ for a GPU are what it does not show. Nothing is said about a second device then.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashgen as fg
 from tests.support import gpu_device as gpu
+from tests.support.compiled_flex import assert_same, compile, expected, operands
+from tests.support.flex_mods import noise
 from tests.support.gpu_problems import Mode, Problem, path_of, problem
 from tests.support.judged import judge_forward
 from tests.support.shapes import Case
@@ -150,3 +154,29 @@ def test_a_call_runs_on_the_device_of_its_tensors() -> None:
         wrong = one.wrong(one.operator()())
         torch.cuda.synchronize(there)
     assert not wrong, "\n".join(wrong)
+
+
+def test_torchs_flex_attention_trains_on_flashgens_kernels(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a learned bias, documents, block lists, and dry without torch's refusal of the CPU."""
+    if gpu.DRY:
+        monkeypatch.setenv("FLASHGEN_BACKEND", gpu.BACKEND)
+    seq = gpu.pick(500, 60)
+    bias, documents = noise(4, seq).requires_grad_(), torch.arange(seq) // 33
+    inputs = operands(seq=seq)
+
+    def score_of(bias: Tensor) -> Any:
+        return lambda s, b, h, q, k: 5 * torch.tanh(s / 5) + bias[h, k]
+
+    def mask_of(documents: Tensor) -> Any:
+        return lambda b, h, q, k: (q >= k) & (documents[q] == documents[k])
+
+    score, mask = score_of(bias.to(gpu.DEVICE)), mask_of(documents.to(gpu.DEVICE))
+    block_mask = create_block_mask(mask, None, None, seq, seq, device=gpu.DEVICE)
+    function, _ = compile(
+        lambda q, k, v, m: flex_attention(q, k, v, score, m, return_lse=True), COMPILER
+    )
+    found = function(*[x.to(gpu.DEVICE) for x in inputs], block_mask)
+    wanted = expected(*inputs, score_of(bias), mask_of(documents))
+    assert_same([x.cpu() for x in found], wanted, [*inputs, bias])

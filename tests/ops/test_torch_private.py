@@ -126,12 +126,23 @@ ALONE = "runs an operation of a mod without the modes and transforms around it"
 UNTRACED = "keeps Dynamo out of a function without the import of torch._dynamo"
 REDISPATCH = "continues behind the keys of autograd"
 OWN = "knows the operators that are torch's own"
+FLEX = "replaces the kernels of torch's flex_attention"
 TREES = "flattens the arguments of recorded operations"
 
 USES = {
+    "torch._C._dispatch_has_kernel_for_dispatch_key": Use(
+        "looks for the kernels that its own replace",
+        lambda has: (
+            has("aten::add.Tensor", "CPU") and not has("aten::_flash_attention_forward", "CPU")
+        ),
+    ),
+    "torch._C._get_cudnn_sdp_enabled": Use(
+        "keeps the preference of cuDNN's attention", lambda enabled: enabled() in (True, False)
+    ),
     "torch.Tensor._make_wrapper_subclass": Use(
         SUBCLASSES, lambda make: make(Wrapper, (2,), dtype=torch.int32).dtype == torch.int32
     ),
+    "torch._C.DispatchKey": Use(FLEX, lambda key: key.Autograd != key.CompositeExplicitAutograd),
     "torch._C.DisableTorchFunction": Use(SUBCLASSES, lambda disable: disable().__enter__),
     "torch._C._AutoDispatchBelowAutograd": Use(REDISPATCH, lambda below: below().__enter__),
     "torch._C._after_ADInplaceOrView_keyset": Use(
@@ -211,6 +222,9 @@ USES = {
     "torch.autograd.forward_ad._current_level": Use(
         "asks whether forward-mode derivatives are taken", level_of_dual
     ),
+    "torch.compiler._is_compiling_flag": Use(
+        "reads graphs outside of the trace that asks", lambda flag: flag is False
+    ),
     "torch.fx.experimental.proxy_tensor.get_proxy_mode": Use(
         PROXIES, lambda get: get() is None and traced(get).tracer is not None
     ),
@@ -222,6 +236,14 @@ USES = {
     "torch._ops.OpOverload": Use(OWN, lambda kind: type(torch.ops.aten.add.Tensor) is kind),
     "torch._ops.OpOverloadPacket": Use(OWN, lambda kind: type(torch.ops.aten.add) is kind),
     "torch.ops.aten._to_copy": Use("reads conversions in graphs of ATen", lambda op: op.default),
+    "torch.fx.experimental.symbolic_shapes.optimization_hint": Use(
+        SYMBOLS, lambda ask: ask(3) == 3
+    ),
+    "torch.nn.attention.flex_attention._create_empty_block_mask": Use(
+        FLEX, lambda make: make(*[torch.ones(1, 1, 2, 8)] * 2).as_tuple()[-2] == 2**30
+    ),
+    "torch.ops.higher_order.flex_attention._cacheable": Use(FLEX, lambda given: given in (0, 1)),
+    "torch.ops.higher_order.flex_attention._dispatch_cache.clear": Use(FLEX, callable),
     "torch.overrides._pop_mode_temporarily": Use(ALONE, popped),
     "torch.utils._python_dispatch.TorchDispatchMode": Use(RECORDS, callable),
     "torch.utils._python_dispatch._disable_current_modes": Use(

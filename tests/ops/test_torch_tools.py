@@ -34,18 +34,11 @@ def compiled(function, *, fullgraph):
     return torch.compile(function, fullgraph=fullgraph, backend="eager")
 
 
-def test_flex_attention_in_a_full_graph_says_why_not_and_what_to_use():
-    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-        compiled(flex, fullgraph=True)(*operands())
-    assert "reads its mods as Python functions" in str(caught.value)
-    assert "fg.attention(fg.AttentionSpec(" in str(caught.value)
-    assert "reason: None" not in str(caught.value)
-
-
-def test_what_the_reason_proposes_works_in_a_full_graph():
-    op = fg.attention(SPEC)
+@pytest.mark.parametrize("call", [flex, fg.attention(SPEC)], ids=["flex_attention", "attention"])
+def test_attention_is_a_part_of_a_full_graph(call):
     given = operands()
-    assert torch.equal(compiled(lambda *t: op(*t), fullgraph=True)(*given), op(*given))
+    found = compiled(lambda *tensors: call(*tensors), fullgraph=True)(*given)
+    torch.testing.assert_close(found, call(*given))
 
 
 def test_compiling_flex_attention_warns_of_nothing():

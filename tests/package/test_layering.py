@@ -45,6 +45,7 @@ OUTSIDE = {
     "calls.cpu": {"torch", "numpy", "sympy"},
     "calls.runtime": {"torch", "numpy"},
     "calls.export": set(),
+    "frontends.flash_operators": {"torch"},
     "frontends.flex": {"torch", "numpy", "sympy"},
     "frontends.transformers": {"torch", "transformers"},
     "frontends.distributed": {"torch", "numpy", "matplotlib"},

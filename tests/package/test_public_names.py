@@ -60,6 +60,7 @@ CALLED = [
         "flashgen",
         "flashgen.distributed",
         "ptx_emulator",
+        "flashgen.integrations.torch",
         "flashgen.integrations.transformers",
     )
     for name in importlib.import_module(module).__all__

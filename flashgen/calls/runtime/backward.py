@@ -192,8 +192,9 @@ class PreparedBackward(PreparedCall):
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
+        memory = self.target.memory if call.group > 1 else None  # which decides on parts of groups
         builds = self.program.backward(
-            self._kernel_arch, deterministic, launch, ranges, call.sizes, self.target.memory
+            self._kernel_arch, deterministic, launch, ranges, call.sizes, memory
         )
         self._built = time.perf_counter() - start
         heads = min(part_heads_of(build.facts, call) for build in builds)

@@ -18,20 +18,15 @@ from flashgen.frontends.flex.checks import (
     mask_mod_of,
     refuse_arguments,
 )
+from flashgen.frontends.flex.compiled import as_node
 from flashgen.frontends.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.recorded_mods import Mod
 from flashgen.frontends.flex.traced_mods import CallSizes
-from flashgen.frontends.flex.tracer import DTYPES
-from flashgen.spec.language.spec_options import HEAD_DIM_STEP
 
 Tensor = torch.Tensor
 
 
-@untraced(
-    "fg.flex_attention reads its mods as Python functions and cannot be one node of a graph. With "
-    "fullgraph=True, use fg.attention(fg.AttentionSpec(mask_mod=..., score_mod=...)), made outside "
-    "of the compiled function; without it, this call is a break in the graph"
-)
 def flex_attention(
     query: Any = None,
     key: Any = None,
@@ -54,8 +49,8 @@ def flex_attention(
     operations, reuse the compiled kernels. A captured number is a constant of the kernels at first,
     and a run-time scalar from its second value on; with torch.use_deterministic_algorithms, from
     its first. Casts between floating-point dtypes have no effect inside a mod, which is computed in
-    float32. torch.compile leaves a break in the graph at the call; with fullgraph=True it refuses
-    the call and says why.
+    float32. torch.compile makes the call one node of its graph, with the expressions of the mods
+    that it has traced itself; the blocks of a BlockMask are always a block layout there.
 
     Args:
         query: [batch, heads, seq_q, head_dim], float16, bfloat16 or float32.
@@ -97,27 +92,10 @@ def flex_attention(
         _check_returned(return_lse, return_aux)
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
-    batch, heads, seq_q, dim = query.shape
-    dim_v, device = value.shape[3], query.device
-    sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
-    reading, found = read(mask_mod, score_mod, sizes)
-    if key.shape[0] != batch:
-        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
-    if scale is None and dim % HEAD_DIM_STEP:
-        scale = dim**-0.5
-    query, key, value = padded(query), padded(key), padded(value)
-    captures = reading.captures(found, device)
-    sparse = blocks = None
-    if reads_blocks := has_blocks(block_mask):
-        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
-    if captures_a_graph(device):
-        warn_of_values((mask_mod, score_mod), found, reads_blocks)
-    if blocks is not None:
-        sparse, captures["layout"] = blocks.sparse, blocks.layout
-    operator = reading.operator(query.shape[3], value.shape[3], DTYPES[query.dtype], sparse)
-    out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
-    if dim_v % HEAD_DIM_STEP:
-        out = out[..., :dim_v]
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = as_node((query, key, value), score_mod, block_mask, scale)
+    else:
+        out, lse = _attend((query, key, value), mask_mod, score_mod, block_mask, scale)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -150,12 +128,24 @@ def _check_returned(return_lse: bool, return_aux: Any) -> None:
         )
 
 
-def padded(tensor: Tensor) -> Tensor:
-    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
-
-    The zeros change no product.
-    """
-    missing = -tensor.shape[3] % HEAD_DIM_STEP
-    if missing:
-        return torch.nn.functional.pad(tensor, (0, missing))
-    return tensor if tensor.stride()[3] == 1 else tensor.contiguous()
+@untraced("its mods are executed as Python functions")
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask_mod: Mod | None,
+    score_mod: Mod | None,
+    block_mask: Any,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    query, key, _ = tensors
+    (batch, heads, seq_q), device = query.shape[:3], query.device
+    sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
+    reading, found = read(mask_mod, score_mod, sizes)
+    captures = reading.captures(found, device)
+    sparse = blocks = None
+    if reads_blocks := has_blocks(block_mask):
+        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
+    if captures_a_graph(device):
+        warn_of_values((mask_mod, score_mod), found, reads_blocks)
+    if blocks is not None:
+        sparse, captures["layout"] = blocks.sparse, blocks.layout
+    return reading.attend(tensors, scale, captures, sparse)

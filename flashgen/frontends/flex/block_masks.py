@@ -59,7 +59,7 @@ class BlockMaskLayout:
     layout: Layout
 
 
-_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 _MOST_COMPARISONS = 8
 """The number of comparisons that are kept of a BlockMask."""
@@ -152,7 +152,7 @@ def layout_beside_mask(
         FlexUnsupported: a full block has positions that the mask_mod masks.
         FlexRuntimeError: the blocks would have to be read while a CUDA graph is captured.
     """
-    lists = [getattr(block_mask, name) for name in _LISTS]
+    lists = [getattr(block_mask, name) for name in LISTS]
     mask = reading.of_mask_mod
     names = sorted(symbol.name for symbol in mask.free_symbols)
     captured = {n: reading.tensors[n].of(record) for n in names if n in reading.tensors}
@@ -177,7 +177,7 @@ def layout_beside_mask(
             way_out="one call with this BlockMask before the capture",
         )
     plain = copy.copy(block_mask)
-    for name, tensor in zip(_LISTS, lists, strict=True):
+    for name, tensor in zip(LISTS, lists, strict=True):
         setattr(plain, name, None if tensor is None else _elements(tensor))
     found = _found(plain, mask, {**captured, **given}, sizes)
     seen = tuple(None if tensor is None else _Seen(tensor) for tensor in tensors)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import shown
+from flashgen.calls.runtime.arguments.refusals import runs_while_traced, shown
 from flashgen.shared.dtypes import OPERAND_DTYPES
 from flashgen.shared.errors import InputError
 
@@ -29,7 +29,7 @@ class FlexUnsupported(InputError, NotImplementedError):
     """A feature that torch's or flashgen's flex_attention does not support."""
 
 
-_DTYPES = tuple(getattr(torch, name) for name in OPERAND_DTYPES)
+DTYPES = tuple(getattr(torch, name) for name in OPERAND_DTYPES)
 
 LARGE_BLOCK = 1 << 30
 """torch's block size of a BlockMask without block structure."""
@@ -86,11 +86,19 @@ def refuse_arguments(
     )
 
 
+@runs_while_traced
+def _refuse(
+    kind: type[InputError], what: str, *, where: str, numbers: str, way_out: str
+) -> NoReturn:
+    raise kind(what, where=where, numbers=numbers, way_out=way_out)
+
+
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     """Raises one of the exceptions above for the first invalid argument."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is None:
-            raise FlexValueError(
+            _refuse(
+                FlexValueError,
                 f"{name} is missing",
                 where=f"argument {name}",
                 numbers="flex_attention takes query, key and value",
@@ -98,42 +106,48 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 "without projections",
             )
         if not isinstance(tensor, torch.Tensor):
-            raise FlexValueError(
+            _refuse(
+                FlexValueError,
                 f"{name} is not a torch tensor",
                 where=f"argument {name}",
                 numbers=f"given a {type(tensor).__name__}",
                 way_out="torch.as_tensor(...)",
             )
         if tensor.is_nested:
-            raise FlexUnsupported(
+            _refuse(
+                FlexUnsupported,
                 "flex_attention does not support NestedTensor inputs",
                 where=f"argument {name}",
                 numbers=f"layout {tensor.layout}",
                 way_out=f"{name}.to_padded_tensor(0.0), or packed sequences and a document mask",
             )
         if tensor.layout != torch.strided:
-            raise FlexUnsupported(
+            _refuse(
+                FlexUnsupported,
                 f"{name} is not an ordinary dense tensor",
                 where=f"argument {name}",
                 numbers=f"layout {tensor.layout}",
                 way_out=f"{name}.to_dense()",
             )
         if tensor.dim() != 4:
-            raise FlexUnsupported(
+            _refuse(
+                FlexUnsupported,
                 "NYI: query, key, and value must be 4D tensors",
                 where=f"argument {name}",
                 numbers=f"shape {tuple(tensor.shape)}",
                 way_out="[batch, heads, seq, head_dim]",
             )
-        if tensor.dtype not in _DTYPES:
-            raise FlexUnsupported(
+        if tensor.dtype not in DTYPES:
+            _refuse(
+                FlexUnsupported,
                 f"{name} has a dtype that kernels are not made for",
                 where=f"argument {name}",
-                numbers=f"{tensor.dtype}; available: {', '.join(map(str, _DTYPES))}",
+                numbers=f"{tensor.dtype}; available: {', '.join(map(str, DTYPES))}",
                 way_out=f"{name}.float()",
             )
         if tensor is not query and (tensor.dtype != query.dtype or tensor.device != query.device):
-            raise FlexValueError(
+            _refuse(
+                FlexValueError,
                 "Expected query, key, and value to have the same dtype and device type",
                 where=f"argument {name}",
                 numbers=f"{tensor.dtype} on {tensor.device}; query is {query.dtype} on "
@@ -141,7 +155,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 way_out=f"{name}.to(query)",
             )
     if query.shape[-1] != key.shape[-1]:
-        raise FlexValueError(
+        _refuse(
+            FlexValueError,
             "Expect query and key/value to have the same embedding dimension "
             f"but got E={query.shape[-1]} and E={key.shape[-1]}.",
             where="argument key",
@@ -157,7 +172,8 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> No
         return
     numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}, enable_gqa {enable_gqa}"
     if not enable_gqa and heads != heads_kv:
-        raise FlexValueError(
+        _refuse(
+            FlexValueError,
             "Expect query and key/value to have the same number of heads "
             f"but got Hq={heads} and Hkv={heads_kv}. Try setting enable_gqa=True for GQA.",
             where="argument key",
@@ -165,7 +181,8 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> No
             way_out="enable_gqa=True",
         )
     if heads_kv == 0 or heads % heads_kv:
-        raise FlexValueError(
+        _refuse(
+            FlexValueError,
             "Expect number of query heads to be a multiple of kv heads for GQA "
             f"but got Hq={heads} and Hkv={heads_kv}.",
             where="argument key",
@@ -181,7 +198,8 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
         return
     numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
     if block_mask is None or block_mask.kv_num_blocks.shape[0] != batch:
-        raise FlexValueError(
+        _refuse(
+            FlexValueError,
             "Expect query and key/value to have the same batch size, "
             f"or block_mask and query to have the same batch size, but got Bq={batch}, "
             f"Bkv={batch_kv}"
@@ -191,7 +209,8 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
             way_out="key.expand(query.shape[0], -1, -1, -1)",
         )
     if batch_kv != 1:
-        raise FlexRuntimeError(
+        _refuse(
+            FlexRuntimeError,
             f"Bq and Bkv must broadcast. Got Bq={batch} and Bkv={batch_kv}",
             where="argument key",
             numbers=numbers,
@@ -206,7 +225,8 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     from torch.nn.attention import flex_attention as flex
 
     if not isinstance(block_mask, flex.BlockMask):
-        raise FlexValueError(
+        _refuse(
+            FlexValueError,
             "block_mask is not a torch BlockMask",
             where="argument block_mask",
             numbers=f"given a {type(block_mask).__name__}",
@@ -214,7 +234,8 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
         )
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(flex, "_sliced_mask_mod_error", block_mask):
-        raise FlexRuntimeError(
+        _refuse(
+            FlexRuntimeError,
             "Cannot use mask_mod from a sliced BlockMask",
             where="argument block_mask",
             numbers=f"shape {tuple(block_mask.shape)}",
@@ -225,7 +246,8 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
     _check_lengths(block_mask, query, key)
     _check_counts(block_mask, query)
     if block_mask.kv_num_blocks.device != query.device:
-        raise FlexRuntimeError(
+        _refuse(
+            FlexRuntimeError,
             "Expect q/k/v and block_mask to be on the same device but got "
             f"{query.device} and {block_mask.kv_num_blocks.device}.",
             where="argument block_mask",
@@ -241,7 +263,8 @@ def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> N
     if lengths == made_for:
         return
     smaller = lengths[0] > made_for[0] or lengths[1] > made_for[1]
-    raise FlexValueError(
+    _refuse(
+        FlexValueError,
         f"block_mask was created for block_mask.shape={tuple(block_mask.shape)} but got "
         f"q_len={lengths[0]} and kv_len={lengths[1]}. As the block mask was created for a "
         f"{'smaller' if smaller else 'larger'} length than you're using it for, you likely need to "
@@ -257,7 +280,8 @@ def _check_counts(block_mask: Any, query: torch.Tensor) -> None:
     shape = tuple(block_mask.kv_num_blocks.shape[:-1])
     for axis, length, wanted in zip(("B", "H"), shape, query.shape[:2], strict=False):
         if length not in (1, wanted):
-            raise FlexValueError(
+            _refuse(
+                FlexValueError,
                 f"block_mask was created for another {axis} than that of the query",
                 where="argument block_mask",
                 numbers=f"{axis}={length}, query {tuple(query.shape)}",

@@ -23,6 +23,7 @@ from flashgen.frontends.flex.graph_capture import captures_a_graph
 from flashgen.frontends.flex.operation_results import alone
 from flashgen.frontends.flex.proofs import Proof, prove
 from flashgen.frontends.flex.recorded_mods import Mod, Notes, Record, RecordKey, record
+from flashgen.frontends.flex.recorder import OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods, trace
 from flashgen.shared.dtypes import SCALAR_LIMIT
 from flashgen.shared.errors import FlashgenError, SpecError
@@ -71,17 +72,18 @@ class _Variants:
     def scalars(self, found: Record) -> frozenset[int]:
         """The places of the numbers that are run-time scalars in a call.
 
+        Integers of which torch.compile traces symbols are scalars from their first value on.
         With deterministic algorithms these are all numbers that the mods' code does not contain,
         so that the bits of a result do not depend on earlier calls.
         """
-        chosen: set[int] = set()
+        chosen = {place for place, x in enumerate(found.numbers) if type(x) is OpenInt}
         if torch.are_deterministic_algorithms_enabled():
             assert found.notes is not None, "records have notes with deterministic algorithms"
-            chosen = set(range(len(found.numbers))) - found.notes.literals
+            chosen |= set(range(len(found.numbers))) - found.notes.literals
         elif found.numbers != self.first:
             pairs = enumerate(zip(found.numbers, self.first, strict=True))
             self.varying.update(place for place, (a, b) in pairs if a != b)
-            chosen = self.varying
+            chosen |= self.varying
         numbers = ((place, found.numbers[place]) for place in chosen - self.constant)
         # Run-time scalars hold no others, and floats beyond them may remove scores.
         most = {True: SCALAR_LIMIT, False: 1e30}

@@ -57,6 +57,25 @@ _results: dict[Any, Any] = {}
 """What `inferred` returns, by the operation and the kinds of its operands."""
 
 
+class OpenInt(int):
+    """An integer of a call that torch.compile traces, of which the graph holds no value.
+
+    It has the value of the traced call. Among the numbers of a record it stands for a run-time
+    scalar.
+
+    Attributes:
+        symbol: makes the symbol that torch.compile traces.
+    """
+
+    symbol: Callable[[], Any]
+
+    @classmethod
+    def of(cls, value: int, symbol: Callable[[], Any]) -> OpenInt:
+        made = cls(value)
+        made.symbol = symbol
+        return made
+
+
 class StandIn(Tensor):
     """A tensor without elements, in place of an argument of a mod or of what follows from it."""
 
@@ -167,7 +186,7 @@ class Recorder(TorchFunctionMode):
             return ("tuple", *[self.noted(item) for item in value])
         if kind is StandIn or isinstance(value, Tensor):
             return self._number_of(value)
-        if kind is int:
+        if kind is int or kind is OpenInt:
             self.numbers.append(value)
             return "int"
         if kind is float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from flashgen.frontends.flex.aten import run
 from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
-from flashgen.frontends.flex.tracer import CapturedTensor, Tracer
+from flashgen.frontends.flex.tracer import DTYPES, CapturedTensor, Tracer
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
@@ -23,7 +23,7 @@ from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.spec_options import GENERIC_NAMES
+from flashgen.spec.language.spec_options import GENERIC_NAMES, HEAD_DIM_STEP
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod
@@ -74,8 +74,12 @@ class CaptureLocation:
         assert self.place is not None
         return record.tensors[self.place]
 
-    def as_argument(self, record: Record, device: torch.device) -> torch.Tensor:
+    def as_argument(
+        self, record: Record, device: torch.device, constant: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         tensor = self.of(record)
+        if self.place is None:
+            tensor = constant(tensor)
         if tensor.requires_grad and not self.learned:
             tensor = tensor.detach()
         return as_argument(tensor, device, self.place is None)
@@ -156,16 +160,61 @@ class TracedMods:
             block_sparse=block_sparse,
         )
 
-    def captures(self, record: Record, device: torch.device) -> dict[str, Any]:
-        """The arguments of the operator, except for a block-sparse layout."""
+    def attend(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        captures: Mapping[str, Any],
+        block_sparse: BlockSparse | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse of a call.
+
+        Args:
+            tensors: query, key and value; key and value of batch 1 are those of all queries.
+            captures: the other arguments of the operator, with a layout for a ``block_sparse``.
+        """
+        query, key, value = tensors
+        batch, dim, dim_v = query.shape[0], query.shape[3], value.shape[3]
+        if key.shape[0] != batch:
+            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+        if scale is None and dim % HEAD_DIM_STEP:
+            scale = dim**-0.5
+        query, key, value = padded(query), padded(key), padded(value)
+        dims = int(query.shape[3]), int(value.shape[3])
+        operator = self.operator(*dims, DTYPES[query.dtype], block_sparse)
+        out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
+        return (out[..., :dim_v] if dim_v % HEAD_DIM_STEP else out), lse
+
+    def captures(
+        self,
+        record: Record,
+        device: torch.device,
+        constant: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> dict[str, Any]:
+        """The arguments of the operator, except for a block-sparse layout.
+
+        Args:
+            constant: is applied to tensors that the mods make.
+        """
         given: dict[str, Any] = {}
         for name, captured in self.tensors.items():
-            given[name] = captured.as_argument(record, device)
+            given[name] = captured.as_argument(record, device, constant)
         for name, (captured, dim) in self.sizes.items():
             given[name] = captured.of(record).shape[dim]
         for name, place in self.numbers.items():
             given[name] = record.numbers[place]
         return given
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with contiguous rows, and with zeros up to a head dim that kernels support.
+
+    The zeros change no product.
+    """
+    missing = -tensor.shape[3] % HEAD_DIM_STEP
+    if missing:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor if tensor.stride()[3] == 1 else tensor.contiguous()
 
 
 def trace(
@@ -278,6 +327,8 @@ def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
 
 def _lines_of(mod: Mod, fallback: str) -> SourceLines:
     """The user's lines of ``mod``; a mod that torch combined is shown by its expression."""
+    if isinstance(lines := getattr(mod, "lines", None), SourceLines):  # of a traced graph
+        return SourceLines(lines.file, lines.line, fallback)
     if not _is_torchs(mod):
         lines = lines_of(mod, fallback)
         return lines if lines.text else SourceLines(lines.file, lines.line, fallback)

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
-from flashgen.frontends.flex import padded
-from flashgen.frontends.flex.traced_mods import as_argument
+from flashgen.frontends.flex.traced_mods import as_argument, padded
 from flashgen.frontends.transformers.layers import (
     CAUSAL,
     FULL,

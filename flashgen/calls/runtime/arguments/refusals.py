@@ -32,21 +32,29 @@ def runs_while_traced(function: Call) -> Call:
         try:
             return function(*arguments, **by_name)
         except FlashgenError as error:
-            if TracingContext.try_get() is None or isinstance(error, RuntimeError):
+            if TracingContext.try_get() is None:
                 raise
-            parts = {"where": error.where, "numbers": error.numbers, "way_out": error.way_out}
-            raise _of_dynamo(type(error))(error.what, **parts) from None
+            raise _of_dynamo(error) from None
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     run._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return cast(Call, run)
 
 
-def _of_dynamo(kind: type[FlashgenError]) -> type[FlashgenError]:
-    """A class of Dynamo's errors, which are RuntimeErrors, and of ``kind``."""
+def _of_dynamo(error: FlashgenError) -> FlashgenError:
+    """The error as one of its own kind and of Dynamo's, which are RuntimeErrors."""
     from torch._dynamo.exc import Unsupported
 
-    return type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
+    if isinstance(error, Unsupported):
+        return error
+    kind = type(error)
+    bases = kind, Unsupported
+    made = type(kind.__name__, bases, {"__module__": kind.__module__})
+    parts = {"where": error.where, "numbers": error.numbers, "way_out": error.way_out}
+    result: Any = made(error.what, **parts)
+    if not hasattr(result, "logged"):  # a base of ``kind`` does not call those after it
+        bases[1].__init__(result, error.what)
+    return cast(FlashgenError, result)
 
 
 @runs_while_traced

@@ -1,0 +1,397 @@
+"""flex_attention under torch.compile: torch's function, and flashgen's own, on flashgen's kernels.
+
+torch.compile has traced the mods of a call to graphs when it reaches the kernel of torch's operator
+of flex_attention. The kernel here reads these graphs as flashgen's own function reads mods, and
+calls the operator of the spec in place of the node, so that the rest of the compiler sees that
+operator alone, with its own gradients. It runs about three times for each compiled graph, on
+tensors of the trace, and once for each call that is not compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from flashgen.calls.ops import Layout
+from flashgen.calls.runtime.arguments.refusals import runs_while_traced, untraced
+from flashgen.calls.runtime.block_layouts import dense_blocks
+from flashgen.frontends.flash_operators import Told
+from flashgen.frontends.flex import torch_hop
+from flashgen.frontends.flex.block_masks import LISTS
+from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
+from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.operation_results import transforms
+from flashgen.frontends.flex.recorded_mods import Record
+from flashgen.frontends.flex.recorder import OpenInt
+from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
+from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.shared.errors import FlashgenError, SpecError, called_by_users
+from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.user_source import SourceLines, shown_path
+
+Tensor = torch.Tensor
+
+_MARK = "flashgen"
+"""The kernel option that marks the calls of flashgen's own flex_attention."""
+
+_state = SimpleNamespace(registered=False, marked=False, follows_lists=True)
+_told = Told()
+
+
+@called_by_users()
+def register_flex(*, block_lists: bool = True) -> None:
+    """Has flashgen compute torch's flex_attention, forward and backward, in code that is unchanged.
+
+    Calls of ``torch.nn.attention.flex_attention.flex_attention`` that torch.compile compiles from
+    now on, with any of its backends, become operators of flashgen; so do calls outside of a
+    compiled function. Captured tensors have gradients, integers that change are run-time scalars,
+    and lengths may be dynamic. torch's own kernels compute what flashgen does not serve, and a
+    `FlashOperatorWarning` says so once for each reason: the largest scores of
+    ``AuxRequest(max_scores=True)``, a ``BACKEND`` in the kernel options, other dtypes than float16,
+    bfloat16 and float32, and mods with operations that a spec cannot express.
+
+    Functions that are compiled already keep the kernels that they have; torch.compiler.reset()
+    compiles them anew. While flashgen is registered, torch keeps no programs with flex_attention
+    in its cache of compiled graphs (AOTAutograd's); that of Inductor's kernels is used.
+
+    Args:
+        block_lists: whether the lists of a BlockMask decide which blocks are computed beside its
+            mask_mod, as they do in torch. They are tensors of the compiled graph, which cannot
+            compare them with the mask_mod when it is traced. False promises that blocks follow from
+            the mask_mod, as those of create_block_mask do: kernels then skip tiles by the mask
+            alone. The lists of a BlockMask without a mask_mod are always followed.
+
+    Raises:
+        InputError: this torch lacks a private name that is needed.
+
+    Source: `torch.nn.attention.flex_attention`.
+    """
+    _install()
+    _state.registered, _state.follows_lists = True, block_lists
+
+
+@called_by_users()
+def unregister_flex() -> None:
+    """Brings torch's own kernels of flex_attention back, for what is compiled from now on."""
+    _state.registered, _state.follows_lists = False, True
+    if torch_hop.is_replaced() and not _state.marked:
+        torch_hop.restore()
+
+
+def _install() -> None:
+    torch_hop.check()
+    if not torch_hop.is_replaced():
+        torch_hop.replace(_kernel)
+
+
+@runs_while_traced
+def _serve_marked() -> None:
+    if transforms():
+        raise FlexUnsupported(
+            "torch's operator of flex_attention has no rule for the transforms of torch.func",
+            where="fg.flex_attention in a compiled function",
+            numbers=f"{transforms()} transforms of torch.func around the call",
+            way_out="fg.attention(spec), whose operator has rules; or torch.compile without "
+            "fullgraph=True, which leaves the call out of its graph",
+        )
+    _install()
+    _state.marked = True
+
+
+def as_node(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call that torch.compile traces, as one node of its graph.
+
+    The arguments have been checked.
+    """
+    _serve_marked()
+    query, key, value = tensors
+    if block_mask is None:
+        block_mask = torch_hop.empty_block_mask(query, key)
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    out, lse, _ = torch_hop.call(
+        query,
+        key,
+        value,
+        _unchanged if score_mod is None else score_mod,
+        block_mask.as_tuple(),
+        scale,
+        {"BACKEND": "AUTO", _MARK: True},
+    )
+    return out, lse
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score
+
+
+# ---- the kernel of torch's operator --------------------------------------------------------------
+
+
+class _NotServedError(Exception):
+    """A call that torch's kernel computes; its text is the reason."""
+
+
+def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
+    @untraced("the kernel of an operator")
+    @functools.wraps(former)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Any],
+        block_mask: tuple[Any, ...],
+        scale: float,
+        kernel_options: dict[str, Any],
+        score_mod_other_buffers: tuple[Any, ...] = (),
+        mask_mod_other_buffers: tuple[Any, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors, lifted = (query, key, value), (score_mod_other_buffers, mask_mod_other_buffers)
+        if _MARK in kernel_options:
+            out, lse = _attend_marked(tensors, lifted, score_mod, block_mask, scale)
+            return out, lse, lse.new_empty(0)
+        if _state.registered:
+            try:
+                _check_served(tensors, kernel_options)
+                out, lse = _attend(tensors, lifted, score_mod, block_mask, scale)
+            except (_NotServedError, SpecError) as refused:
+                _told.tell("flex_attention", _reason(refused))
+            else:
+                return out, lse / math.log(2), lse.new_empty(0)
+        arguments = (*tensors, score_mod, block_mask, scale, kernel_options, *lifted)
+        results: tuple[Tensor, Tensor, Tensor] = former(*arguments)
+        return results
+
+    return kernel
+
+
+def _reason(refused: Exception) -> str:
+    if isinstance(refused, FlashgenError):
+        return f"{refused.what} ({refused.where}: {refused.numbers})"
+    return str(refused)
+
+
+def _check_served(tensors: Sequence[Tensor], kernel_options: dict[str, Any]) -> None:
+    query, *others = tensors
+    reason = ""
+    if kernel_options.get("OUTPUT_MAX"):
+        reason = "the largest score of each row is asked for"
+    elif kernel_options.get("BACKEND", "AUTO") != "AUTO":
+        reason = f"its kernel options choose BACKEND {kernel_options['BACKEND']}"
+    elif query.dtype not in DTYPES or any(tensor.dtype != query.dtype for tensor in others):
+        reason = f"query, key and value have {', '.join(str(x.dtype) for x in tensors)}"
+    elif query.device.type not in ("cpu", "cuda"):
+        reason = f"the tensors are on {query.device}"
+    elif (
+        query.is_cuda
+        and torch.cuda.is_available()  # a trace needs no GPU
+        and torch.cuda.get_device_capability(query.device) < (8, 0)
+    ):
+        reason = "the GPU is older than compute capability 8.0"
+    if reason:
+        raise _NotServedError(reason)
+
+
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lifted: tuple[Sequence[Any], Sequence[Any]],
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call; ``lifted`` is what the score_mod and the mask_mod capture."""
+    mods = _Mods(score_mod, block_mask[-1], *lifted)
+    reading, found = mods.read(tensors)
+    captures = mods.captures(reading, found, tensors[0])
+    # The number of entries differs between releases of torch.
+    seq_lengths, lists, block_size = block_mask[:2], block_mask[2:6], block_mask[-3:-1]
+    sparse = None
+    if tuple(block_size) != (LARGE_BLOCK, LARGE_BLOCK) and (
+        _state.follows_lists or mods.mask is None
+    ):
+        sparse = BlockSparse(None, *map(int, block_size))
+        named = dict(zip(LISTS, lists, strict=True))
+        blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
+        partial, full = dense_blocks(blocks)
+        captures["layout"] = Layout.of(partial | full)
+    return reading.attend(tensors, scale, captures, sparse)
+
+
+_attend_marked = runs_while_traced(_attend)
+
+
+# ---- the mods ------------------------------------------------------------------------------------
+
+
+class _Mods:
+    """The mods of a call, on tensors without elements in place of those that they capture.
+
+    Attributes:
+        score, mask: the functions; None for those that change or mask nothing.
+    """
+
+    def __init__(
+        self, score: Any, mask: Any, of_score: Sequence[Any], of_mask: Sequence[Any]
+    ) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        """The captured tensors by the ids of what stands for them."""
+        self._known: dict[tuple[int, bool], Tensor] = {}
+        with torch_hop.outside_of_traces():
+            self.score = self._mod(score, of_score, True)
+            self.mask = self._mod(mask, of_mask, False)
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[TracedMods, Record]:
+        query, key = tensors[:2]
+        batch, heads, seq_q = map(_most, query.shape[:3])
+        sizes = CallSizes(batch, heads, seq_q, _most(key.shape[2]), torch.device("cpu"))
+        mods = [mod for mod in (self.mask, self.score) if isinstance(mod, _GraphMod)]
+        with torch_hop.outside_of_traces():
+            try:
+                return read(self.mask, self.score, sizes)
+            except SpecError as error:  # a graph has lines of its own, which tell users nothing
+                error.where = ", ".join(str(mod.lines) for mod in mods) or error.where
+                raise
+
+    def captures(self, reading: TracedMods, found: Record, query: Tensor) -> dict[str, Any]:
+        """The captured tensors and the scalars of this call, in the modes of a trace.
+
+        Where the expressions hold for nothing but the traced lengths or integers, the graph is
+        guarded to be that of these.
+        """
+        numbers = list(found.numbers)
+        for place, number in enumerate(numbers):
+            if isinstance(number, OpenInt):
+                symbol = number.symbol()
+                is_scalar = place in reading.numbers.values() and not reading.created
+                numbers[place] = symbol if is_scalar else int(symbol)
+        tensors = tuple([self._tensors[id(tensor)] for tensor in found.tensors])
+        if reading.shapes is not None:
+            for size in itertools.chain(*[tensor.shape for tensor in tensors]):
+                int(size)
+        actual = found._replace(numbers=tuple(numbers), tensors=tensors)
+        device = query.device
+        if type(query) in (Tensor, torch.nn.Parameter):
+            return reading.captures(actual, device)
+
+        def constant(tensor: Tensor) -> Tensor:
+            """The tensor as one of the graph."""
+            return torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=device)
+
+        return reading.captures(actual, device, constant)
+
+    def _mod(self, mod: Any, lifted: Sequence[Any], learned: bool) -> Callable[..., Any] | None:
+        values = [self._stand_in(value, learned) for value in lifted]
+        if isinstance(mod, fx.GraphModule):
+            return None if _does_nothing(mod.graph) else _GraphMod(mod, values)
+        return lambda *positions: mod(*positions, *values)
+
+    def _stand_in(self, value: Any, learned: bool) -> Any:
+        """A tensor without elements, or an integer with the value of the traced call."""
+        if isinstance(value, torch.SymInt):
+            return OpenInt.of(torch_hop.example_of(value), lambda: value)
+        if not isinstance(value, Tensor):
+            return value
+        learned = learned and value.requires_grad
+        made = self._known.get((id(value), learned))
+        if made is None:
+            shape = [torch_hop.example_of(size) for size in value.shape]
+            made = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=learned)
+            self._known[id(value), learned] = made
+            self._tensors[id(made)] = value
+        return made
+
+
+def _most(size: Any) -> int:
+    """A size, and for a symbol the largest one, so that expressions rely on no smaller one."""
+    return size if type(size) is int else POSITION_LIMIT
+
+
+def _does_nothing(graph: fx.Graph) -> bool:
+    """Whether a graph is that of a score_mod that returns the score, or of torch's noop_mask."""
+    *computed, output = [node for node in graph.nodes if node.op != "placeholder"]
+    returned = pytree.tree_leaves(output.args)[0]
+    if not computed:
+        return returned is next(iter(graph.nodes))
+    return len(computed) == 1 and computed[0].target == "new_ones"
+
+
+class _GraphMod:
+    """A mod of which torch.compile has made a graph.
+
+    Attributes:
+        lines: the line of its function.
+    """
+
+    def __init__(self, module: fx.GraphModule, lifted: Sequence[Any]) -> None:
+        self.lines, self.__name__ = _source_of(module.graph)
+        self._module, self._lifted = module, lifted
+
+    def __call__(self, *positions: Any) -> Any:
+        (result,) = pytree.tree_leaves(_Run(self._module).run(*positions, *self._lifted))
+        return result
+
+
+def _source_of(graph: fx.Graph) -> tuple[SourceLines, str]:
+    """The place and the name of the function whose return made the last node of a graph."""
+    for node in reversed(graph.nodes):
+        found = re.findall(r'File "(.*)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+        if found:
+            file, line, name = found[-1]
+            return SourceLines(shown_path(file), int(line), ""), name
+    return SourceLines("<graph>", 0, ""), ""
+
+
+class _Run(fx.Interpreter):
+    """Runs the graph of a mod on what stands for its arguments.
+
+    A Python float that changes from call to call is a tensor of which torch.compile takes the
+    element; its element is the tensor itself here. What is computed with integers of which there
+    are symbols alone is computed with their values, and with the symbols when it is asked for.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item":
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "_local_scalar_dense" in str(target) or target is Tensor.item:
+            return args[0]
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            return super().call_function(target, args, kwargs)
+        if not any(isinstance(leaf, OpenInt) for leaf in leaves):  # makes a constant, of any device
+            given = {name: value for name, value in kwargs.items() if name != "device"}
+            return super().call_function(target, args, given)
+
+        def symbol() -> Any:
+            given = pytree.tree_map_only(OpenInt, lambda number: number.symbol(), (args, kwargs))
+            return target(*given[0], **given[1])
+
+        value = target(*args, **kwargs)
+        if type(value) is not int:
+            raise SpecError(
+                "a mod computes with an integer that changes what no kernel takes as an argument",
+                where="",
+                numbers=f"{getattr(target, '__name__', target)}{args} is {value!r}",
+                way_out="a captured tensor in place of the integer",
+            )
+        return OpenInt.of(value, symbol)
