@@ -10,6 +10,7 @@ that were there before.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.runtime.arguments.options import draw_rng
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
+from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import InputError, called_by_users
 from flashgen.spec.language.scalar import Scalar, seq_k, seq_q
 from flashgen.spec.language.spec import AttentionSpec
@@ -78,7 +80,7 @@ def register(key: str = "CUDA") -> None:
             take flashgen's CPU path, for tests: torch's own choice never takes them there.
 
     Raises:
-        InputError: this torch has no such registry.
+        InputError: this torch has no such registry, or ``key`` is another one.
 
     Source: `torch.nn.attention`, "flash attention implementations".
     """
@@ -90,6 +92,13 @@ def register(key: str = "CUDA") -> None:
             where="flashgen.integrations.torch.register",
             numbers=f"torch {torch.__version__}, the registry is in 2.12 and newer",
             way_out="a newer torch, or fg.attention(spec) in place of the function",
+        )
+    if key not in ("CUDA", "CPU"):
+        raise InputError(
+            "flashgen has no kernels for a dispatch key",
+            where="flashgen.integrations.torch.register, argument key",
+            numbers=f"given {key!r}",
+            way_out='"CUDA", or "CPU" for tests',
         )
     attention.register_flash_attention_impl(NAME, register_fn=lambda: Activation(key))
 
@@ -106,7 +115,9 @@ class _Window(NamedTuple):
     @staticmethod
     def of(is_causal: bool, left: int | None = None, right: int | None = None) -> _Window:
         """The window of a call, in which None and negative numbers stand for no limit."""
-        kept = [None if end is None or end < 0 else int(end) for end in (left, right)]
+        unlimited = POSITION_LIMIT  # no two positions are farther apart
+        ends = (-1 if end is None else int(end) for end in (left, right))
+        kept = [end if 0 <= end < unlimited else None for end in ends]
         return _Window(kept[0], 0 if is_causal else kept[1])
 
 
@@ -190,7 +201,9 @@ class _Call(NamedTuple):
         return self.operator.compute_backward(self.operands, gradients, self.options)[:3]
 
 
-def _not_served(q: Tensor, v: Tensor, dropout_p: float, more: dict[str, Any]) -> str | None:
+def _not_served(
+    q: Tensor, v: Tensor, dropout_p: float, scale: float | None, more: dict[str, Any]
+) -> str | None:
     """Why flashgen does not compute a call; None where it does.
 
     Args:
@@ -203,6 +216,8 @@ def _not_served(q: Tensor, v: Tensor, dropout_p: float, more: dict[str, Any]) ->
         return f"q has dtype {q.dtype}"
     if q.shape[-1] % 8 or q.shape[-1] > _MOST_COLUMNS or v.shape[-1] != q.shape[-1]:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} are not equal multiples of 8 up to 256"
+    if scale is not None and not 0 < scale < math.inf:
+        return f"the scale is {scale}"
     if dropout_p == 1:
         return "dropout_p is 1"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -246,7 +261,7 @@ def _sdpa_forward(
 ) -> tuple[Any, ...]:
     """q, k, v are [batch, heads, seq, head_dim]."""
     more["return_debug_mask"] = return_debug_mask or None
-    _refuse(_not_served(query, value, dropout_p, more))
+    _refuse(_not_served(query, value, dropout_p, scale, more))
     rng = _drawn(dropout_p, query)
     window = _Window.of(is_causal)
     call = _Call.of(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
@@ -275,7 +290,7 @@ def _sdpa_backward(
     scale: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, ...]:
-    _refuse(_not_served(query, value, dropout_p, more))
+    _refuse(_not_served(query, value, dropout_p, scale, more))
     rng = _kept_state(dropout_p, philox_seed)
     window = _Window.of(is_causal)
     call = _Call.of(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
@@ -328,7 +343,7 @@ def _flash_forward(
     """q, k, v are [batch, seq, heads, head_dim], or packed [total, heads, head_dim]."""
     more["return_debug_mask"] = return_debug_mask or None
     more["num_splits"] = num_splits if num_splits not in (None, 0, 1) else None
-    _refuse(_not_served(query, value, dropout_p, more))
+    _refuse(_not_served(query, value, dropout_p, scale, more))
     rng = _drawn(dropout_p, query)
     call = _flash_call(
         (query, key, value),
@@ -371,7 +386,7 @@ def _flash_backward(
     window_size_right: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, ...]:
-    _refuse(_not_served(query, value, dropout_p, more))
+    _refuse(_not_served(query, value, dropout_p, scale, more))
     call = _flash_call(
         (query, key, value),
         (cum_seq_q, cum_seq_k),
@@ -440,14 +455,14 @@ class Activation:
     def __init__(self, key: str) -> None:
         told = Told()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(False)
         with warnings.catch_warnings():
             # torch warns where a kernel is replaced, which is what activation is for.
             warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
             for name, compute in _KERNELS.items():
                 kernel = _Kernel(name, compute, _former(name, key), told)
                 self._library.impl(name, kernel, key, with_keyset=True)
+        self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
         """Brings the former kernels back, and the preference of cuDNN."""

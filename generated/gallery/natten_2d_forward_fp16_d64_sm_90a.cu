@@ -697,6 +697,7 @@ natten_2d_forward_fp16_d64(const __grid_constant__ Params p) {
               + (k.parity * STAGES + k.index) * RECORD_WORDS;
           if (lane < BOXES) record[lane] = k_start;
           if (lane == 0) record[RECORD_MASKED] = masked | unsigned(last) << 31;
+          __syncwarp();  // the words of all lanes, before one announces the tile
           if (copies) barrier_announce(full_k, K_BYTES);
           __syncwarp();
           if (lane < BOXES) {

@@ -150,7 +150,9 @@ def of_packed() -> Inputs:
     return drawn(25, 4, 32), drawn(31, 2, 32), drawn(31, 2, 32)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 5), (-1, 4), (6, -1)])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (3, 0), (2, 5), (-1, 4), (6, -1), (2**31 - 1, 0), (3, 2**40)]
+)
 def test_packed_sequences_and_windows_are_those_of_float64(
     active: None, window: tuple[int, int]
 ) -> None:
@@ -231,12 +233,14 @@ def test_what_is_not_served_takes_the_former_kernel_with_one_warning() -> None:
         short = q[..., :12]
         with pytest.warns(FlashOperatorWarning, match="head dims 12 and 12"):
             flash(short, short, short)
+        with pytest.warns(FlashOperatorWarning, match="the scale is -1"):
+            torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.0, False, scale=-1.0)
         registry.restore_flash_attention_impl()
         assert not flash(q, q, q).any()
     finally:
         registry.restore_flash_attention_impl(_raise_warn=False)
         library._destroy()
-    assert calls == [torch.float32, torch.float32, torch.float16, torch.float16]
+    assert calls == [*2 * [torch.float32], *3 * [torch.float16]]
 
 
 def test_without_a_former_kernel_the_error_says_what_is_not_served(active: None) -> None:
@@ -244,6 +248,11 @@ def test_without_a_former_kernel_the_error_says_what_is_not_served(active: None)
     with pytest.raises(fg.InputError) as caught:
         flash(q, q, q)
     assert caught.value.numbers == "q has dtype torch.float32"
+
+
+def test_another_key_is_refused() -> None:
+    with pytest.raises(fg.InputError, match="dispatch key"):
+        register("nonsense")
 
 
 def test_a_torch_without_the_registry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
             return out, lse, lse.new_empty(0)
         if _state.registered:
             try:
-                _check_served(tensors, kernel_options)
+                _check_served(tensors, scale, kernel_options)
                 out, lse = _attend(tensors, lifted, score_mod, block_mask, scale)
             except (_NotServedError, SpecError) as refused:
                 _told.tell("flex_attention", _reason(refused))
@@ -185,7 +185,7 @@ def _reason(refused: Exception) -> str:
     return str(refused)
 
 
-def _check_served(tensors: Sequence[Tensor], kernel_options: dict[str, Any]) -> None:
+def _check_served(tensors: Sequence[Tensor], scale: float, kernel_options: dict[str, Any]) -> None:
     query, *others = tensors
     reason = ""
     if kernel_options.get("OUTPUT_MAX"):
@@ -194,6 +194,8 @@ def _check_served(tensors: Sequence[Tensor], kernel_options: dict[str, Any]) -> 
         reason = f"its kernel options choose BACKEND {kernel_options['BACKEND']}"
     elif query.dtype not in DTYPES or any(tensor.dtype != query.dtype for tensor in others):
         reason = f"query, key and value have {', '.join(str(x.dtype) for x in tensors)}"
+    elif not 0 < scale < math.inf:
+        reason = f"the scale is {scale}"
     elif query.device.type not in ("cpu", "cuda"):
         reason = f"the tensors are on {query.device}"
     elif (
