@@ -546,8 +546,8 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
         const int q = q_first + 8 * r;
         range[r] = row_keys(p, q);
       }
-      // The range of row 1 is that of row 0, 8 columns further, and so are the words. Ranges begin
-      // at 0 or later, and end with the columns.
+      // The range of row 1 is that of row 0, 8 columns further, and so are the words.
+      // Ranges begin at 0 or later, and end with the columns.
       const int hi = range[0].hi - column;
       UNROLL for (int n = -1; n < BLOCK_K / 8; ++n) {
         const unsigned kept = ~pair_from(hi, n);

@@ -873,8 +873,8 @@ variable_length_backward_fused_fp16_d64(const __grid_constant__ Params packed) {
           const int k = k_first + 8 * r;
           range[r] = key_queries(p, k);
         }
-        // The range of row 1 is that of row 0, 8 columns further, and so are the words. Ranges begin
-        // at 0 or later, and end with the columns.
+        // The range of row 1 is that of row 0, 8 columns further, and so are the words.
+        // Ranges begin at 0 or later, and end with the columns.
         const int lo = range[1].lo - 8 - column;
         UNROLL for (int n = -1; n < QUERIES / 8; ++n) {
           const unsigned kept = pair_from(lo, n);
