@@ -134,3 +134,13 @@ def test_a_learned_network_takes_the_planned_instructions(arch: str) -> None:
     work = work_of(built)
     counted, planned = work.per_score(work.full), costs["issue"] * 128
     assert 0.75 < counted / planned < 1.25
+
+
+def test_a_remainder_of_a_float_by_a_number_of_the_call_is_emitted() -> None:
+    divisor = fg.Scalar("divisor", "int32", minimum=1)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + fg.floor(score) % divisor
+
+    spec = fg.AttentionSpec(score_mod=score_mod, name="float_remainder")
+    assert "float_mod(floorf(score), float(p.s_divisor))" in fg.emit(spec).forward.text

@@ -36,7 +36,7 @@ def operations(exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic]
     """
 
     def cost(node: sympy.Basic) -> int:
-        divides = isinstance(node, FloorDiv | FloorMod)
+        divides = isinstance(node, FloorDiv | FloorMod) and is_int(node)
         fast = divides and node.args[1] in multipliers and fits(node, 31)
         return _FAST_DIVISION if fast else _cost(node)
 
