@@ -131,8 +131,8 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
         )
     if at.get("key_stride", 1) > 1:
         yield (
-            f"a block owns every {at['key_stride']}th of the boxes of {at['key_box']} keys of "
-            f"{at['key_stride']} blocks, as columns of the layout that are alike stand so far apart"
+            f"a block owns one of each {at['key_stride']} boxes of {at['key_box']} keys, as "
+            "columns of the layout that are alike stand so far apart"
         )
     if problem.spec.score != SCORE:
         in_passes = "passes" in at
