@@ -19,6 +19,8 @@ import flashgen as fg
 from flashgen.calls.ops import run_forward
 from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.kernels.pipeline import build
+from flashgen.kernels.planner import feasible
+from flashgen.kernels.planner.search import obstacles_to_sharing
 from flashgen.spec.language.signature import partial, signature_of, split
 from tests.kernels.test_packed import ends, spec_of
 from tests.support.examples import SPECS, spec_path, values_of
@@ -349,9 +351,14 @@ def test_no_kernel_spills(name: str, head_dim: int, arch: str, dropout: bool, he
     spec = loaded(name).replace(head_dim=head_dim, head_dim_v=head_dim, dropout=dropout)
     built = fg.build(spec, arch, heads_per_tile=heads)
     assert built.plan.heads_per_tile == heads
-    # Nor does finding the head of a row cost much: not a tile that avoids spills, nor the tile of
-    # other rows and keys which these heads need.
-    assert built.plan.cost <= 1.15 * fg.build(spec, arch).plan.cost
+    # Nor does finding the head of a row cost much, such as a tile that avoids spills, beside the
+    # tile of one head, or the best one whose number of rows these heads can share.
+    alone = next(
+        plan
+        for plan in feasible(spec, arch)
+        if not any(obstacles_to_sharing(plan.code_path, plan.block_q, heads, dropout=dropout))
+    )
+    assert built.plan.cost <= 1.15 * max(alone.cost, fg.build(spec, arch).plan.cost)
     assert built.binary.resources.clean
     assert built.binary.warnings == ()
 

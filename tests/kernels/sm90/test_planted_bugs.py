@@ -222,7 +222,7 @@ COMPUTED_COLUMNS = [
     ("the wrong strip of dK", "q_here.from_panel(strip - PANELS_V)", "q_here"),
     ("the sums of dQ of the other warpgroup", "dq_query % SUM_QUERIES", "0"),
     ("rows of dK are not transposed", "x2.trans.shared.b16", "x2.shared.b16"),
-    ("the mask's second row is its first", "int query = row + 8 * r;", "int query = row;"),
+    ("the mask's second row is its first", "int at = n + r;", "int at = n;"),
 ]  # fmt: skip
 COMPUTED = {"forward": COMPUTED_FORWARD, "fused": COMPUTED_FUSED, "columns": COMPUTED_COLUMNS}
 COMPUTED_CAPTURED = [
