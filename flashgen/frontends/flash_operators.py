@@ -27,6 +27,7 @@ from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import InputError, called_by_users
 from flashgen.spec.language.scalar import Scalar, seq_k, seq_q
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.user_source import user_frame
 
 Tensor = torch.Tensor
 
@@ -51,14 +52,24 @@ class Told:
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
-    def tell(self, function: str, reason: str) -> None:
-        """Warns at the first call for each reason."""
+    def tell(self, function: str, reason: str, where: str = "") -> None:
+        """Warns at the first call for each reason, at the user's line.
+
+        Args:
+            where: the place of what torch's kernel is called for, such as a mod.
+        """
         with self._lock:
             if reason in self._reasons:
                 return
             self._reasons.add(reason)
         text = f"torch's own kernel computes {function}, because {reason}"
-        warnings.warn(text, FlashOperatorWarning, stacklevel=3)
+        text += f" ({where})" if where else ""
+        frame = user_frame()
+        if frame is None:
+            warnings.warn(text, FlashOperatorWarning, stacklevel=2)
+        else:
+            place = frame.f_code.co_filename, frame.f_lineno
+            warnings.warn_explicit(text, FlashOperatorWarning, *place)
 
 
 @called_by_users()

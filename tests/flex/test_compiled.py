@@ -7,6 +7,7 @@ the way of a user's code otherwise; those of fg.flex_attention replace nothing.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -136,6 +137,28 @@ def test_an_integer_that_can_only_be_a_constant_is_guarded(registered):
         q, k, v = operands()
         wanted = expected(q, k, v, lambda s, b, h, q, k, rest=table[start:]: s + rest[h])[:1]
         assert_same([function(q, k, v, start)], wanted, [q, k, v])
+
+
+COMPUTED = {
+    "compared": (lambda n: lambda s, b, h, q, k: s * 2 if n > 8 else s + k, 3),
+    "divided": (lambda n: lambda s, b, h, q, k: s * (1.0 / n), 2),
+    "a root": (lambda n: lambda s, b, h, q, k: s * math.sqrt(n) + n // 2 * k, 2),
+    "a float compared": (lambda n: lambda s, b, h, q, k: s if 1.0 / n > 0.1 else s * 2, 3),
+    "a half of a mask": (
+        lambda n: lambda s, b, h, q, k: torch.where(q - k < n / 2, s, -torch.inf),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", [flex_attention, slow(fg.flex_attention)])
+@pytest.mark.parametrize(("mod", "graphs"), one_in(5, COMPUTED.values(), 3), ids=COMPUTED)
+def test_what_python_computes_of_an_integer_that_changes(registered, attention, mod, graphs):
+    function, counter = compile(lambda q, k, v, n: attention(q, k, v, mod(n)))
+    for number in (7, 11, 4, 13):
+        q, k, v = operands()
+        assert_same([function(q, k, v, number)], expected(q, k, v, mod(number))[:1], [q, k, v])
+    assert counter.frame_count == graphs
 
 
 def test_a_float_that_changes_is_read_from_a_tensor(registered):
@@ -370,14 +393,16 @@ def not_served() -> dict[str, Any]:
         "BACKEND TRITON": lambda t: flex_attention(*t, kernel_options={"BACKEND": "TRITON"}),
         "torch.float64": lambda t: flex_attention(*[x.double() for x in t]),
         "bessel_j0": lambda t: flex_attention(*t, bessel),
+        "head_dim 320": lambda t: flex_attention(*[x.repeat(1, 1, 1, 20) for x in t]),
     }
 
 
 @pytest.mark.parametrize("reason", one_in(4, not_served(), 3))
 def test_what_is_not_served_takes_torchs_kernel_with_one_warning(registered, reason):
     call, given = not_served()[reason], operands(learn=False)
-    with pytest.warns(FlashOperatorWarning, match=reason):
+    with pytest.warns(FlashOperatorWarning, match=reason) as told:
         out = compile(call, "eager")[0](given)
+    assert [each.filename for each in told if each.category is FlashOperatorWarning] == [__file__]
     unregister_flex()
     torch._dynamo.reset()
     torch.testing.assert_close(out, compile(call, "eager")[0](given))
@@ -386,6 +411,7 @@ def test_what_is_not_served_takes_torchs_kernel_with_one_warning(registered, rea
     with warnings.catch_warnings():
         warnings.simplefilter("error", FlashOperatorWarning)
         compile(call, "eager")[0](given)
+        call(given)
 
 
 def test_unregistering_restores_torchs_kernels(monkeypatch):
@@ -467,6 +493,21 @@ def test_mods_that_torch_cannot_trace_leave_a_break_in_the_graph(capsys):
     found = torch.compile(user, backend="eager")(*tensors)
     torch.testing.assert_close(found, user(*tensors))
     assert "executed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("same number of heads", lambda q: fg.flex_attention(q, q[:, :2], q[:, :2])),
+        ("no argument 'is_causal'", lambda q: fg.flex_attention(q, q, q, is_causal=True)),
+        ("4D tensors", lambda q: fg.flex_attention(q[0], q[0], q[0])),
+    ],
+)
+def test_errors_of_symbolic_sizes_have_their_numbers(what, call):
+    torch._dynamo.reset()
+    with pytest.raises(InputError, match=what) as caught:
+        torch.compile(call, backend="eager", fullgraph=True, dynamic=True)(operands()[0])
+    assert "s0" not in caught.value.numbers
 
 
 @pytest.mark.parametrize("fullgraph", [True, slow(False)])

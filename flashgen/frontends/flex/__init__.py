@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, shown, untraced
+from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, untraced
 from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.frontends.flex.checks import (
-    FlexTypeError,
-    FlexUnsupported,
-    FlexValueError,
     check_batch,
+    check_returned,
     check_tensors,
     mask_mod_of,
     refuse_arguments,
@@ -89,7 +87,7 @@ def flex_attention(
         refuse_arguments(more, others, score_mod, block_mask)
     check_tensors(query, key, value, enable_gqa)
     if return_aux is not None:
-        _check_returned(return_lse, return_aux)
+        check_returned(return_lse, return_aux)
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
     if torch.compiler.is_dynamo_compiling():
@@ -101,31 +99,6 @@ def flex_attention(
 
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
-
-
-def _check_returned(return_lse: bool, return_aux: Any) -> None:
-    if return_lse:
-        raise FlexValueError(
-            "Cannot specify both return_lse and return_aux. "
-            "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead.",
-            where="argument return_aux",
-            numbers=f"return_lse {return_lse}, return_aux {return_aux}",
-            way_out="return_aux=AuxRequest(lse=True)",
-        )
-    if not hasattr(return_aux, "max_scores"):
-        raise FlexTypeError(
-            "return_aux is not a torch AuxRequest",
-            where="argument return_aux",
-            numbers=f"given {shown(return_aux)}",
-            way_out="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
-        )
-    if return_aux.max_scores:
-        raise FlexUnsupported(
-            "the kernels do not return the largest score of each row",
-            where="argument return_aux",
-            numbers=f"{return_aux}",
-            way_out="AuxRequest(lse=True)",
-        )
 
 
 @untraced("its mods are executed as Python functions")

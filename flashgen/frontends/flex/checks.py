@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import runs_while_traced, shown
+from flashgen.calls.runtime.arguments.refusals import runs_while_traced, shape_of, shown
 from flashgen.shared.dtypes import OPERAND_DTYPES
 from flashgen.shared.errors import InputError
 
@@ -56,7 +56,7 @@ def refuse_arguments(
     name, value = next(iter(others.items()), ("the tenth", None))
     score = "s" if score_mod is None else "score_mod(s, b, h, q, k)"
     rest = "" if block_mask is None else ", block_mask"
-    nearest = difflib.get_close_matches(name, _ARGUMENTS, 1)
+    nearest = _nearest(name)
     own = "None" if score_mod is None else "score_mod"
     plain = f"fg.flex_attention(query, key, value, {own}{rest})"
     way_out = plain + "; what it stands for in the score_mod or in the mask_mod of the block_mask"
@@ -75,8 +75,9 @@ def refuse_arguments(
     elif name in ("mask_mod", "dropout_p", "q_offset", "k_offset", "backend", "arch"):
         way_out = "fg.attention(fg.AttentionSpec(mask_mod, score_mod, ...)), which has it"
     elif nearest or name == "softmax_scale":
-        way_out = f"{(nearest or ['scale'])[0]}=... instead of {name}=..."
-    raise FlexTypeError(
+        way_out = f"{nearest or 'scale'}=... instead of {name}=..."
+    _refuse(
+        FlexTypeError,
         f"flex_attention has no argument {name!r}"
         if others
         else "flex_attention has 9 arguments by position",
@@ -84,6 +85,12 @@ def refuse_arguments(
         numbers=f"given {shown(more[0] if more else value)}; it has {', '.join(_ARGUMENTS)}",
         way_out=way_out.format(score=score, rest=rest),
     )
+
+
+@runs_while_traced
+def _nearest(name: str) -> str:
+    """The argument with the most similar name; "" where none is similar."""
+    return next(iter(difflib.get_close_matches(name, _ARGUMENTS, 1)), "")
 
 
 @runs_while_traced
@@ -134,7 +141,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 FlexUnsupported,
                 "NYI: query, key, and value must be 4D tensors",
                 where=f"argument {name}",
-                numbers=f"shape {tuple(tensor.shape)}",
+                numbers=f"shape {shape_of(tensor)}",
                 way_out="[batch, heads, seq, head_dim]",
             )
         if tensor.dtype not in DTYPES:
@@ -160,7 +167,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             "Expect query and key/value to have the same embedding dimension "
             f"but got E={query.shape[-1]} and E={key.shape[-1]}.",
             where="argument key",
-            numbers=f"query {tuple(query.shape)}, key {tuple(key.shape)}",
+            numbers=f"query {shape_of(query)}, key {shape_of(key)}",
             way_out="one head_dim for query and key; that of value may differ",
         )
     _check_heads(query, key, enable_gqa)
@@ -170,7 +177,7 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> No
     heads, heads_kv = query.shape[1], key.shape[1]
     if heads == heads_kv != 0:
         return
-    numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}, enable_gqa {enable_gqa}"
+    numbers = f"query {shape_of(query)}, key {shape_of(key)}, enable_gqa {enable_gqa}"
     if not enable_gqa and heads != heads_kv:
         _refuse(
             FlexValueError,
@@ -196,7 +203,7 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
     batch, batch_kv = query.shape[0], key.shape[0]
     if batch == batch_kv:
         return
-    numbers = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
+    numbers = f"query {shape_of(query)}, key {shape_of(key)}"
     if block_mask is None or block_mask.kv_num_blocks.shape[0] != batch:
         _refuse(
             FlexValueError,
@@ -215,6 +222,34 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
             where="argument key",
             numbers=numbers,
             way_out="keys and values of batch 1, or of the batch of the queries",
+        )
+
+
+def check_returned(return_lse: bool, return_aux: Any) -> None:
+    if return_lse:
+        _refuse(
+            FlexValueError,
+            "Cannot specify both return_lse and return_aux. "
+            "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead.",
+            where="argument return_aux",
+            numbers=f"return_lse {return_lse}, return_aux {return_aux}",
+            way_out="return_aux=AuxRequest(lse=True)",
+        )
+    if not hasattr(return_aux, "max_scores"):
+        _refuse(
+            FlexTypeError,
+            "return_aux is not a torch AuxRequest",
+            where="argument return_aux",
+            numbers=f"given {shown(return_aux)}",
+            way_out="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
+        )
+    if return_aux.max_scores:
+        _refuse(
+            FlexUnsupported,
+            "the kernels do not return the largest score of each row",
+            where="argument return_aux",
+            numbers=f"{return_aux}",
+            way_out="AuxRequest(lse=True)",
         )
 
 
@@ -258,7 +293,7 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    lengths = query.shape[2], key.shape[2]
+    lengths = shape_of(query)[2], shape_of(key)[2]
     made_for = tuple(block_mask.shape[-2:])
     if lengths == made_for:
         return
@@ -284,6 +319,6 @@ def _check_counts(block_mask: Any, query: torch.Tensor) -> None:
                 FlexValueError,
                 f"block_mask was created for another {axis} than that of the query",
                 where="argument block_mask",
-                numbers=f"{axis}={length}, query {tuple(query.shape)}",
+                numbers=f"{axis}={length}, query {shape_of(query)}",
                 way_out=f"create_block_mask with {axis}={wanted}, or {axis}=None for any",
             )

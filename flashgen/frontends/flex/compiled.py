@@ -31,7 +31,7 @@ from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
 from flashgen.frontends.flex.known_mods import read
 from flashgen.frontends.flex.operation_results import transforms
 from flashgen.frontends.flex.recorded_mods import Record
-from flashgen.frontends.flex.recorder import OpenInt
+from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, SpecError, called_by_users
@@ -169,7 +169,7 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
                 _check_served(tensors, scale, kernel_options)
                 out, lse = _attend(tensors, lifted, score_mod, block_mask, scale)
             except (_NotServedError, SpecError) as refused:
-                _told.tell("flex_attention", _reason(refused))
+                _told.tell("flex_attention", *_reason(refused))
             else:
                 return out, lse / math.log(2), lse.new_empty(0)
         arguments = (*tensors, score_mod, block_mask, scale, kernel_options, *lifted)
@@ -179,10 +179,11 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
     return kernel
 
 
-def _reason(refused: Exception) -> str:
+def _reason(refused: Exception) -> tuple[str, str]:
+    """What is not served, and where it is written."""
     if isinstance(refused, FlashgenError):
-        return f"{refused.what} ({refused.where}: {refused.numbers})"
-    return str(refused)
+        return f"{refused.what}: {refused.numbers}", refused.where
+    return str(refused), ""
 
 
 def _check_served(tensors: Sequence[Tensor], scale: float, kernel_options: dict[str, Any]) -> None:
@@ -249,8 +250,8 @@ class _Mods:
     def __init__(
         self, score: Any, mask: Any, of_score: Sequence[Any], of_mask: Sequence[Any]
     ) -> None:
-        self._tensors: dict[int, Tensor] = {}
-        """The captured tensors by the ids of what stands for them."""
+        self._tensors: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+        """By its id, what stands for a captured tensor, and a function that returns the tensor."""
         self._known: dict[tuple[int, bool], Tensor] = {}
         with torch_hop.outside_of_traces():
             self.score = self._mod(score, of_score, True)
@@ -265,7 +266,8 @@ class _Mods:
             try:
                 return read(self.mask, self.score, sizes)
             except SpecError as error:  # a graph has lines of its own, which tell users nothing
-                error.where = ", ".join(str(mod.lines) for mod in mods) or error.where
+                places = [str(mod.lines) for mod in mods if mod.lines.line]
+                error.where = ", ".join(places) or error.where
                 raise
 
     def captures(self, reading: TracedMods, found: Record, query: Tensor) -> dict[str, Any]:
@@ -280,7 +282,7 @@ class _Mods:
                 symbol = number.symbol()
                 is_scalar = place in reading.numbers.values() and not reading.created
                 numbers[place] = symbol if is_scalar else int(symbol)
-        tensors = tuple([self._tensors[id(tensor)] for tensor in found.tensors])
+        tensors = tuple([self._tensors[id(tensor)][1]() for tensor in found.tensors])
         if reading.shapes is not None:
             for size in itertools.chain(*[tensor.shape for tensor in tensors]):
                 int(size)
@@ -298,7 +300,7 @@ class _Mods:
     def _mod(self, mod: Any, lifted: Sequence[Any], learned: bool) -> Callable[..., Any] | None:
         values = [self._stand_in(value, learned) for value in lifted]
         if isinstance(mod, fx.GraphModule):
-            return None if _does_nothing(mod.graph) else _GraphMod(mod, values)
+            return None if _does_nothing(mod.graph) else _GraphMod(mod, values, self._tensor_of)
         return lambda *positions: mod(*positions, *values)
 
     def _stand_in(self, value: Any, learned: bool) -> Any:
@@ -313,7 +315,20 @@ class _Mods:
             shape = [torch_hop.example_of(size) for size in value.shape]
             made = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=learned)
             self._known[id(value), learned] = made
-            self._tensors[id(made)] = value
+            self._tensors[id(made)] = made, lambda: value
+        return made
+
+    def _tensor_of(self, number: OpenFloat) -> Tensor:
+        """A captured tensor with this number, rounded as torch rounds a number beside a float32."""
+        with torch._C.DisableTorchFunction():  # which would be recorded as one of the mod
+            made = torch.empty((), device="meta")
+
+        def product() -> Tensor:
+            """The number as a factor: elsewhere torch.compile makes it a constant."""
+            one = torch.ones((), dtype=torch.float64)
+            return torch.mul(one, number.symbol()).float()
+
+        self._tensors[id(made)] = made, product
         return made
 
 
@@ -338,12 +353,18 @@ class _GraphMod:
         lines: the line of its function.
     """
 
-    def __init__(self, module: fx.GraphModule, lifted: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        lifted: Sequence[Any],
+        tensor_of: Callable[[OpenFloat], Tensor],
+    ) -> None:
         self.lines, self.__name__ = _source_of(module.graph)
-        self._module, self._lifted = module, lifted
+        self._module, self._lifted, self._tensor_of = module, lifted, tensor_of
 
     def __call__(self, *positions: Any) -> Any:
-        (result,) = pytree.tree_leaves(_Run(self._module).run(*positions, *self._lifted))
+        run = _Run(self._module, self._tensor_of).run(*positions, *self._lifted)
+        (result,) = pytree.tree_leaves(run)
         return result
 
 
@@ -351,8 +372,9 @@ def _source_of(graph: fx.Graph) -> tuple[SourceLines, str]:
     """The place and the name of the function whose return made the last node of a graph."""
     for node in reversed(graph.nodes):
         found = re.findall(r'File "(.*)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-        if found:
-            file, line, name = found[-1]
+        users = [each for each in found if not each[0].startswith(torch.__path__[0])]
+        if users:
+            file, line, name = users[-1]
             return SourceLines(shown_path(file), int(line), ""), name
     return SourceLines("<graph>", 0, ""), ""
 
@@ -362,16 +384,22 @@ class _Run(fx.Interpreter):
 
     A Python float that changes from call to call is a tensor of which torch.compile takes the
     element; its element is the tensor itself here. What is computed with integers of which there
-    are symbols alone is computed with their values, and with the symbols when it is asked for.
+    are symbols alone is computed with their values, and with the symbols when it is asked for: an
+    integer is a scalar of the kernel, a float the element of a tensor, and a truth a guard.
+
+    Args:
+        tensor_of: returns what stands for a captured tensor with such a float.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, tensor_of: Callable[[OpenFloat], Tensor]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False
+        self._tensor_of = tensor_of
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target == "item":
             return args[0]
+        args, kwargs = pytree.tree_map_only(OpenFloat, self._tensor_of, (args, kwargs))
         return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,21 +407,30 @@ class _Run(fx.Interpreter):
             return args[0]
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) for leaf in leaves):
+            args, kwargs = pytree.tree_map_only(OpenFloat, self._tensor_of, (args, kwargs))
             return super().call_function(target, args, kwargs)
-        if not any(isinstance(leaf, OpenInt) for leaf in leaves):  # makes a constant, of any device
+        if not any(isinstance(leaf, (OpenInt, OpenFloat)) for leaf in leaves):
+            # makes a constant, of any device
             given = {name: value for name, value in kwargs.items() if name != "device"}
             return super().call_function(target, args, given)
 
         def symbol() -> Any:
-            given = pytree.tree_map_only(OpenInt, lambda number: number.symbol(), (args, kwargs))
+            given = pytree.tree_map_only(
+                (OpenInt, OpenFloat), lambda number: number.symbol(), (args, kwargs)
+            )
             return target(*given[0], **given[1])
 
         value = target(*args, **kwargs)
-        if type(value) is not int:
-            raise SpecError(
-                "a mod computes with an integer that changes what no kernel takes as an argument",
-                where="",
-                numbers=f"{getattr(target, '__name__', target)}{args} is {value!r}",
-                way_out="a captured tensor in place of the integer",
-            )
-        return OpenInt.of(value, symbol)
+        if type(value) is bool:
+            with torch._C.DisableTorchFunction():
+                return bool(symbol())
+        if type(value) is float:
+            return OpenFloat.of(value, symbol)
+        if type(value) is int:
+            return OpenInt.of(value, symbol)
+        raise SpecError(
+            "a mod computes with an integer that changes what no kernel takes as an argument",
+            where="",
+            numbers=f"{getattr(target, '__name__', target)}{args} is {value!r}",
+            way_out="a captured tensor in place of the integer",
+        )

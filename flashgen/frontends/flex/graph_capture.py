@@ -57,7 +57,7 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
     if not unseen:
         return
     text = (
-        f"{user_location(('torch',))}: flex_attention is captured into a CUDA graph, whose replays "
+        f"{user_location()}: flex_attention is captured into a CUDA graph, whose replays "
         f"do not see changes of {'; '.join(unseen)}. They do see new elements of captured tensors. "
         "Capture again after such a change, or hold the values in tensors."
     )

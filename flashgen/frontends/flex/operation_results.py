@@ -12,7 +12,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from flashgen.shared.errors import SpecError
-from flashgen.spec.language.user_source import LIBRARIES, user_location
+from flashgen.spec.language.user_source import user_location
 
 Tensor = torch.Tensor
 
@@ -281,4 +281,4 @@ def refuse_write(name: str) -> NoReturn:
 
 
 def refuse(what: str, *, numbers: str, way_out: str) -> NoReturn:
-    raise SpecError(what, where=user_location(LIBRARIES), numbers=numbers, way_out=way_out)
+    raise SpecError(what, where=user_location(), numbers=numbers, way_out=way_out)

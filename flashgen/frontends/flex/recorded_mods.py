@@ -11,7 +11,6 @@ import torch
 from flashgen.frontends.flex.recorder import Operation, Reading, Recorder
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language.user_source import (
-    LIBRARIES,
     lines_of,
     shown_path,
     user_frame,
@@ -93,7 +92,7 @@ class Notes:
 
     def add(self, recorder: Recorder) -> None:
         """Notes the line that is running, for all that has been recorded since the last one."""
-        frame = user_frame(LIBRARIES)
+        frame = user_frame()
         at = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         constants = () if frame is None else frame.f_code.co_consts
         written = [*constants, *(x for each in constants if isinstance(each, tuple) for x in each)]

@@ -76,6 +76,18 @@ class OpenInt(int):
         return made
 
 
+class OpenFloat(float):
+    """A float that a mod computes from an `OpenInt`; its ``symbol`` is made as that of one."""
+
+    symbol: Callable[[], Any]
+
+    @classmethod
+    def of(cls, value: float, symbol: Callable[[], Any]) -> OpenFloat:
+        made = cls(value)
+        made.symbol = symbol
+        return made
+
+
 class StandIn(Tensor):
     """A tensor without elements, in place of an argument of a mod or of what follows from it."""
 

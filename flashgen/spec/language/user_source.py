@@ -60,18 +60,18 @@ def shown_path(file: str) -> str:
         return path.name
 
 
-def user_location(libraries: tuple[str, ...] = ()) -> str:
-    """``file:line`` of the innermost code outside flashgen and ``libraries`` that is running."""
-    frame = user_frame(libraries)
+def user_location() -> str:
+    """``file:line`` of the innermost code that is running and that the user can correct."""
+    frame = user_frame()
     if frame is None:
         return "unknown"
     return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def user_frame(libraries: tuple[str, ...] = ()) -> FrameType | None:
-    """The innermost frame outside flashgen and ``libraries``, or None."""
+def user_frame() -> FrameType | None:
+    """The innermost frame outside flashgen and `LIBRARIES`, or None."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _package_of(frame) in (_PACKAGE, *libraries):
+    while frame is not None and _package_of(frame) in (_PACKAGE, *LIBRARIES):
         frame = frame.f_back
     return frame
 
