@@ -13,7 +13,13 @@ and Z the dropout (0 for a dropped element, 1 / keep probability for a kept one)
 
     dT[i] = sum of P * (dP - D + dLSE) * ds'/dT[i]     T a captured tensor, i one of its elements
 
-A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
+With another weight w than exp, and a row's normaliser n, which is 1 or the sum of the weights,
+
+    O  = (P Z) V           P = w / n
+    dS = (dP - D) / n * dw/ds     D = rowsum(P * dP), or 0 where n is 1
+    dT[i] = sum of (dP - D) / n * dw/dT[i]
+
+and all is 0 in a row whose weights sum to 0. A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
 
 An element T[i] that the score reads is a variable like the score itself: torch's forward mode gives
 ds'/dT[i] at every position, and where two branches have different slopes it selects the slope of
@@ -35,7 +41,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.oracle import softmax_times_v
+from flashgen.reference.oracle import of_scores
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
@@ -178,7 +184,9 @@ def _algorithm_3(
     do = part.of_rows(dout).to(problem.work)
     raw = (part.q @ part.k.transpose(1, 2)) * problem.factor
     scores, slope = problem.score_and_slope(raw, part)
-    scores = part.masked(scores)
+    scores = problem.masked(scores, part)
+    if not problem.spec.is_softmax:
+        return _of_weights(problem, part, do, raw, scores, slope, kept=kept)
     dead = scores == -math.inf
     if part.sink is not None:
         scores = torch.cat([scores, part.sink.expand(*scores.shape[:2], 1)], dim=-1)
@@ -215,6 +223,44 @@ def _algorithm_3(
     return BlockGradients(dq, dk, dv, flows, raw.detach(), of_sink)
 
 
+def _of_weights(
+    problem: OracleProblem,
+    part: ScoreBlock,
+    do: Tensor,
+    raw: Tensor,
+    weights: Tensor,
+    slope: Tensor | None,
+    *,
+    kept: bool,
+) -> BlockGradients:
+    """`_algorithm_3` with weights that are no exponentials.
+
+    Args:
+        do: dO of the block.
+        raw: scores before the score function.
+        weights: 0 where the mask is false.
+        slope: their derivatives by the scores.
+    """
+    dp = part.dropped(do @ part.v.transpose(1, 2))
+    factor, d = torch.ones_like(weights[..., :1]), torch.zeros_like(weights[..., :1])
+    if problem.spec.sums_weights:
+        sums = weights.sum(dim=-1, keepdim=True)
+        sums = sums.float().to(problem.work) if kept else sums
+        factor = torch.where(sums == 0, 0, 1 / sums)
+        out = part.dropped(weights * factor) @ part.v
+        out = out.to(problem.q.dtype).to(problem.work) if kept else out
+        d = (do * out).sum(dim=-1, keepdim=True)
+        d = d.float().to(problem.work) if kept else d
+    dv = part.dropped(weights * factor).transpose(1, 2) @ do
+    above = factor * (dp - d)
+    dead = torch.zeros_like(raw, dtype=torch.bool) if part.mask is None else ~part.mask
+    flows = _flows(problem, part, raw, above, dead)
+    ds = (above if slope is None else above * slope).masked_fill(dead, 0)
+    dq = problem.factor * (ds @ part.k)
+    dk = problem.factor * (ds.transpose(1, 2) @ part.q)
+    return BlockGradients(dq, dk, dv, flows, raw.detach())
+
+
 def _autograd(
     problem: OracleProblem, part: ScoreBlock, dout: Tensor, dlse: Tensor | None
 ) -> BlockGradients:
@@ -222,12 +268,14 @@ def _autograd(
     q, k, v = (operand.detach().requires_grad_() for operand in (part.q, part.k, part.v))
     raw = (q @ k.transpose(1, 2)) * problem.factor
     modified, slope = problem.score_and_slope(raw.detach(), part)
-    scores = part.masked(modified).detach().requires_grad_()
+    scores = problem.masked(modified, part).detach().requires_grad_()
     dead = scores == -math.inf
+    if not problem.spec.is_softmax:
+        dead = torch.zeros_like(dead) if part.mask is None else ~part.mask
     sink = None
     if part.sink is not None:
         sink = part.sink.expand(*scores.shape[:2], 1).clone().requires_grad_()
-    out, lse = softmax_times_v(scores, v, part, problem.real, sink)
+    out, lse = of_scores(problem, scores, v, part, sink)
 
     of, given = [out], [part.of_rows(dout).to(problem.work)]
     if dlse is not None:

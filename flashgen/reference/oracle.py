@@ -55,7 +55,9 @@ def attention(
         out [batch, heads_q, seq_q, head_dim_v] and lse [batch, heads_q, seq_q], natural log and
         without dropout, both float64. A row without a kept key has out 0 and lse -inf, or the
         spec's sink, which is one of the summands of every row's lse. Without ``exact``, out has the
-        dtype of q and lse is float32, or float64 for operands in float64.
+        dtype of q and lse is float32, or float64 for operands in float64. With other weights than
+        those of the softmax, lse is the sum of each row's weights, or 0 where nothing is divided by
+        it; a row without a kept key has 0.
 
     Raises:
         InputError: a scalar or tensor is missing, superfluous or of another rank; dropout_p is not
@@ -80,14 +82,29 @@ def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:
     batch, heads, seq_q, _ = problem.q.shape
     device, dim_v = problem.q.device, problem.v.shape[3]
     out = torch.zeros(batch * heads, seq_q, dim_v, dtype=problem.work, device=device)
-    lse = torch.full((batch * heads, seq_q), -math.inf, dtype=problem.real, device=device)
+    without_keys = -math.inf if problem.spec.is_softmax else 0.0
+    lse = torch.full((batch * heads, seq_q), without_keys, dtype=problem.real, device=device)
     for part in problem.blocks():
         scores = problem.score((part.q @ part.k.transpose(1, 2)) * problem.factor, part)
         here = (part.pairs, part.rows)
         sink = None if part.sink is None else part.sink.expand(*scores.shape[:2], 1)
-        scores = part.masked(scores)
-        out[here], lse[here] = softmax_times_v(scores, part.v, part, problem.real, sink)
+        scores = problem.masked(scores, part)
+        out[here], lse[here] = of_scores(problem, scores, part.v, part, sink)
     return out.view(batch, heads, seq_q, dim_v), lse.view(batch, heads, seq_q)
+
+
+def of_scores(
+    problem: OracleProblem, scores: Tensor, v: Tensor, part: ScoreBlock, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """O and LSE, or the sum of the weights, from masked scores, or from masked weights."""
+    if problem.spec.is_softmax:
+        return softmax_times_v(scores, v, part, problem.real, sink)
+    sums = scores.to(problem.real).sum(dim=-1)
+    if not problem.spec.sums_weights:
+        return part.dropped(scores) @ v, torch.zeros_like(sums)
+    none = (sums == 0)[..., None]
+    shares = scores / sums[..., None].masked_fill(none, 1)
+    return part.dropped(shares.masked_fill(none, 0).to(scores.dtype)) @ v, sums
 
 
 def softmax_times_v(

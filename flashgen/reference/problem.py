@@ -236,8 +236,12 @@ class OracleProblem:
         logits = sink.expand(len(h)) if len(sink) == 1 else sink[h + self.first_head]
         return logits.view(-1, 1, 1)
 
+    def masked(self, scores: Tensor, part: ScoreBlock) -> Tensor:
+        """The results of `score` where the mask is true, elsewhere what removes them."""
+        return part.masked(scores) if self.spec.is_softmax else part.weighted(scores)
+
     def score(self, scores: Tensor, part: ScoreBlock) -> Tensor:
-        """s' of s, unmasked, in the dtype of ``scores``."""
+        """s' of s, or its weight, unmasked, in the dtype of ``scores``."""
         if self.spec.score == SCORE:
             return scores
         values = {**part.values, SCORE: scores.to(self.real)}

@@ -114,7 +114,8 @@ class _ChunkOperands:
         q, k, v, dout: [pairs, rows, columns].
         q_exact, k_exact: q and k in the dtype of `SequenceProblem.products`.
         lse: [pairs, seq_q * group, 1].
-        top: the same in the unit of scores.
+        top: the same in the unit of scores; of weights that are no exponentials, the factor that
+            makes shares of them, which is 0 where they sum to 0.
         power_of_2: the unit of scores, as in `Products`.
         delta: D - dLSE, of the shape of lse; 0 where LSE is -inf.
         some_masked: whether some row is fully masked. With a sink it is always true, because LSE
@@ -148,6 +149,8 @@ def _operands(
     if dlse is not None:
         delta -= chunk.of_queries(dlse[..., None]).to(real)
     masked = lse == -math.inf
+    if not part.problem.spec.is_softmax:
+        lse, masked, delta = _of_weights(part.problem.spec, lse, delta)
     q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
     products = part.problem.products(q, k)
     return _ChunkOperands(
@@ -164,6 +167,16 @@ def _operands(
         some_masked=part.problem.sink is not None or bool(masked.any()),
         some_undefined=not math.isfinite(float(delta.sum())),
     )
+
+
+def _of_weights(
+    spec: AttentionSpec, sums: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors that make shares of weights, where their sum is 0, and delta."""
+    if not spec.sums_weights:
+        return torch.ones_like(sums), torch.zeros_like(sums, dtype=torch.bool), delta.zero_()
+    none = sums == 0
+    return (1 / sums).masked_fill_(none, 0), none, delta
 
 
 def _chunk(
@@ -236,18 +249,24 @@ def _key_tile(
         bits = None if run.full else part.mask_bits(rows, keys)
         exact = of.q_exact[:, grouped], of.k_exact[:, keys], of.power_of_2
         scores, slope, uses = _scores(part, work, p, rows, keys, exact)
-        if slope is not None or uses or (of.some_masked and problem.programs.score is not None):
+        differentiated = slope is not None or uses
+        exponential = problem.spec.is_softmax
+        if exponential and (differentiated or of.some_masked and problem.programs.score is not None):
             bits = _and_finite(problem, scores, bits)
-        torch.sub(scores, part.grouped(of.top[:, grouped]), out=part.grouped(p))
-        exp_(p, of.power_of_2)
+        top = part.grouped(of.top[:, grouped])
+        if exponential:
+            exp_(torch.sub(scores, top, out=part.grouped(p)), of.power_of_2)
+        else:
+            torch.mul(scores, top, out=part.grouped(p))
         part.select(p, bits)
         kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
 
-        dropout_scale = problem.dropout_scale or 1.0  # dS' = P * (dP - D + dLSE)
+        # dS' = P * (dP - D + dLSE); the slope of a weight has the weight as a factor, or none.
+        dropout_scale = problem.dropout_scale or 1.0
         torch.baddbmm(ds, dout, v.transpose(1, 2), beta=0, alpha=dropout_scale, out=ds)
         part.select(ds, kept)
-        ds.sub_(of.delta[:, grouped]).mul_(p)
-        if of.some_undefined:
+        ds.sub_(of.delta[:, grouped]).mul_(p if exponential else of.top[:, grouped])
+        if of.some_undefined or not exponential:
             part.select(ds, bits)
         for number, by, places in uses:
             if isinstance(by, float):

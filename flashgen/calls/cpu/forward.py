@@ -46,7 +46,8 @@ def forward(
         out [batch, heads_q, seq_q, head_dim_v] in the dtype of q (of the accumulators where the
         spec is partial), with its axes ordered in memory as q's are; lse [batch, heads_q, seq_q],
         natural log, undropped, float32 (float64 for float64 operands). A row without a kept key has
-        out 0 and lse -inf, or the spec's sink.
+        out 0 and lse -inf, or the spec's sink. With other weights than those of the softmax, lse is
+        the sum of a row's weights, or 0 where nothing is divided by it.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64. Products of q and k are as
@@ -57,7 +58,7 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=dtype)
     if spec.packed:
         out.zero_()
-        lse.fill_(-math.inf)
+        lse.fill_(-math.inf if spec.is_softmax else 0.0)
     waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
@@ -86,7 +87,7 @@ def forward(
 def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     if problem.sink is None:
-        lse.fill_(-math.inf)
+        lse.fill_(-math.inf if problem.spec.is_softmax else 0.0)
     else:
         rows, first = tuple(lse.shape), problem.first_head
         lse.copy_(lse_without_keys(problem.sink, rows, lse.dtype, first))
@@ -143,7 +144,8 @@ def _chunk(
         start, stop = tiles[item]
         rows = slice(start * group, stop * group)
         given, results = (q[:, rows], k, v), (o[:, rows], statistics[:, rows])
-        _query_tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
+        tile = _query_tile if problem.spec.is_softmax else _weighted_tile
+        tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
 
     share(threads, len(tiles), compute)
     alone(threads, lambda: chunk.to_queries(out, o))
@@ -226,6 +228,43 @@ def _query_tile(
     torch.div(o, row_sum.masked_fill_(empty, math.inf), out=out)
 
 
+def _weighted_tile(
+    of: ChunkScores,
+    work: Workspace,
+    rows: slice,
+    operands: tuple[Tensor, Tensor, Tensor],
+    power_of_2: bool,
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """`_query_tile` with weights that are no exponentials: plain sums, in one unit.
+
+    Args:
+        results: rows of O, and of the sums of the weights.
+    """
+    problem, (q, k, v), (out, sums) = of.problem, operands, results
+    o = work.matrix("o", *out.shape).zero_()
+    sums.zero_()
+    for run in of.runs(rows.start, rows.stop):
+        keys = slice(run.start, run.stop)
+        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
+        bits = None if run.full else of.mask_bits(rows, keys)
+        weights = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
+        if weights is not p:
+            p.copy_(weights)
+        if problem.spec.sums_weights:
+            sums.add_(p.sum(-1, keepdim=True))
+        if problem.dropout_scale is not None:
+            of.select(p, of.dropout_bits(rows, keys))
+        if problem.narrow is not None:
+            p.copy_(p.to(problem.narrow))
+        o.baddbmm_(p, v[:, keys])
+    if problem.dropout_scale is not None:
+        o.mul_(problem.dropout_scale)
+    if problem.spec.sums_weights:
+        o.div_(sums.masked_fill(sums == 0, math.inf))
+    out.copy_(o)
+
+
 def _scores(
     of: ChunkScores,
     work: Workspace,
@@ -235,7 +274,10 @@ def _scores(
     operands: tuple[Tensor, Tensor, bool],
     bits: Tensor | None,
 ) -> Tensor:
-    """s' of a tile, -inf where ``bits`` are 0; ``p`` itself, or the score function's result."""
+    """s' of a tile, or its weights; ``p`` itself, or the score function's result.
+
+    Where ``bits`` are 0, s' is -inf, and a weight is 0.
+    """
     problem = of.problem
     scores = p
     if not problem.programs.ignores_score:
@@ -247,5 +289,6 @@ def _scores(
     found = of.grouped(p) if scores is p else scores
     selected = of.grouped(p).view(problem.bits)
     torch.bitwise_and(found.view(problem.bits), bits, out=selected)
-    selected.bitwise_or_(of.minus_infinity_where_not(bits))
+    if problem.spec.is_softmax:
+        selected.bitwise_or_(of.minus_infinity_where_not(bits))
     return p

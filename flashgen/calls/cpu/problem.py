@@ -129,7 +129,7 @@ class SequenceProblem:
         real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
             operands.
         bits: the integer dtype of the same width.
-        plain: whether nothing but the softmax reads scores: no score function and no sink.
+        plain: whether a softmax alone reads scores: no score function and no sink.
         narrow: the operands' dtype where P and dS are rounded to it, else None.
         dropout_scale: factor on kept elements of P; None without dropout.
         first_head, heads: the number of the first query head, and the number of query heads, in
@@ -161,7 +161,7 @@ class SequenceProblem:
         self.sparse = spec.block_sparse
         self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
         self.scale = arguments.scale
-        self.plain = self.programs.score is None and spec.sink is None
+        self.plain = self.programs.score is None and spec.sink is None and spec.is_softmax
         self.backward = backward
         block_q, block_k = tiles_of(spec, backward=backward)
         if backward:

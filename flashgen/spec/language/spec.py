@@ -16,12 +16,20 @@ from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.block_layout import check_names as check_layout_names
+from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
 from flashgen.spec.language.symbols import SCORE, H
-from flashgen.spec.language.tensor import Tensor, sink_of
+from flashgen.spec.language.tensor import Tensor, divisor_of, sink_of
 from flashgen.spec.language.traced import Capture
-from flashgen.spec.language.tracing import PickledMod, TracedMod, trace_mask, trace_score
+from flashgen.spec.language.tracing import (
+    PickledMod,
+    TracedMod,
+    trace_mask,
+    trace_score,
+    trace_weight,
+    weighed,
+)
 from flashgen.spec.language.user_source import SourceLines, in_specs, user_location
 
 Mod = Callable[..., object]
@@ -40,6 +48,9 @@ PAGES = tuple(
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """An attention variant: ``softmax(score_mod(scale * q.k) where mask_mod else -inf) . v``.
+
+    With a weight_mod it is ``sum(weight_mod(score_mod(scale * q.k)) * v) / n`` over the keys that
+    mask_mod keeps, with n = 1 or the sum of the weights.
 
     Mods have the signatures of FlexAttention (Dong et al., 2024). They are called once, with
     symbols, when the spec is made.
@@ -69,13 +80,24 @@ class AttentionSpec:
         block_sparse: which blocks of scores are computed (Algorithm 5 of FlashAttention, Dao et
             al., 2022); if None, all that the mask keeps. Scores outside the block layout are masked
             out, whatever mask_mod returns.
+        weight_mod: ``weight_mod(score, b, h, q, k)``, the weight of a kept key, of the score that
+            score_mod returns, in place of exp; weights may be negative. It is not evaluated where
+            the score is removed, whose weight is 0. None with ``normalize="softmax"``; with another
+            one, None stands for the score itself.
+        normalize: what the weighted sum of v is divided by: "softmax"; "none" for nothing; "sum"
+            for the sum of the row's weights; or a floating-point `Tensor` whose dims are among
+            "batch", "heads" and "seq_q", in this order, for its element at the row. A row whose
+            weights sum to 0 has an output of 0 and gradients of 0 with "sum". Sums of weights of
+            both signs may cancel: the quotient is then ill-conditioned.
         paged: whether keys and values are in the pages of a cache, with ``page_table`` and
             ``cache_seqlens`` in each call. Mods see the number of the sequence as b, positions in
             the sequence, and its number of keys as ``fg.seq_k``. For inference.
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
-        score: sympy expression over SCORE and the same symbols.
+        score: sympy expression over SCORE and the same symbols, what kernels compute of each
+            score: score_mod, or weight_mod of it.
+        modified, weight: score_mod alone; weight_mod alone, over SCORE in place of its result.
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
             then the boundaries of packed sequences, the page table and the lengths of a paged
@@ -84,6 +106,7 @@ class AttentionSpec:
             and a block layout that is not a function.
         mask_line: the Python lines of mask_mod; None without one.
         score_line: the Python lines of score_mod; None without one.
+        weight_line: the Python lines of weight_mod; None without one.
         file: the spec file that it was loaded from; None if it was made otherwise.
         partial: whether out is float32, to be merged with the results over other keys
             (`flashgen.spec.language.signature.partial`).
@@ -107,13 +130,18 @@ class AttentionSpec:
     sink: Any = None  # a Tensor or None once the spec is made
     block_sparse: BlockSparse | None = None
     paged: bool = False
+    weight_mod: Mod | None = None
+    normalize: Any = "softmax"  # a name or a Tensor
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
+    modified: sympy.Expr = field(init=False, repr=False)
+    weight: sympy.Expr = field(init=False, repr=False)
     scalars: tuple[Scalar, ...] = field(init=False, repr=False)
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
     mask_line: SourceLines | None = field(init=False, repr=False)
     score_line: SourceLines | None = field(init=False, repr=False)
+    weight_line: SourceLines | None = field(init=False, repr=False)
     named: bool = field(init=False, repr=False)
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
@@ -139,7 +167,10 @@ class AttentionSpec:
         sink = attempt(sink_of, self.sink)
         mask = attempt(_traced, self.mask_mod, trace_mask)
         score = attempt(_traced, self.score_mod, trace_score)
-        used = [c for trace in (mask, score) if trace is not None for c in trace.captures]
+        weight = attempt(_traced, self.weight_mod, trace_weight)
+        divisor = attempt(divisor_of, self.normalize)
+        traces = mask, score, weight, divisor
+        used = [c for trace in traces if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
         used += PAGES if self.paged is True else ()
         used += [] if sink is None else [sink]
@@ -150,20 +181,29 @@ class AttentionSpec:
         _raise_all(mistakes + clashes)
 
         given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
+        modified = SCORE if score is None else score.expr
+        weighs = SCORE if weight is None else weight.expr
+        if divisor is not None:
+            weighs = FloatQuotient(weighs, divisor.expr)
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
-            "score": SCORE if score is None else score.expr,
+            "score": modified if self.is_softmax else weighed(modified, weighs),
+            "modified": modified,
+            "weight": SCORE if weight is None else weight.expr,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
             "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
             "mask_line": None if mask is None else mask.lines,
             "score_line": None if score is None else score.lines,
+            "weight_line": None if weight is None else weight.lines,
             "named": self.name is not None,
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
             "sink": sink,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "name": self.name
-            or name_of(self.mask_mod, self.score_mod, getattr(sparse, "layout", None)),
+            or name_of(
+                self.weight_mod, self.mask_mod, self.score_mod, getattr(sparse, "layout", None)
+            ),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
@@ -190,6 +230,16 @@ class AttentionSpec:
     def offsets(self) -> tuple[Tensor, ...]:
         """q_offset and k_offset where calls give them as tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.name in OFFSETS)
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether weights are exponentials, divided by their sum."""
+        return isinstance(self.normalize, str) and self.normalize == "softmax"
+
+    @property
+    def sums_weights(self) -> bool:
+        """Whether the output is divided by the sum of a row's weights."""
+        return isinstance(self.normalize, str) and self.normalize in ("softmax", "sum")
 
     @property
     def is_served(self) -> bool:
@@ -221,12 +271,14 @@ class AttentionSpec:
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
             *(("paged",) if self.paged else ()),
+            *(() if self.is_softmax else ("sum" if self.sums_weights else "none",)),
         )
 
     @property
     def identity(self) -> tuple[object, ...]:
         """Everything that determines the emitted files: `computes` and the source locations."""
-        return (*self.computes, self.mask_line, self.score_line, self.file)
+        lines = self.mask_line, self.score_line, self.weight_line
+        return (*self.computes, *lines, self.file)
 
     @property
     def digest(self) -> str:
@@ -258,11 +310,12 @@ class AttentionSpec:
         captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
-            ("score_mod", self.score, self.score_line),
+            ("score_mod", self.score if self.is_softmax else self.modified, self.score_line),
+            ("weight_mod", self.weight, self.weight_line),
         ):
             if lines is not None:
                 state[mod] = PickledMod(TracedMod(expr, captures, lines))
-        return _restored, (state,)
+        return _restored, (state, None if self.is_softmax else self.score)
 
     @in_specs
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -299,10 +352,12 @@ def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | N
     return mod.trace if isinstance(mod, PickledMod) else trace(mod)
 
 
-def _restored(state: dict[str, Any]) -> AttentionSpec:
+def _restored(state: dict[str, Any], weighed: sympy.Expr | None) -> AttentionSpec:
     spec = object.__new__(AttentionSpec)
     traces = {"mask": (state["mask_mod"], sympy.true), "score": (state["score_mod"], SCORE)}
     exprs = {name: x if mod is None else mod.trace.expr for name, (mod, x) in traces.items()}
+    if weighed is not None:
+        exprs["score"] = weighed
     for name, value in {**state, **exprs}.items():
         object.__setattr__(spec, name, value)
     return spec

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 HEAD_DIM_STEP = 8
 HEAD_DIM_MAX = 256
 
-GENERIC_NAMES = ("mask_mod", "score_mod", "<lambda>", "mask", "score", "mod", "__call__")
+GENERIC_NAMES = (
+    *("mask_mod", "score_mod", "weight_mod", "<lambda>", "mask", "score", "weight", "mod"),
+    "__call__",
+)
 
 
 _ELSEWHERE = {
@@ -112,6 +115,18 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             "packed queries are an argument of the call: op(..., cu_seqlens_q=...)"
             if option == "packed"
             else "dropout=False: paged caches are for inference",
+        )
+    if spec.weight_mod is not None and spec.is_softmax:
+        mistake(
+            "a weight_mod stands in place of the softmax's exponential",
+            "weight_mod is given, normalize 'softmax'",
+            'normalize="none", normalize="sum", or a Tensor with a divisor for each row',
+        )
+    if spec.sink is not None and spec.sink is not False and not spec.is_softmax:
+        mistake(
+            "a sink is a logit of the softmax, which weights of another kind do not have",
+            f"sink {spec.sink!r}, normalize {spec.normalize!r}",
+            'sink=None, or normalize="softmax" without a weight_mod',
         )
     sparse = spec.block_sparse
     if sparse is not None and not isinstance(sparse, BlockSparse):

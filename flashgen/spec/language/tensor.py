@@ -19,7 +19,7 @@ from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
 from flashgen.spec.language.lets import lets_of, replaced
 from flashgen.spec.language.python_printer import python_text
-from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.symbols import B, H, Q, is_condition, is_int
 from flashgen.spec.language.sympy_functions import Floor
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 from flashgen.spec.language.traced import Capture, Traced, Value, as_expr, captures_of
@@ -217,6 +217,37 @@ def _nearest_size(dim: str) -> str | None:
     ]
     return max(likely)[1] if likely else None
 
+
+ROW_DIMS = {"batch": B, "heads": H, "seq_q": Q}
+"""The dims that a divisor of rows may have, and the positions at which it is read."""
+
+
+def divisor_of(given: object) -> Traced | None:
+    """The element that divides a row's output, for a spec's option ``normalize``; None for a name.
+
+    Raises:
+        SpecError: the option is neither a name nor a Tensor of floats with some of `ROW_DIMS`.
+    """
+    if isinstance(given, str) and given in NORMALIZERS:
+        return None
+    if not isinstance(given, Tensor):
+        refuse(
+            "normalize is the name of a divisor, or a Tensor with one for each row",
+            numbers=f"normalize {given!r}; names: {', '.join(NORMALIZERS)}",
+            way_out='normalize="none", or normalize=fg.Tensor("divisor", ("heads", "seq_q"))',
+        )
+    in_order = tuple(dim for dim in ROW_DIMS if dim in given.dims)
+    if given.dims != in_order or given.dtype not in FLOAT_DTYPES:
+        refuse(
+            f"the divisor {given.name!r} is not a Tensor of floats with one for each row",
+            numbers=f"dims {given.dims!r}, dtype {given.dtype!r}; dims among {tuple(ROW_DIMS)}",
+            way_out=f'fg.Tensor({given.name!r}, ("batch", "heads", "seq_q"), "float32")',
+        )
+    found: Traced = given[tuple(Value(ROW_DIMS[str(dim)]) for dim in given.dims)]
+    return found if given.dims else Value(given.expr, given.captures)
+
+
+NORMALIZERS = ("softmax", "none", "sum")
 
 SINK_DIMS = (("heads",), (1,), ())
 """The dims that a sink may have: one logit per head, or one for all heads."""

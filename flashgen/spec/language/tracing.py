@@ -11,12 +11,14 @@ import sympy
 
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language import advice
-from flashgen.spec.language.float_operations import FloatSum, plain
-from flashgen.spec.language.lets import Let, lets_of
+from flashgen.spec.language.comparisons import FloatEqual
+from flashgen.spec.language.float_functions import Abs, Atan, Erf, Erfc, Exp, Sigmoid, Tanh
+from flashgen.spec.language.float_operations import AsFloat, FloatProduct, FloatSum, plain
+from flashgen.spec.language.lets import Let, distinct, lets_of, parts_of, substituted
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
-from flashgen.spec.language.symbols import LOWEST_LITERAL, SCORE, B, H, K, Q, is_condition
-from flashgen.spec.language.sympy_functions import Maximum, Minimum, Select
+from flashgen.spec.language.symbols import LOWEST_LITERAL, SCORE, B, H, K, Q, is_condition, is_int
+from flashgen.spec.language.sympy_functions import Floor, Maximum, Minimum, Round, Select
 from flashgen.spec.language.traced import Capture, Traced, Value, as_expr
 from flashgen.spec.language.user_source import (
     SourceLines,
@@ -92,6 +94,55 @@ def trace_score(score_mod: Mod) -> TracedMod:
             way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
         )
     return replace(trace, expr=_removing(trace.expr))
+
+
+def trace_weight(weight_mod: Mod) -> TracedMod:
+    """Trace ``weight_mod(score, b, h, q, k)``: the weight of a kept key, any real number.
+
+    Raises:
+        SpecError: the function cannot be traced; the message names the user's file and line.
+    """
+    names = ("score", "b", "h", "q", "k")
+    trace = _run(weight_mod, "weight_mod", names, (SCORE, B, H, Q, K))
+    if is_condition(trace.expr):
+        raise SpecError(
+            "weight_mod returns a condition, not a number",
+            where=str(trace.lines),
+            numbers=f"returned {python_text(trace.expr)}",
+            way_out="mask_mod for conditions, or fg.where(condition, weight, other) for a number",
+        )
+    return trace
+
+
+def weighed(score: sympy.Expr, weight: sympy.Expr) -> sympy.Expr:
+    """The weight of a score, and 0 where the score_mod has removed the score.
+
+    Args:
+        score: the modified score, an expression over SCORE.
+        weight: the weight, an expression over SCORE, which stands for the modified score.
+    """
+    value = Let(score) if score.args else score
+    found = substituted(weight, {SCORE: value})
+    if not _may_be_infinite(score):
+        return found
+    return sympy.Piecewise((0, FloatEqual(value, -sympy.oo)), (found, True), evaluate=False)
+
+
+_KEEP_FINITE = (
+    *(AsFloat, FloatSum, FloatProduct, Minimum, Maximum, Select, sympy.Piecewise),
+    *(Exp, Tanh, Sigmoid, Erf, Erfc, Atan, Abs, Floor, Round),
+)
+"""Functions of finite arguments that are not -inf, but for an overflow."""
+
+
+def _may_be_infinite(score: sympy.Expr) -> bool:
+    """Whether a modified score may be -inf for a finite score: its weight is 0 then."""
+    numbers = (part for part in distinct(*parts_of(score)) if not is_condition(part))
+    return not all(
+        part.is_finite if part.is_number else is_int(part) or part == SCORE
+        or isinstance(part, (Let, sympy.Mul, *_KEEP_FINITE))
+        for part in numbers
+    )
 
 
 _PASSED_ON = (FloatSum, sympy.Min, sympy.Max, Minimum, Maximum)
