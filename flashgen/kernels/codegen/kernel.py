@@ -120,6 +120,8 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
+        softmax=spec.is_softmax,
+        divides=spec.sums_weights,
         counted_head=functools.partial(_counted_head, plan),
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),

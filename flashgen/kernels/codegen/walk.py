@@ -237,7 +237,7 @@ class ScoreCode:
         ``scaled``: otherwise the element has been multiplied by the scale, where there is a score
         function.
         """
-        if make.score.identity:
+        if make.score.identity and make.spec.is_softmax:
             return ScoreCode((), None, element, uses_q=False)
         unit, shift = _outside(make, folded) if folded else ("1.0f", "")
         if folded and folded.value == PRODUCT and not slope:

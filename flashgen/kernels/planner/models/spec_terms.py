@@ -110,7 +110,7 @@ def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
 
 def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
     """The score function of a kernel with its factors folded; None where it is as written."""
-    if ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS:
+    if ITEMSIZE[spec.dtype] == 4 or kernel in LEARNED_KERNELS or not spec.is_softmax:
         return None
     learns = any(tensor.grad for tensor in spec.tensors)
     slope = analyse_score(spec.score).derivative
