@@ -19,7 +19,8 @@ With another weight w than exp, and a row's normaliser n, which is 1 or the sum 
     dS = (dP - D) / n * dw/ds     D = rowsum(P * dP), or 0 where n is 1
     dT[i] = sum of (dP - D) / n * dw/dT[i]
 
-and all is 0 in a row whose weights sum to 0. A sink t is like a key whose V is 0: P = exp(t - LSE), its dP is 0, and dt is the sum of its dS.
+and all is 0 in a row whose weights sum to 0. A sink t is like a key whose V is 0: P = exp(t - LSE),
+its dP is 0, and dt is the sum of its dS.
 
 An element T[i] that the score reads is a variable like the score itself: torch's forward mode gives
 ds'/dT[i] at every position, and where two branches have different slopes it selects the slope of
@@ -424,3 +425,10 @@ def _check(problem: OracleProblem, dout: Tensor, dlse: Tensor | None) -> None:
                 numbers=f"{name} {tuple(tensor.shape)}, expected {wanted[name]}",
                 way_out=f"a gradient of shape {wanted[name]}",
             )
+    if dlse is not None and not problem.spec.is_softmax:
+        raise InputError(
+            "weights that are no exponentials have no lse, and dlse no meaning",
+            where=f"reference of {problem.spec.name}, argument dlse",
+            numbers=f"normalize {problem.spec.normalize!r}, dlse {tuple(dlse.shape)}",
+            way_out="dlse=None",
+        )

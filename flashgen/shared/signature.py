@@ -6,6 +6,7 @@ expressions, so that running a call needs no sympy.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,6 +151,8 @@ class CallSignature:
         split: whether the keys are split, by the scalar `SPLIT`.
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
+        normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
+            or "none". The second result of a call is then that sum, or 0.
     """
 
     name: str
@@ -169,6 +172,12 @@ class CallSignature:
     offsets: tuple[str, ...] = ()
     split: bool = False
     paged: bool = False
+    normalize: str = "softmax"
+
+    @property
+    def lse_of_nothing(self) -> float:
+        """The second result of a row without keys, where there is no sink."""
+        return -math.inf if self.normalize == "softmax" else 0.0
 
     @property
     def boundaries(self) -> tuple[str, ...]:

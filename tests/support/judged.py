@@ -108,7 +108,8 @@ class Call:
         self.how = {"backend": "emulator", **how}
         q, _, v = qkv
         dout = normal((*q.shape[:3], v.shape[3]), q.dtype, 1)
-        self.gradients: tuple[Tensor, Tensor | None] = dout, normal(q.shape[:3], torch.float32, 2)
+        dlse = normal(q.shape[:3], torch.float32, 2) if spec.is_softmax else None
+        self.gradients: tuple[Tensor, Tensor | None] = dout, dlse
 
     def forward(self, **how: Any) -> ForwardRun:
         return run_forward(self.spec, *self.qkv, **self.numbers, **self.how | how)

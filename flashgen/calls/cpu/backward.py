@@ -249,9 +249,9 @@ def _key_tile(
         bits = None if run.full else part.mask_bits(rows, keys)
         exact = of.q_exact[:, grouped], of.k_exact[:, keys], of.power_of_2
         scores, slope, uses = _scores(part, work, p, rows, keys, exact)
-        differentiated = slope is not None or uses
         exponential = problem.spec.is_softmax
-        if exponential and (differentiated or of.some_masked and problem.programs.score is not None):
+        low = slope is not None or uses or (of.some_masked and problem.programs.score is not None)
+        if exponential and low:
             bits = _and_finite(problem, scores, bits)
         top = part.grouped(of.top[:, grouped])
         if exponential:

@@ -87,6 +87,7 @@ class Attention:
         self.spec: Any = spec
         self._operator = operator_of(spec)
         self._paged = self._operator.signature.paged
+        self._weighs = self._operator.signature.normalize != "softmax"
         self._used = self._operator
         self._variants = SimpleNamespace()
 
@@ -242,7 +243,7 @@ class Attention:
             LaunchError: a kernel cannot be loaded or launched.
             EmulatorError: an emulated kernel violates a rule of PTX.
         """
-        if type(return_lse) is not bool:
+        if return_lse is not False and (return_lse is not True or self._weighs):
             refuse_return_lse(return_lse)
         if more:
             refuse_positional(more[0])

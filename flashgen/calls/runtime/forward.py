@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -125,14 +124,16 @@ class PreparedForward(PreparedCall):
         else:
             out = q.new_empty_strided(model.shape, strides, dtype=model.dtype)
         lse = torch.empty_like(self._lse_model)
+        of_nothing = self.signature.lse_of_nothing
         if self.signature.packed:  # rows outside all sequences are rows without keys
             out.zero_()
-            lse.fill_(-math.inf)
+        if self.signature.packed or self.signature.normalize == "none":
+            lse.fill_(of_nothing)
         to_out, to_lse = out, lse  # what the kernel writes
         if self._splits is not None:
             to_out, to_lse = self._splits.parts(out, lse)
             if self.signature.packed:
-                to_lse.fill_(-math.inf)
+                to_lse.fill_(of_nothing)
         at: tuple[int, ...]
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
@@ -219,7 +220,8 @@ class PreparedForward(PreparedCall):
     ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
         if self.signature.sink is None:
-            lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+            of_nothing = self.signature.lse_of_nothing
+            lse = q.new_full(q.shape[:3], of_nothing, dtype=torch.float32)
         else:
             by_name = named(self.signature, captured)
             lse = lse_without_keys(self.signature, by_name, q, self.call)

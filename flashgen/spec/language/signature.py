@@ -56,6 +56,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         offsets=tuple(tensor.name for tensor in spec.offsets),
         split=spec.split,
         paged=spec.paged,
+        normalize=spec.normalizer,
     )
 
 

@@ -234,12 +234,17 @@ class AttentionSpec:
     @property
     def is_softmax(self) -> bool:
         """Whether weights are exponentials, divided by their sum."""
-        return isinstance(self.normalize, str) and self.normalize == "softmax"
+        return self.normalizer == "softmax"
+
+    @property
+    def normalizer(self) -> str:
+        """``normalize``; "none" for a Tensor, by which the weights themselves are divided."""
+        return self.normalize if isinstance(self.normalize, str) else "none"
 
     @property
     def sums_weights(self) -> bool:
         """Whether the output is divided by the sum of a row's weights."""
-        return isinstance(self.normalize, str) and self.normalize in ("softmax", "sum")
+        return self.normalizer != "none"
 
     @property
     def is_served(self) -> bool:
@@ -271,7 +276,7 @@ class AttentionSpec:
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
             *(("paged",) if self.paged else ()),
-            *(() if self.is_softmax else ("sum" if self.sums_weights else "none",)),
+            *(() if self.is_softmax else (self.normalizer,)),
         )
 
     @property

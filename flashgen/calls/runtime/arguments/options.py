@@ -347,6 +347,13 @@ def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
 
 
 def refuse_return_lse(value: object) -> NoReturn:
+    if value is True:
+        refuse(
+            "weights that are no exponentials have no log-sum-exp",
+            "argument return_lse",
+            'given True, of a spec whose normalize is not "softmax"',
+            "return_lse=False",
+        )
     refuse(
         "return_lse is neither True nor False",
         "argument return_lse",
