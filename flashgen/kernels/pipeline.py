@@ -321,18 +321,25 @@ def build_minmax_tables(spec: AttentionSpec, arch: str = DEFAULT_ARCH) -> tuple[
 
 @override.cached(maxsize=64)
 def build_merge(
-    head_dim_v: int, dtype: str, arch: str = DEFAULT_ARCH, *, splits: bool = False
+    head_dim_v: int,
+    dtype: str,
+    arch: str = DEFAULT_ARCH,
+    *,
+    splits: bool = False,
+    normalize: str = "softmax",
 ) -> Build:
     """The compiled kernel that merges partial results into an output of this dtype.
 
     Args:
         splits: as for `flashgen.kernels.planner.plan_merge`.
+        normalize: the divisor of the spec, a name.
 
     Raises:
         SpecError: there is no kernel for the head dim or the dtype.
         PlanError, RenderError, CompileError: as ``build``.
     """
-    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name="merge")
+    name = "merge" if normalize == "softmax" else f"merge_{normalize}"
+    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name=name, normalize=normalize)
     source = codegen.merge(spec, plan_merge(spec, arch, splits=splits))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 

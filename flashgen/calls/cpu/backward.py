@@ -169,9 +169,7 @@ def _operands(
     )
 
 
-def _of_weights(
-    spec: AttentionSpec, sums: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _of_weights(spec: AttentionSpec, sums: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The factors that make shares of weights, where their sum is 0, and delta."""
     if not spec.sums_weights:
         return torch.ones_like(sums), torch.zeros_like(sums, dtype=torch.bool), delta.zero_()

@@ -260,7 +260,7 @@ def _weighted_tile(
         o.baddbmm_(p, v[:, keys])
     if problem.dropout_scale is not None:
         o.mul_(problem.dropout_scale)
-    if problem.spec.sums_weights:
+    if problem.spec.sums_weights and not problem.spec.partial:
         o.div_(sums.masked_fill(sums == 0, math.inf))
     out.copy_(o)
 

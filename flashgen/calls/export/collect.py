@@ -163,9 +163,10 @@ class Collection:
         merge = {}
         if spec.split:
             assert signature.out_dtype is not None  # kernels are made for one dtype
-            of_out = signature.head_dim_v, signature.out_dtype
+            of_out, normalize = (signature.head_dim_v, signature.out_dtype), signature.normalize
             merge = {
-                arch: self.add(build_merge(*of_out, arch, splits=True)) for arch in request.archs
+                arch: self.add(build_merge(*of_out, arch, splits=True, normalize=normalize))
+                for arch in request.archs
             }
         return ProgramRecord(
             offsets=variant.offsets,

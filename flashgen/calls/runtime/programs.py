@@ -299,7 +299,8 @@ class SpecProgram(CallProgram):
 
         signature = self.signature
         assert signature.out_dtype is not None  # kernels are made for one dtype
-        return build_merge(signature.head_dim_v, signature.out_dtype, arch, splits=True)
+        of_out = signature.head_dim_v, signature.out_dtype
+        return build_merge(*of_out, arch, splits=True, normalize=signature.normalize)
 
 
 def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:

@@ -120,8 +120,8 @@ def attention(
     summed = frozenset(captures if reduce_learned else asked.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
     if exchange.world == 1:
-        result = op(q, k, v, return_lse=True, **numbers | part, **captures)
-    elif method == "all_to_all":
+        return op(q, k, v, return_lse=return_lse, **numbers | part, **captures)
+    if method == "all_to_all":
         result = _by_heads(exchange, asked, (q, k, v), numbers, summed)
     else:
         context = context_of(exchange, asked, q, summed)
@@ -183,6 +183,10 @@ def _by_heads(
         for name, x in asked.captures.items()
     }
     place = {"h_offset": first, "whole": {"heads": one.heads}}
+    if not asked.op.spec.is_softmax:
+        out = asked.op(q, k, v, **place, **numbers, **given)
+        out = Exchanged.apply(exchange, asked.queries, False, out)  # type: ignore[no-untyped-call]
+        return out, out.new_zeros(())
     out, lse = asked.op(q, k, v, return_lse=True, **place, **numbers, **given)
     results = (
         Exchanged.apply(exchange, asked.queries, False, x)  # type: ignore[no-untyped-call]

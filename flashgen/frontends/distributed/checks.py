@@ -99,7 +99,7 @@ def checked(
     method, shard, sharded, reduce_learned = divided
     if not isinstance(method, str) or method not in METHODS:
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
-    if type(return_lse) is not bool:
+    if return_lse is not False and (return_lse is not True or not op.spec.is_softmax):
         refuse_return_lse(return_lse)
     if type(reduce_learned) is not bool:
         what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"

@@ -129,7 +129,8 @@ class Context:
 
     def no_parts(self) -> Merged:
         """The merged results of some queries before the first part."""
-        return Merged(self.calls.options.backend, self.calls.options.arch)
+        normalize = self.calls.whole.signature.normalize
+        return Merged(self.calls.options.backend, self.calls.options.arch, normalize=normalize)
 
     def finished(
         self, merged: Merged, operands: Operands, number: int, q: Tensor
@@ -138,7 +139,8 @@ class Context:
         if merged.out is None or merged.lse is None:
             rows = q.shape[:3]
             merged.out = empty_rows(q, self.calls.whole.signature.head_dim_v, torch.float32).zero_()
-            merged.lse = q.new_full(rows, -torch.inf, dtype=torch.float32)
+            of_nothing = self.calls.whole.signature.lse_of_nothing
+            merged.lse = q.new_full(rows, of_nothing, dtype=torch.float32)
         captured = dict(zip(self.names, operands.captured, strict=True))
         sink = None
         if self.spec.sink is not None:

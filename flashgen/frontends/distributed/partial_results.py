@@ -28,17 +28,22 @@ class Merged:
         backend, arch: of the call.
         out: [batch, heads, rows, head_dim_v].
         lse: [batch, heads, rows].
+        normalize: the divisor of the spec, a name. But for the softmax's, results are plain sums,
+            and lse is the sum of the weights.
     """
 
     backend: str | None
     arch: str | None
     out: Tensor | None = None
     lse: Tensor | None = None
+    normalize: str = "softmax"
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Adds the results over further keys, float32."""
         if self.out is None or self.lse is None:
             self.out, self.lse = out, lse
+        elif self.normalize != "softmax":
+            self.out, self.lse = self.out + out, self.lse + lse
         else:
             earlier = self.out, self.lse
             self.out, self.lse = self._merged(out, lse, merged=earlier)
@@ -51,6 +56,9 @@ class Merged:
         """
         assert self.out is not None
         assert self.lse is not None
+        if self.normalize == "sum":
+            divisor = self.lse.masked_fill(self.lse == 0, math.inf)
+            return (self.out / divisor[..., None]).to(dtype), self.lse
         if sink is None:
             return self.out.to(dtype), self.lse
         return self._merged(self.out, self.lse, sink=sink, out_dtype=dtype)

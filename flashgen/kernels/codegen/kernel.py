@@ -121,7 +121,9 @@ def kernel(
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
         softmax=spec.is_softmax,
-        divides=spec.sums_weights,
+        sums_weights=spec.sums_weights,
+        # The weighted sums over some of a row's keys are divided when they have been merged.
+        divides=spec.sums_weights and not (spec.adds_parts and plan.kernel == "forward"),
         counted_head=functools.partial(_counted_head, plan),
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),

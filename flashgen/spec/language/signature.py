@@ -154,9 +154,10 @@ def partial(spec: AttentionSpec) -> AttentionSpec:
 
     `calls.runtime.merge.merge` merges such results before they are rounded. The kernel has the
     tile and the accumulators of the ordinary one. There is no backward pass: the ordinary one takes
-    the merged out and LSE. A float32 spec is its own variant.
+    the merged out and LSE. A float32 spec is its own variant, unless its weights have a divisor
+    that is not the softmax's.
     """
-    if spec.out_dtype == "float32":
+    if spec.partial or (spec.out_dtype == "float32" and spec.is_softmax):
         return spec
     return _with(spec, partial=True, name=f"{spec.name}_partial")
 

@@ -247,6 +247,11 @@ class AttentionSpec:
         return self.normalizer != "none"
 
     @property
+    def adds_parts(self) -> bool:
+        """Whether the output is a sum over some of a row's keys, which is not divided."""
+        return (self.partial or self.split) and not self.is_softmax
+
+    @property
     def is_served(self) -> bool:
         """Whether calls are those of a server, whose rows have the same bits in every call."""
         return self.split or self.paged

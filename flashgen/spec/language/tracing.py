@@ -139,8 +139,9 @@ def _may_be_infinite(score: sympy.Expr) -> bool:
     """Whether a modified score may be -inf for a finite score: its weight is 0 then."""
     numbers = (part for part in distinct(*parts_of(score)) if not is_condition(part))
     return not all(
-        part.is_finite if part.is_number else is_int(part) or part == SCORE
-        or isinstance(part, (Let, sympy.Mul, *_KEEP_FINITE))
+        part.is_finite
+        if part.is_number
+        else is_int(part) or part == SCORE or isinstance(part, (Let, sympy.Mul, *_KEEP_FINITE))
         for part in numbers
     )
 
