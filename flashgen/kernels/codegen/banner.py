@@ -20,6 +20,28 @@ _CAPTURED = (
     _SCORES,
     f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
 )
+_OF_WEIGHTS = "W = {kept}{weight}{end}    P = {share}    dP = {z}dO V^T"
+_DW = "dS = (dP - delta){over} * {name}'"
+_CAPTURED_WEIGHTS = (
+    _OF_WEIGHTS,
+    "delta = {delta}    dT = sum of (dP - delta){over} * d{name} / dT, for T of {learned}",
+)
+_WEIGHTED = {
+    "forward": ("S = {score}    W = {kept}{weight}{end}    O = {z}{share} V",),
+    "delta": ("delta = {delta}",),
+    "dkdv": (_OF_WEIGHTS, f"delta = {{delta}}    {_DW}", "dV = {p}^T dO    dK = scale dS^T Q"),
+    "fused": (
+        _OF_WEIGHTS,
+        f"delta = {{delta}}    {_DW}",
+        "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K",
+    ),
+    "dq": (_OF_WEIGHTS, f"delta = {{delta}}    {_DW}", "dQ = scale dS K"),
+    "merge": ("{parts}",),
+    "captured": _CAPTURED_WEIGHTS,
+    "captured_exact": (*_CAPTURED_WEIGHTS, "sums of whole numbers: the same bits each time"),
+}
+"""Where weights are no exponentials."""
+
 _FORMULAS = {
     "forward": (_FORWARD,),
     "delta": (f"{_DELTA}{{dsink}}",),
@@ -105,8 +127,10 @@ def banner(
         *(f"  {line}" for line in formulas(spec, plan.kernel)),
     ]
     if not shared:
-        if spec.score_line is not None:
+        if spec.score_line is not None and spec.is_softmax:
             lines.append(f"  score_mod = {python_text(spec.score)}")
+        if not spec.is_softmax:
+            lines.append(f"  weight of a score = {python_text(spec.score)}")
         if spec.mask_line is not None:
             lines.append(f"  mask_mod  = {python_text(spec.mask)}")
         if spec.block_sparse is not None:
@@ -185,7 +209,11 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     read = spec.score.free_symbols
     learned = [tensor.name for tensor in spec.tensors if tensor.grad and tensor.symbol in read]
     words["learned"] = ", ".join(learned)
-    lines = [line.format(**words) for line in _FORMULAS[kernel]]
+    of_kernel = _FORMULAS[kernel]
+    if not spec.is_softmax:
+        words |= _words_of_weights(spec)
+        of_kernel = _WEIGHTED.get(kernel, of_kernel)
+    lines = [line.format(**words) for line in of_kernel]
     if spec.packed and kernel not in ("delta", "minmax_table"):
         lines.append(
             "for each sequence b alone: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], keys likewise"
@@ -195,6 +223,8 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     if spec.split and kernel == "forward":
         lines.append(
             "for the keys of each split: O in float32 and LSE without a sink, to be merged"
+            if spec.is_softmax
+            else "for the keys of each split: O in float32, which is not divided, to be added up"
         )
     if spec.offsets and kernel not in STREAMING_KERNELS:
         begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)
@@ -202,3 +232,16 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     if spec.dropout and kernel not in STREAMING_KERNELS:
         lines.append("Z = kept(seed, offset, b, h, q, k) / keep probability")
     return lines
+
+
+def _words_of_weights(spec: AttentionSpec) -> dict[str, str]:
+    name = "weight_mod" if spec.weight_line is not None else "score_mod"
+    divided = spec.sums_weights
+    return {
+        "weight": "weight_mod(S)" if spec.weight_line is not None else "S",
+        "name": name,
+        "share": "W / rowsum(W)" if divided and not spec.adds_parts else "W",
+        "over": " / rowsum(W)" if divided else "",
+        "delta": "rowsum(dO * O)" if divided else "0",
+        "parts": "O = sum of O_s / sum of rowsum(W)_s" if divided else "O = sum of O_s",
+    }

@@ -74,7 +74,8 @@ SINK_SUMS = Param(
 """The buffer to which each warp of the delta kernel writes its sink gradient."""
 
 _PER_ROW = "[batch, heads_q, seq_q]"
-_LSE = f"{_PER_ROW}, natural log"
+_LOG = "natural log"
+_LSE = f"{_PER_ROW}, {_LOG}"
 _ROWS = "[batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE"
 _FORWARD_ROWS = (Param("lse", "float*", _LSE),)
 _DELTA_ROWS = (
@@ -175,9 +176,18 @@ def params_of(
             params.append(Param(multiplier_field(scalar), "long long", what))
             what = f"inverse and limit by which {scalar.name} is found to divide a number"
             params.append(Param(inverse_field(scalar), "long long", what))
+    if not spec.is_softmax:
+        params = [_of_weights(param) for param in params]
     if spec.packed and role != "delta":
         params = [_of_all_sequences(param) for param in params]
     return tuple(params)
+
+
+def _of_weights(param: Param) -> Param:
+    """The parameter of a kernel whose weights are no exponentials."""
+    if "natural log" in param.what:
+        return dataclasses.replace(param, what=param.what.replace(_LOG, "sums of weights"))
+    return param
 
 
 def head_in_whole(spec: AttentionSpec, head: str) -> str:

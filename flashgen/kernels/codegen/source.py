@@ -123,12 +123,12 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """``causal_forward_fp16_d64``: the name in profiles, symbols and file names.
 
     The delta kernel has the same name and the same text for all specs of one dtype and one head dim
-    of v, apart from those with a sink. A kernel that converts sums has the same text for all
+    of v, apart from those with a sink, and of another divisor. A kernel that converts sums has the same text for all
     specs of one dtype and one head dim, packed or not, whose sums have tiles of equal size.
     """
     role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
-        return f"delta{_sink_of_delta(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
+        return f"delta{_sink_of_delta(spec)}{_divisor(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     if role in CONVERT_KERNELS:
         packed = "_packed" if spec.packed else ""
         dtype = OPERANDS[spec.dtype].short
@@ -137,7 +137,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
         return f"{role}{packed}_{dtype}_d{dim}_{rows}"
     if role == "merge":
         splits = "_splits" if plan.lane_groups > 1 else ""
-        return f"merge{splits}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
+        return f"merge{splits}{_divisor(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
@@ -153,3 +153,7 @@ def _sink_of_delta(spec: AttentionSpec) -> str:
     if spec.sink is None:
         return ""
     return f"_{spec.sink.name}" if spec.sink.grad else "_fixed_sink"
+
+
+def _divisor(spec: AttentionSpec) -> str:
+    return "" if spec.is_softmax else f"_{spec.normalizer}"

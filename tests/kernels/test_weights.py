@@ -1,0 +1,220 @@
+"""Weights that are no exponentials: emulated kernels and the tiled path against float64.
+
+Each attention is compared with the reference by the error rule, and the reference with autograd of
+the dense form in float64. `make test` has a case of each kind; the others are `slow`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.kernels.planner.tile_problem import Tile
+from flashgen.reference.gradients import gradients
+from flashgen.shared.errors import InputError, SpecError
+from tests.support.judged import Call, dropping
+from tests.support.planted import planted
+from tests.support.shapes import DTYPES, Case
+from tests.support.tiers import one_in, slow, take_turns
+from tests.support.weights import SPECS, captured_by, causal, dense, silu, spec_of
+
+ARCHS = ("sm_80", "sm_90a")
+
+
+def call_of(name: str, case: Case, **how: Any) -> Call:
+    spec = spec_of(name, case.head_dim, case.dtype)
+    captured = captured_by(spec, case.heads_q, case.seq_q)
+    numbers = {"tensors": captured} | (dropping(0.2) if spec.dropout else {})
+    return Call(spec, case.tensors(seed=3), numbers, **how)
+
+
+# ---- the language and the reference -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_reference_is_autograd_of_the_dense_form(name: str) -> None:
+    spec = spec_of(name, 16, None)
+    q, k, v = (x.double().requires_grad_() for x in Case(13, 17, 2, 4, 2, "float32", 16).tensors())
+    captured = {x: t.double().requires_grad_() for x, t in captured_by(spec, 4, 13).items()}
+    out = dense(name, q, k, v, captured, None)
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, [q, k, v, *captured.values()], dout)
+    given = q.detach(), k.detach(), v.detach()
+    tensors = {x: t.detach() for x, t in captured.items()}
+    plain = spec.replace(dropout=False)
+    torch.testing.assert_close(reference.attention(plain, *given, tensors=tensors)[0], out.detach())
+    found = gradients(plain, *given, dout, tensors=tensors)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["relu_squared", "removed"])
+def test_a_spec_comes_back_from_a_pickle(name: str) -> None:
+    spec = spec_of(name, 64, "float16")
+    restored = pickle.loads(pickle.dumps(spec))
+    assert restored == spec
+    assert restored.replace(head_dim=128).score == spec.score
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"weight_mod": silu}, "stands in place of the softmax's exponential"),
+        ({"normalize": "sum", "sink": True}, "a sink is a logit of the softmax"),
+        ({"normalize": "l1"}, "normalize is the name of a divisor"),
+        ({"normalize": fg.Tensor("r", ("seq_k",))}, "not a Tensor of floats with one for each row"),
+        ({"weight_mod": lambda s, *_: s > 0, "normalize": "none"}, "returns a condition"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(SpecError, match=what) as caught:
+        fg.AttentionSpec(**options)
+    assert "test_weights.py" in caught.value.where
+
+
+def test_a_removed_score_has_no_weight_even_where_the_weight_of_infinity_is_nan() -> None:
+    spec = spec_of("removed", 16, "float32")
+    op = fg.attention(spec)
+    q, k, v = (x.requires_grad_() for x in Case(9, 9, 1, 1, 1, "float32", 16).tensors())
+    out = op(q, k, v)
+    out.sum().backward()
+    assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
+
+
+# ---- the operator -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", one_in(4, SPECS, 1))
+def test_the_operator_is_the_dense_form_with_gradients_on_cpu_tensors(name: str) -> None:
+    op = fg.attention(spec_of(name, 16, "float32").replace(dropout=False))
+    tensors = Case(70, 90, 2, 4, 2, "float32", 16).tensors()
+    q, k, v = (x.requires_grad_() for x in tensors)
+    captured = {x: t.requires_grad_() for x, t in captured_by(op.spec, 4, 70).items()}
+    leaves = [q, k, v, *captured.values()]
+    out = op(q, k, v, **captured)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    exact = dense(name, *(x.double() for x in (q, k, v)), captured, None)
+    wanted = torch.autograd.grad(exact, leaves, dout.double())
+    torch.testing.assert_close(out, exact.float(), rtol=1e-4, atol=1e-4)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_there_is_no_lse_and_no_weight_without_keys() -> None:
+    op = fg.attention(spec_of("power", 16, "float32"))
+    q, k, v = Case(5, 7, 1, 2, 2, "float32", 16).tensors()
+    with pytest.raises(InputError, match="no log-sum-exp"):
+        op(q, k, v, return_lse=True)
+    assert not op(q, k[:, :, :0], v[:, :, :0]).any()
+    assert not op(q, k, v)[:, :, 0].any()  # an empty row
+
+
+@pytest.mark.slow
+def test_a_compiled_call_has_one_node() -> None:
+    op = fg.attention(spec_of("hstu", 16, "float32"))
+    q, k, v = (x.requires_grad_() for x in Case(40, 40, 1, 2, 2, "float32", 16).tensors())
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), op(q, k, v))
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+FORWARD = take_turns(SPECS, ARCHS, DTYPES, (40, 64, 128, 256))
+
+
+@pytest.mark.parametrize(("name", "arch", "dtype", "head_dim"), one_in(12, FORWARD))
+def test_forward_kernels_meet_the_error_rule(
+    name: str, arch: str, dtype: str, head_dim: int
+) -> None:
+    case = Case(133, 170, 1, 4, 2, dtype, head_dim)
+    call_of(name, case, arch=arch).judged_forward(split_size=0)
+
+
+BACKWARD = take_turns(SPECS, ARCHS, DTYPES, (False, True), (64, 128, 40, 256))
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype", "deterministic", "head_dim"), one_in(24, BACKWARD, 7)
+)
+def test_gradients_meet_the_error_rule(
+    name: str, arch: str, dtype: str, deterministic: bool, head_dim: int
+) -> None:
+    case = Case(133, 170, 1, 4, 2, dtype, head_dim)
+    call_of(name, case, arch=arch, deterministic=deterministic).judged_backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["power", "retention", "relu_squared"])
+def test_gradients_where_warpgroups_share_keys(name: str) -> None:
+    tiles = {"fused": Tile(64, 8, 6, 1, 8, 8)}
+    case = Case(150, 200, 1, 2, 1, "bfloat16", 128)
+    call_of(name, case, arch="sm_90a", tiles=tiles).judged_backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "rows", "dtype"),
+    one_in(12, take_turns(("hstu", "power", "exponential"), ARCHS, (1, 5, 70), DTYPES), 5),
+)
+def test_results_over_split_keys_are_added_up(name: str, arch: str, rows: int, dtype: str) -> None:
+    call = call_of(name, Case(rows, 330, 1, 4, 2, dtype), arch=arch)
+    call.numbers["q_offset"] = (330 - rows) // 16 * 16
+    run = call.judged_forward(split_size=64)
+    assert run.report.merge is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["hstu", "power"])
+def test_heads_share_a_tile_and_sequences_a_batch_entry(name: str, arch: str) -> None:
+    call_of(name, Case(16, 130, 1, 8, 1), arch=arch).judged_forward(split_size=0)
+    spec = fg.AttentionSpec(**SPECS[name], packed=True, head_dim=64, name=f"{name}_packed")
+    ends = {
+        "cu_seqlens_q": torch.tensor([0, 30, 30, 97], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 41, 60, 130], dtype=torch.int32),
+    }
+    packed = Call(spec, Case(101, 130, 1, 4, 2).tensors(), {"tensors": ends}, arch=arch)
+    packed.judged_forward()
+    packed.judged_backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_block_layout_keeps_its_blocks(arch: str) -> None:
+    layout = fg.BlockSparse(lambda b, h, i, j: (i + j) % 3 == 0, block_q=32, block_k=32)
+    spec = fg.AttentionSpec(
+        causal, weight_mod=silu, normalize="sum", block_sparse=layout, head_dim=64, name="blocks"
+    )
+    call = Call(spec, Case(200, 300, 1, 2, 2).tensors(), {}, arch=arch)
+    call.judged_forward(split_size=0)
+    call.judged_backward()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [
+        ("forward", "[e / 2] += x[e];", "[e / 2] += fabsf(x[e]);"),
+        slow("fused", "scored.slope;", "1.0f;"),
+        slow("delta", "float(sum)};", "0.0f};"),
+        slow("delta", "1.0f / weights", "1.0f"),
+    ],
+)
+def test_wrong_numbers_are_seen_by_the_error_rule(kernel: str, old: str, new: str) -> None:
+    spec = fg.AttentionSpec(causal, weight_mod=silu, normalize="sum", head_dim=64, name="shares")
+    call = Call(spec, Case(100, 130, 1, 2, 1).tensors(), {}, arch="sm_80")
+    with planted(kernel, old, new), pytest.raises(AssertionError):
+        call.judged_forward(split_size=0) if kernel == "forward" else call.judged_backward()
+
+
+def test_kernels_have_no_maximum_and_no_exponential_of_a_softmax() -> None:
+    for arch in ARCHS:
+        emitted = fg.emit(spec_of("relu_squared"), arch)
+        for source in (emitted.forward, *emitted.backward):
+            for word in ("row_max", "exp_scale", "ex2.approx", "LOG2E", "is_far"):
+                assert word not in source.text, (source.name, word)
