@@ -96,10 +96,12 @@ $(NVRTC:%=nvrtc-%): nvrtc-%: $(VENV)/nvrtc-%/stamp
 
 versions: $(NVRTC:%=nvrtc-%)
 
+# mypy looks at the packages as they are on Windows too: names that only POSIX has are errors there.
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 # With any Python: nothing is imported but its own library.
 lines:
