@@ -1,0 +1,107 @@
+"""Installs the files of a release into an empty environment of each Python that it is for.
+
+    python -m tests.support.release DIST TORCH
+
+DIST has the wheel and the source distribution, TORCH is the requirement of torch that is installed
+first. The wheel's classifiers name the Pythons. One that this machine does not have is named at the
+end, and so is one that has no torch here, where only an import and an emitted kernel are checked.
+The exit status is 0 if all that was checked is right.
+"""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+from tests.support.installed import PAGES, Environment
+
+PLACES = ("~/.pyenv/versions/*/bin", "~/.local/share/uv/python/*/bin")
+"""Where pyenv and uv have Pythons that are not on PATH."""
+WHICH = "import ensurepip, sys, venv; print('{}.{}'.format(*sys.version_info))"
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def versions(metadata: Message) -> list[str]:
+    """The Pythons of the classifiers, such as "3.10"."""
+    found = (re.search(r":: Python :: (3\.\d+)$", x) for x in metadata.get_all("Classifier", []))
+    return [each[1] for each in found if each]
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version that starts and makes environments, or None."""
+    for path in candidates(version):
+        done = subprocess.run([path, "-c", WHICH], capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return path
+    return None
+
+
+def candidates(version: str) -> Iterator[str]:
+    name = f"python{version}"
+    yield sys.executable
+    yield from filter(None, [shutil.which(name)])
+    for place in PLACES:
+        folder, _, rest = place.partition("/*")
+        yield from map(str, sorted(Path(folder).expanduser().glob(f"*{rest}/{name}")))
+
+
+def checked(python: str, wheel: Path, sdist: Path, torch: str, folder: Path) -> str:
+    """Checks an installed wheel; says what was checked."""
+    made = Environment(folder, python)
+    try:
+        made.install("--no-compile", torch)
+    except AssertionError as error:
+        needed = metadata_of(wheel).get_all("Requires-Dist", [])
+        made.install(*(x for x in needed if "extra ==" not in x and not x.startswith("torch")))
+        made.install("--no-deps", wheel)
+        made.check_emit()
+        reason = str(error).strip().splitlines()[-1]
+        return f"NOT RUN, since {torch} cannot be installed ({reason}): import and emit alone"
+    made.install(f"flashgen[cuda] @ {wheel.as_uri()}")
+    made.check()
+    made.check_pages()
+    made.install("--no-deps", "--force-reinstall", sdist)
+    made.check()
+    own = made.run("python", "-c", "import torch; print(torch.__version__)").strip()
+    return f"torch {own}, a spec from the wheel and from the sdist, {', '.join(PAGES)}"
+
+
+def main() -> None:
+    dist, torch = Path(sys.argv[1]).resolve(), sys.argv[2]
+    ((wheel,), (sdist,)) = (list(dist.glob(each)) for each in ("*.whl", "*.tar.gz"))
+    results: dict[str, str] = {}
+    for version in versions(metadata_of(wheel)):
+        python = interpreter(version)
+        if python is None:
+            results[version] = "NOT TESTED: this machine has no such Python"
+            continue
+        print(f"Python {version}: {python}", flush=True)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                what = checked(python, wheel, sdist, torch, Path(folder))
+            except AssertionError as error:
+                what = f"FAILED: {error}"
+        results[version] = f"{what} ({time.monotonic() - start:.0f} s)"
+    print(f"{wheel.name} and {sdist.name}")
+    for version, what in results.items():
+        print(f"  Python {version:5}{what}")
+    sys.exit(any(what.startswith("FAILED") for what in results.values()))
+
+
+if __name__ == "__main__":
+    main()
