@@ -97,6 +97,15 @@ def test_an_empty_environment_gets_all_that_flashgen_needs(
     made.check()
 
 
+@pytest.mark.slow
+def test_make_release_says_that_a_python_without_a_torch_only_emits(
+    wheel_file: Path, sdist_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("pip", reason="environments of uv have none")
+    said = release.checked(sys.executable, wheel_file, sdist_file, "torch==0.0.0", tmp_path)
+    assert said.startswith("NOT RUN, since torch==0.0.0 cannot be installed (")
+
+
 def test_make_release_finds_pythons_by_the_version_that_they_say(wheel_file: Path) -> None:
     named = release.versions(release.metadata_of(wheel_file))
     assert named == ["3.10", "3.11", "3.12", "3.13"]

@@ -100,6 +100,7 @@ def main() -> None:
     print(f"{wheel.name} and {sdist.name}")
     for version, what in results.items():
         print(f"  Python {version:5}{what}")
+    print("  No other Python is tested.")
     sys.exit(any(what.startswith("FAILED") for what in results.values()))
 
 
