@@ -3,9 +3,10 @@
     python -m tests.support.release DIST TORCH
 
 DIST has the wheel and the source distribution, TORCH is the requirement of torch that is installed
-first. The wheel's classifiers name the Pythons. One that this machine does not have is named at the
-end, and so is one that has no torch here, where only an import and an emitted kernel are checked.
-The exit status is 0 if all that was checked is right.
+first. The wheel's classifiers name the Pythons. In each of them the pages that new users type from
+are executed, and the end says how many seconds each step took. A Python that this machine does not
+have is named there, and so is one without a torch, where only an import and an emitted kernel are
+checked. The exit status is 0 if all that was checked is right.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
+from functools import partial
 from pathlib import Path
 
-from tests.support.installed import PAGES, Environment
+from tests.support.installed import Environment
 
 PLACES = ("~/.pyenv/versions/*/bin", "~/.local/share/uv/python/*/bin")
 """Where pyenv and uv have Pythons that are not on PATH."""
+PAGES = ("README.md", "docs/quickstart.md", "docs/torch.md")
+"""Pages that need no further extra."""
 WHICH = "import ensurepip, sys, venv; print('{}.{}'.format(*sys.version_info))"
 
 
@@ -60,7 +64,8 @@ def candidates(version: str) -> Iterator[str]:
 
 
 def checked(python: str, wheel: Path, sdist: Path, torch: str, folder: Path) -> str:
-    """Checks an installed wheel; says what was checked."""
+    """Checks an installed wheel; says what was checked, with the seconds of each step."""
+    start = time.monotonic()
     made = Environment(folder, python)
     try:
         made.install("--no-compile", torch)
@@ -71,13 +76,22 @@ def checked(python: str, wheel: Path, sdist: Path, torch: str, folder: Path) -> 
         made.check_emit()
         reason = str(error).strip().splitlines()[-1]
         return f"NOT RUN, since {torch} cannot be installed ({reason}): import and emit alone"
-    made.install(f"flashgen[cuda] @ {wheel.as_uri()}")
-    made.check()
-    made.check_pages()
-    made.install("--no-deps", "--force-reinstall", sdist)
-    made.check()
-    own = made.run("python", "-c", "import torch; print(torch.__version__)").strip()
-    return f"torch {own}, a spec from the wheel and from the sdist, {', '.join(PAGES)}"
+    own = made.run("python", "-c", "from importlib.metadata import version as v; print(v('torch'))")
+    steps: list[tuple[str, Callable[[], None]]] = [
+        ("flashgen[cuda]", lambda: made.install(f"flashgen[cuda] @ {wheel.as_uri()}")),
+        ("a spec", made.check),
+        *((page, partial(made.check_page, page)) for page in PAGES),
+        ("flashgen[transformers]", lambda: made.install("flashgen[transformers]")),
+        ("docs/transformers.md", lambda: made.check_page("docs/transformers.md")),
+        ("sdist", lambda: made.install("--no-deps", "--force-reinstall", sdist)),
+        ("a spec", made.check),
+    ]
+    found = [f"torch {own.strip()} {time.monotonic() - start:.0f}"]
+    for name, step in steps:
+        start = time.monotonic()
+        step()
+        found.append(f"{name} {time.monotonic() - start:.0f}")
+    return f"passed, seconds: {', '.join(found)}"
 
 
 def main() -> None:
@@ -90,13 +104,11 @@ def main() -> None:
             results[version] = "NOT TESTED: this machine has no such Python"
             continue
         print(f"Python {version}: {python}", flush=True)
-        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                what = checked(python, wheel, sdist, torch, Path(folder))
+                results[version] = checked(python, wheel, sdist, torch, Path(folder))
             except AssertionError as error:
-                what = f"FAILED: {error}"
-        results[version] = f"{what} ({time.monotonic() - start:.0f} s)"
+                results[version] = f"FAILED: {error}"
     print(f"{wheel.name} and {sdist.name}")
     for version, what in results.items():
         print(f"  Python {version:5}{what}")
