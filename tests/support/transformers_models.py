@@ -231,6 +231,7 @@ def meet_the_rule(
     exact: dict[str, Tensor],
     same: list[dict[str, Tensor]],
     kept: dict[str, Tensor] | None = None,
+    few: int = RMS_ELEMENTS,
 ) -> None:
     """Holds results to the error rule: "output" to that of outputs, the others to gradients'.
 
@@ -238,12 +239,13 @@ def meet_the_rule(
         same: of ordinary computations in the same dtype; for each result, the least accurate one
             counts.
         kept: as for `reference.compare`.
+        few: gradients with fewer elements are judged as one.
     """
     assert found.keys() == exact.keys()
-    ordinary = [_pooled(each, exact) for each in same]
-    of_kept = None if kept is None else _pooled(kept, exact)
-    true = _pooled(exact, exact)
-    for key, value in _pooled(found, exact).items():
+    ordinary = [_pooled(each, exact, few) for each in same]
+    of_kept = None if kept is None else _pooled(kept, exact, few)
+    true = _pooled(exact, exact, few)
+    for key, value in _pooled(found, exact, few).items():
         rule: dict[str, Any] = {}
         if key != "output":
             rule = {"factor": GRADIENT_FACTOR, "kept": None if of_kept is None else of_kept[key]}
@@ -252,13 +254,13 @@ def meet_the_rule(
         assert verdict, f"{key}: {verdict}"
 
 
-def _pooled(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+def _pooled(found: dict[str, Tensor], exact: dict[str, Tensor], few: int) -> dict[str, Tensor]:
     """The results, with gradients of few elements as one, in units of the exact gradient's RMS.
 
     The largest error of a few elements depends on chance. The gradient of a bias of keys is 0 and
     has no unit.
     """
-    units = {key: _rms(x) for key, x in exact.items() if x.numel() < RMS_ELEMENTS}
+    units = {key: _rms(x) for key, x in exact.items() if x.numel() < few}
     units = {key: unit for key, unit in units.items() if unit > 1e-9}
     small = [(found[key] / unit).flatten() for key, unit in units.items()]
     large = {key: value for key, value in found.items() if key not in units}
