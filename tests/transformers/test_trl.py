@@ -22,6 +22,8 @@ from trl import (
     GRPOTrainer,
     RewardConfig,
     RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 
 from flashgen import InputError
@@ -97,6 +99,20 @@ def test_a_checkpointed_layer_drops_the_same_elements_again(
     assert again.losses == whole.losses
     assert whole.losses != sft("fg", tmp_path, **{**options, "dropout": 0.0}).losses
     assert all(torch.equal(again.gradients[name], x) for name, x in whole.gradients.items())
+
+
+def test_a_saved_model_is_trained_by_its_name_alone(tmp_path: Path) -> None:
+    llama("eager").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    options = {"model_init_kwargs": {"attn_implementation": "fg", "dtype": "float32"}, **PACKED}
+    trainer = SFTTrainer(
+        str(tmp_path),
+        args=SFTConfig(**arguments(tmp_path, max_length=64, **options)),
+        train_dataset=datasets.Dataset.from_dict({"text": texts()}),
+    )
+    assert trainer.model.config._attn_implementation == "fg"
+    found = trained(lambda callbacks: trainer)
+    assert found.losses == pytest.approx(sft("eager", tmp_path, **PACKED).losses, rel=1e-5)
 
 
 def test_virtual_tokens_before_packed_samples_are_refused(tmp_path: Path) -> None:
