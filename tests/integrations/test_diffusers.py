@@ -216,7 +216,9 @@ def made(name: str) -> tuple[Any, dict[str, Any]]:
     return model, inputs
 
 
-def trained(name: str, backend: str, exact: bool = False, checkpoints: bool = False) -> Any:
+def trained(
+    name: str, backend: str, exact: bool = False, checkpoints: bool = False, graph: bool = False
+) -> Any:
     """The output, and the gradients of all parameters for a fixed linear function of it."""
     model, inputs = made(name)
     model.set_attention_backend(backend)
@@ -229,7 +231,8 @@ def trained(name: str, backend: str, exact: bool = False, checkpoints: bool = Fa
             for name, x in inputs.items()
         }
     with InFloat64() if exact else nullcontext():
-        out = model(**inputs).sample
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if graph else model
+        out = call(**inputs).sample
         (out * drawn(*out.shape)).sum().backward()
     model.reset_attention_backend()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -279,6 +282,16 @@ def test_a_model_is_one_graph(name: str) -> None:
         found = graph(**inputs).sample
         assert torch.equal(found, model(**inputs).sample)
     model.reset_attention_backend()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_has_the_same_gradients(name: str) -> None:
+    torch._dynamo.reset()
+    expected, found = trained(name, "flashgen"), trained(name, "flashgen", graph=True)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=1e-4, rtol=1e-4)
 
 
 # ---- specs of the user ---------------------------------------------------------------------------
@@ -433,7 +446,9 @@ def test_names_of_others_are_refused(name: Any) -> None:
 def test_a_spec_that_no_model_can_call_is_refused() -> None:
     bias = fg.Tensor("bias", ("heads",), "float32")
     spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: s + bias[h])
-    for wrong in (near, fg.AttentionSpec(packed=True), spec):
+    mask = fg.Tensor("attn_mask", ("seq_k",), "bool")
+    named = fg.AttentionSpec(mask_mod=lambda b, h, q, k: mask[k])
+    for wrong in (near, fg.AttentionSpec(packed=True), spec, named):
         with pytest.raises(fg.InputError):
             integration.register("other", wrong)
     with pytest.raises(fg.InputError, match="bias"):

@@ -116,6 +116,9 @@ def _checked(spec: object, captured: dict[str, Any]) -> AttentionSpec:
             f"the spec without {kind}",
         )
     needed = {*(each.name for each in spec.tensors), *(each.name for each in spec.scalars)}
+    if "attn_mask" in needed:
+        way_out = "another name, such as bias"
+        _refuse("a call's own mask has this name", "spec", "captures attn_mask", way_out)
     if needed != set(captured):
         numbers = f"given {sorted(captured)}, the spec captures {sorted(needed)}"
         way_out = "register(name, spec, tensor=...), with all that the spec captures"

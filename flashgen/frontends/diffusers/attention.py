@@ -97,11 +97,16 @@ def function_of(backend: str) -> Callable[..., Any]:
         q, k, v = padded(q), padded(k), padded(v)
         kind = q.shape[3], v.shape[3], q.dtype, dropout_p > 0.0, is_causal, mask
         op = backends[backend].operators[_operator_name(backend, kind)]
-        out, lse = op(q, k, v, scale=scale, dropout_p=dropout_p, return_lse=True, **captures)
+        lse: Tensor | None = None
+        options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, **captures}
+        if return_lse:
+            out, lse = op(q, k, v, return_lse=True, **options)
+        else:
+            out = op(q, k, v, **options)
         if out.shape[3] != dims[1]:
             out = out[..., : dims[1]]
         out = out.transpose(1, 2)
-        return (out, lse.transpose(1, 2)) if return_lse else out
+        return out if lse is None else (out, lse.transpose(1, 2))
 
     return flashgen_attention
 
