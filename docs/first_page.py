@@ -9,6 +9,7 @@ The tiles are those of `fg.visualize`, and the code is cut out of the emitted fi
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -38,7 +39,7 @@ EXCERPTS = (
 )
 """The parts of the emitted file that the picture shows: first line, last line, colour beside it."""
 
-LABELS = {"skip": "tiles outside: skipped", "full": "tiles inside: full", "mixed": "partial tiles"}
+LABELS = {"skip": "tiles outside: skipped", "full": "tiles inside: full", "mixed": "mixed tiles"}
 
 EXTRA = """<style>
 .fgp .code{font:11.5px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre}
@@ -94,7 +95,7 @@ def picture(layout: Layout) -> str:
     of_row = {name: row.count(code) for code, name in enumerate(STYLES)}
     meanings = {
         "skip": "skipped: nothing is loaded",
-        "mixed": "partial: computed with the mask",
+        "mixed": "mixed: computed with the mask",
         "full": "full: computed without the mask",
     }
     counts = dict(zip(STYLES, (tiles.counts[n] for n in ("empty", "mixed", "full")), strict=True))
@@ -166,15 +167,16 @@ def code(parts: list[str], lines: list[tuple[str, str]], y: int, layout: Layout)
     width = layout.width - 2 * EDGE if marked or not layout.beside else layout.prose
     box = f'x="{EDGE}" y="{y - 18}" width="{width}" height="{LINE * len(pieces) + 12}" rx="4"'
     parts.append(f'<rect class="panel" {box}/>')
-    for (piece, style), (_, after) in zip(pieces, [*pieces[1:], ("", "")], strict=True):
+    for style, run in itertools.groupby(pieces, key=lambda each: each[1]):
+        texts = [text for text, _ in run]
         if style:
-            parts.append(
-                f'<rect class="{style}" x="{EDGE}" y="{y - 13}" width="5" height="{LINE}"/>'
-            )
-        if style and style != after and layout.beside:
-            parts.append(text_at(layout.width - EDGE - 8, y, LABELS[style], "soft end"))
-        parts.append(text_at(EDGE + 14, y, piece, "code"))
-        y += LINE
+            box = f'x="{EDGE + 0.5}" y="{y - 12.5}" width="5" height="{LINE * len(texts) - 1}"'
+            parts.append(f'<rect class="key {style}" {box}/>')
+        for text in texts:
+            parts.append(text_at(EDGE + 14, y, text, "code"))
+            y += LINE
+        if style and layout.beside:
+            parts.append(text_at(layout.width - EDGE - 8, y - LINE, LABELS[style], "soft end"))
     return y + 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from dataclasses import dataclass, field
@@ -108,8 +109,8 @@ def chart(layout: Layout, results: Path = RESULTS) -> str:
     title = f"Speed on one {shown[0]['gpu']}"
     lead = (
         f"Times as fast as the fastest peer, in {USUAL} unless a row says otherwise, on a "
-        f"logarithmic scale. Of {len(shown)} measurements flashgen is at least as fast in "
-        f"{len(shown) - behind}, and a peer is faster in {behind}."
+        f"logarithmic scale. Of {len(shown)} measurements flashgen is at least as fast "
+        f"as every peer in {len(shown) - behind}, and a peer is faster in {behind}."
     )
     parts = [EXTRA, text_at(EDGE, 28, title, "head")]
     y = paragraph(parts, lead, 32, layout)
@@ -120,8 +121,10 @@ def chart(layout: Layout, results: Path = RESULTS) -> str:
         y += 20
         parts.append(f'<rect class="{style}" x="{EDGE}" y="{y - 10}" width="12" height="12"/>')
         parts.append(text_at(EDGE + 20, y, words))
+    peers = {run: peers_of(every, run) for run in groups}
     for run, group in groups.items():
-        y = heading(parts, group, peers_of(every, run), y + 28, layout)
+        absent = sorted({*itertools.chain(*peers.values())} - {*peers[run]}, key=str.lower)
+        y = heading(parts, group, peers[run], absent, y + 28, layout)
         y = bars(parts, group, scale, y + 12, layout)
     y = paragraph(parts, explained(shown, every), y + 4, layout, "small soft") + EDGE
     page = f'<rect class="page" width="{layout.width}" height="{y}" rx="6"/>'
@@ -155,10 +158,16 @@ def peers_of(rows: list[Row], run: str) -> list[str]:
     return sorted((name for name in timed if not name.startswith("flashgen")), key=str.lower)
 
 
-def heading(parts: list[str], group: Group, peers: list[str], y: int, layout: Layout) -> int:
+def heading(
+    parts: list[str], group: Group, peers: list[str], absent: list[str], y: int, layout: Layout
+) -> int:
+    """Appends when the run was and beside whom; the base line of the last line."""
     first = group.first
     parts.append(text_at(EDGE, y, f"Run of {first['date'][:10]}, commit {first['commit']}", "head"))
-    return paragraph(parts, f"Peers where they have the case: {', '.join(peers)}.", y, layout)
+    text = f"Peers where they have the case: {', '.join(peers)}."
+    if absent:
+        text += f" Not in this run: {', '.join(absent)}."
+    return paragraph(parts, text, y, layout)
 
 
 def bars(parts: list[str], group: Group, scale: Scale, y: int, layout: Layout) -> int:
@@ -206,7 +215,8 @@ def explained(shown: list[Row], every: list[Row]) -> str:
         for peer in peers
     ]
     rest = (
-        "d is the head dim; a name is a file of specs/ or a combination of them. "
+        "A case is the mask and score function, by files of specs/, batch x query heads/key heads, "
+        "queries x keys, and d, the head dim. "
         "Where there is no bar, the pass was not timed."
     )
     return f"{'. '.join(named)}. {rest}"
