@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
+from flashgen.calls.ops.registration import serve_dtensors
 from flashgen.calls.runtime.arguments.call import check_traced
 from flashgen.calls.runtime.arguments.options import (
     check_probability,
@@ -21,7 +22,7 @@ from flashgen.calls.runtime.arguments.options import (
     scale_of,
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
-from flashgen.calls.runtime.arguments.refusals import is_constant
+from flashgen.calls.runtime.arguments.refusals import is_constant, is_dtensor
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.shared.call import CallOptions, Operands
 from flashgen.shared.signature import OFFSETS
@@ -38,8 +39,10 @@ def dispatched_call(
         InputError: an argument is of a wrong kind, which torch's own error would not explain, or is
             a number of a wrong value, which may never run: that of a call of meta tensors does not.
     """
-    check_traced(operator.signature, operands, options.scalars)
     q, k, v, captured, rng = operands
+    if not operator.serves_dtensors and is_dtensor(q):
+        serve_dtensors(operator)
+    check_traced(operator.signature, operands, options.scalars)
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)
     if p is not None and rng is None and operator.dropout:

@@ -64,6 +64,7 @@ class Operator:
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
+        serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
             native part is not used.
@@ -88,6 +89,7 @@ class Operator:
         self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
+        self.serves_dtensors = False
         self.done: tuple[Any, ...] | None = None
         self.done_backward: backward.BackwardOutcome | None = None
         self.native: NativeCalls | None = None

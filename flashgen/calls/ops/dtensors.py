@@ -1,0 +1,370 @@
+"""Calls of DTensors: each rank computes the batch entries and the heads that it has.
+
+torch asks the rule here in place of DTensor's own way to find a sharding, for each registered
+operator and each of its passes, in eager calls and in traces alike. Along a dimension of the device
+mesh a call is divided by batch, by heads, or not at all. The local tensors of a rank are then the
+operands of a call of their own where mask and score use the number of a batch entry or head only as
+an index. Where they use it otherwise, and for dropout, the call is one on some heads of a whole
+(`flashgen.spec.language.signature.in_whole`). Nothing but gradients of results is communicated:
+other placements are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from flashgen.calls.ops.operator import NEEDED, Operator
+from flashgen.calls.runtime.arguments.refusals import is_dtensor, refuse, shape_of
+from flashgen.calls.runtime.programs import Variant, program_of
+from flashgen.shared.signature import AXES, LAYOUT_NAMES, PAGE_NAMES, WHOLE, CallSignature
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Tensor = torch.Tensor
+OperatorOf = Callable[[Any], Operator]
+
+BATCH, HEADS = AXES
+_ROWS = (BATCH, HEADS, "seq_q", "head_dim")
+_FREE = ("out", "lse", "dout", "dlse")
+"""Arguments of the backward operator that come in any placement, which users do not choose."""
+
+
+def serve(operator: Operator, library: Any, operator_of: OperatorOf) -> None:
+    """Registers the rules of an operator. This imports DTensor, which is slow where it is new.
+
+    Args:
+        operator_of: `flashgen.calls.ops.registration.operator_of`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name in (operator.name, f"{operator.name}_backward"):
+        rule = functools.partial(_rule, operator, operator_of, name != operator.name)
+        torch.library.register_torch_dispatch(f"flashgen::{name}", DTensor, rule, lib=library)
+
+
+def _rule(
+    operator: Operator,
+    operator_of: OperatorOf,
+    backward: bool,
+    cls: Any,
+    overload: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any] | None = None,
+) -> tuple[DTensor, ...]:
+    """The results of an operator, of which some arguments are DTensors."""
+    names = [argument.name for argument in overload._schema.arguments]
+    given = dict(zip(names, args, strict=False))  # torch omits arguments with their defaults
+    with torch.no_grad():  # the rule is below autograd
+        division = _division_of(operator.signature, given)
+        return _computed(operator, backward, division, given, keywords or {}, operator_of)
+
+
+class _Division(NamedTuple):
+    """How the ranks of a mesh divide a call.
+
+    Attributes:
+        axes: for each dimension of the mesh the axis of `AXES` that it divides, or "".
+        in_whole: whether a rank computes some heads of a whole, with whole captured tensors.
+    """
+
+    signature: CallSignature
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    in_whole: bool
+
+    @property
+    def everywhere(self) -> tuple[Any, ...]:
+        """The placements of what all ranks have."""
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),) * self.mesh.ndim
+
+    def dims(self, name: str) -> tuple[str | int, ...]:
+        """The names of the dimensions of an argument."""
+        if name in ("k", "v") and self.signature.paged:
+            return ("pages", *_ROWS[1:])
+        if name in ("q", "k", "v", *_FREE):
+            return _ROWS[:3] if name in ("lse", "dlse") else _ROWS
+        return next((x.dims for x in self.signature.tensors if x.name == name), ())
+
+    def placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
+        """How an argument lies on the mesh."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        captured = name not in ("q", "k", "v", *_FREE)
+        found: list[Any] = []
+        for axis in self.axes:
+            names = {BATCH: (BATCH,), HEADS: (HEADS, "heads_kv")}.get(axis, ())
+            if captured and axis == HEADS and self.in_whole:
+                names = ()
+            places = [
+                i
+                for i, dim in enumerate(self.dims(name))
+                if dim in names and not (captured and shape[i] == 1)  # one element for all
+            ]
+            found.append(Shard(places[0]) if places else Replicate())
+        return tuple(found)
+
+    def gradient_placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
+        """How the gradient of an argument lies on the mesh: what all parts read has a sum."""
+        from torch.distributed.tensor import Partial
+
+        pairs = zip(self.axes, self.placements(name, shape), strict=True)
+        return tuple(Partial() if axis and x.is_replicate() else x for axis, x in pairs)
+
+    def first(self, axis: str, size: int) -> int:
+        """Where the part of this rank begins along an axis, divided as torch.chunk divides it."""
+        start = 0
+        for number, divided in enumerate(self.axes):
+            if divided == axis:
+                step = -(-size // self.mesh.size(number))
+                before = min(self.mesh.get_local_rank(number) * step, size)
+                start, size = start + before, min(step, size - before)
+        return start
+
+
+def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
+    """How the placements of q, k and v divide a call.
+
+    Raises:
+        InputError: in another way than along batch and heads, or one that the spec does not allow.
+    """
+    tensors = {name: x for name, x in given.items() if _is_spread(signature, name, x)}
+    for name, x in tensors.items():
+        if not is_dtensor(x):
+            _refuse_plain(name, x, next(filter(is_dtensor, tensors.values())))
+        if x.device_mesh != given["q"].device_mesh:
+            refuse(
+                "the DTensors of a call are on different device meshes",
+                f"argument {name}",
+                f"{name} on {x.device_mesh}, q on {given['q'].device_mesh}",
+                f"distribute_tensor({name}, q.device_mesh, ...)",
+            )
+    mesh = given["q"].device_mesh
+    if mesh.get_coordinate() is None:
+        refuse(
+            "this rank is not part of the device mesh",
+            "argument q",
+            f"{mesh}",
+            "a call on the ranks of the mesh alone",
+        )
+    known = _Division(signature, mesh, (), False)
+    axes = tuple(_axis_of(known, given, number) for number in range(mesh.ndim))
+    division = known._replace(axes=axes)
+    drops = signature.dropout and given.get("dropout_p") is not None
+    if HEADS in axes:
+        _check_heads(division, given)
+        own = HEADS in signature.divisible and not drops
+        division = division._replace(in_whole=not own or _has_whole(signature))
+    if BATCH in axes:
+        _check_batch(division, given, drops)
+        division = division._replace(in_whole=division.in_whole or drops)
+    return division
+
+
+def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
+    """Whether an argument is a DTensor, or has to be one beside others.
+
+    All ranks have the same floats, which are tensors of no dimension, and the same block layout, of
+    which flashgen makes lists.
+    """
+    if not isinstance(x, Tensor) or is_dtensor(x):
+        return isinstance(x, Tensor)
+    learned = any(tensor.name == name for tensor in signature.learned)
+    return learned or (x.dim() > 0 and name not in LAYOUT_NAMES)
+
+
+def _has_whole(signature: CallSignature) -> bool:
+    return any(scalar.name == WHOLE[0] for scalar in signature.scalars)
+
+
+def _axis_of(division: _Division, given: dict[str, Any], number: int) -> str:
+    """The axis that a dimension of the mesh divides, by the placements of q, k and v."""
+    from torch.distributed.tensor import Shard
+
+    found: dict[str, str] = {}
+    for name in ("q", "k", "v"):
+        placement = given[name].placements[number]
+        if not placement.is_replicate():
+            dims = division.dims(name)
+            axis = dims[placement.dim] if type(placement) is Shard else ""
+            if axis not in AXES:
+                _refuse_placement(name, given[name])
+            found[str(axis)] = name
+    if len(found) > 1:
+        other = found.popitem()[1]
+        _refuse_placement(other, given[other])
+    return next(iter(found), "")
+
+
+def _check_heads(division: _Division, given: dict[str, Any]) -> None:
+    q, k = given["q"], given["k"]
+    sizes = [division.mesh.size(i) for i, axis in enumerate(division.axes) if axis == HEADS]
+    ranks = functools.reduce(int.__mul__, sizes, 1)
+    if k.shape[1] % ranks:
+        refuse(
+            "the heads of k and v cannot be divided among the ranks",
+            "argument k",
+            f"{shape_of(k)[1]} heads of k and v, {shape_of(q)[1]} of q, {ranks} ranks",
+            "k and v with a multiple of that many heads before they are sharded, as "
+            f"k.repeat_interleave({ranks}, 1); or the call on k.to_local(), with one key head for "
+            "all query heads of a rank",
+        )
+
+
+def _check_batch(division: _Division, given: dict[str, Any], drops: bool) -> None:
+    signature = division.signature
+    q = given["q"]
+    way_out = (
+        "q.redistribute(placements=...) with Shard(1), the heads; or the call on q.to_local() and "
+        "the others, whose batch entries count from 0 on each rank"
+    )
+    if signature.packed:
+        refuse(
+            "packed sequences are one batch entry, which cannot be divided along the batch",
+            "argument q",
+            f"shape {shape_of(q)}, placements {q.placements}",
+            way_out,
+        )
+    if BATCH not in signature.divisible:
+        refuse(
+            "the spec computes with the number of a batch entry, which a rank would count from 0",
+            "argument q",
+            f"spec {signature.name}; placements {q.placements}",
+            way_out,
+        )
+    by_head = [x.name for x in signature.tensors if {HEADS, "heads_kv"} & {*x.dims}]
+    if drops and (by_head or HEADS not in signature.divisible or _has_whole(signature)):
+        refuse(
+            "dropout would need the number of the first batch entry of a rank",
+            "argument q",
+            f"spec {signature.name} computes with the number of a head, in "
+            f"{', '.join(by_head) or 'its mask or score'}; placements {q.placements}",
+            way_out,
+        )
+
+
+def _computed(
+    operator: Operator,
+    backward: bool,
+    division: _Division,
+    given: dict[str, Any],
+    keywords: dict[str, Any],
+    operator_of: OperatorOf,
+) -> tuple[DTensor, ...]:
+    shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
+    done = operator
+    if division.in_whole:
+        done, keywords = _in_whole(operator, division, given, keywords, operator_of)
+    local = [_local(division, name, x) for name, x in given.items()]
+    results = (done.overload_backward if backward else done.overload)(*local, **keywords)
+    if done is not operator:  # whose reports users ask for
+        operator.done, operator.done_backward = done.last_forward(), done.last_backward()
+    if not backward:
+        rows = shapes["q"][:3]
+        shapes |= {"out": torch.Size((*rows, operator.signature.head_dim_v)), "lse": rows}
+        places = [(shapes[name], division.placements(name, shapes[name])) for name in _FREE[:2]]
+    else:
+        named = ("q", "k", "v", *(tensor.name for tensor in operator.signature.learned))
+        places = [(shapes[n], division.gradient_placements(n, shapes[n])) for n in named]
+        for index, needed in enumerate(keywords.get(NEEDED) or (), 3):
+            if not needed:  # a tensor without elements
+                places[index] = results[index].shape, division.everywhere
+    pairs = zip(results, places, strict=True)
+    return tuple(_spread(division.mesh, x, shape, placed) for x, (shape, placed) in pairs)
+
+
+def _in_whole(
+    operator: Operator,
+    division: _Division,
+    given: dict[str, Any],
+    keywords: dict[str, Any],
+    operator_of: OperatorOf,
+) -> tuple[Operator, dict[str, Any]]:
+    """The operator of calls on some heads of a whole, and its keyword arguments on this rank."""
+    q, k = given["q"], given["k"]
+    first = division.first(HEADS, q.shape[1])
+    # Dropout counts b * heads + h, and is the only one to count where a batch is divided.
+    first += division.first(BATCH, q.shape[0]) * q.shape[1]
+    if _has_whole(operator.signature):
+        return operator, {**keywords, WHOLE[0]: keywords[WHOLE[0]] + first}
+    table = given.get(PAGE_NAMES[0])
+    pages = 1 if table is None else table.shape[1]
+    sizes = dict(zip(WHOLE, (first, q.shape[1], q.shape[2], k.shape[2] * pages), strict=True))
+    variant = program_of(operator.spec).variant(Variant(part=WHOLE))
+    return operator_of(variant), {**keywords, **sizes}
+
+
+def _local(division: _Division, name: str, x: Any) -> Any:
+    """The part of an argument that this rank reads.
+
+    Raises:
+        InputError: the rank would have to receive it.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    wanted = division.placements(name, x.shape)
+    if not is_dtensor(x):
+        if wanted == division.everywhere:
+            return x
+        x = _spread(division.mesh, x, x.shape, division.everywhere)
+    if x.placements != wanted:
+        if name not in _FREE and not all(
+            has == wants or has.is_replicate()
+            for has, wants in zip(x.placements, wanted, strict=True)
+        ):
+            _refuse_placement(name, x, wanted)
+        x = x.redistribute(placements=wanted)
+    return x.to_local()
+
+
+def _spread(
+    mesh: DeviceMesh, local: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
+) -> DTensor:
+    """A DTensor of a shape, with the order of its axes in memory that the local tensor has."""
+    from torch.distributed.tensor import DTensor
+
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (local.stride(axis), -axis)):
+        strides[axis], step = step, step * max(shape[axis], 1)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
+
+
+def _refuse_placement(name: str, x: DTensor, wanted: object = None) -> NoReturn:
+    if wanted is None:
+        what = "a call of DTensors is divided along the batch or the heads of q, k and v"
+        way_out = (
+            "flashgen.distributed.attention(op, q.to_local(), k.to_local(), v.to_local(), "
+            "group=...) for a sequence that is divided; else "
+            f"{name}.redistribute(placements=...) with Shard(0), Shard(1) or Replicate()"
+        )
+    else:
+        what = f"the ranks do not have the part of {name} that their batch entries and heads read"
+        way_out = f"{name}.redistribute(placements={wanted}), which communicates"
+    refuse(
+        what,
+        f"argument {name}",
+        f"a DTensor of {shape_of(x)}, placements {x.placements} of the mesh "
+        f"{x.device_mesh.mesh_dim_names or tuple(x.device_mesh.shape)}",
+        way_out,
+    )
+
+
+def _refuse_plain(name: str, x: Tensor, other: DTensor) -> NoReturn:
+    made = "torch.randint(2**63 - 1, (2,), device=q.device)" if name == "rng" else name
+    refuse(
+        f"{name} is an ordinary tensor beside DTensors",
+        f"argument {name}",
+        f"shape {shape_of(x)}, on each rank; others are on {other.device_mesh}",
+        f"{name}=distribute_tensor({made}, q.device_mesh, [Replicate()] * q.device_mesh.ndim) for "
+        "a tensor that all ranks have; .to_local() of the others for a call of this rank alone",
+    )
