@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.ops.dtensors import keep_uncached
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
 from flashgen.calls.ops.registration import serve_dtensors
 from flashgen.calls.runtime.arguments.call import check_traced
@@ -56,7 +57,11 @@ def dispatched_call(
         if name in numbers and not _is_open(numbers[name], int, torch.SymInt):
             numbers[name] = offset_of(name, numbers[name], 0)
     scale, floats, scalars = _numbers(operator, options)
-    result: tuple[Tensor, Tensor] = operator.overload(
+    overload = operator.overload
+    if is_dtensor(q) and torch.compiler.is_dynamo_compiling():
+        keep_uncached(operator)
+        overload = operator.of_this_rank
+    result: tuple[Tensor, Tensor] = overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars
     )
     return result

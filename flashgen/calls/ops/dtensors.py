@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from flashgen.calls.ops.operator import NEEDED, Operator
-from flashgen.calls.runtime.arguments.refusals import is_dtensor, refuse, shape_of
+from flashgen.calls.runtime.arguments.refusals import (
+    is_dtensor,
+    refuse,
+    runs_while_traced,
+    shape_of,
+)
 from flashgen.calls.runtime.programs import Variant, program_of
 from flashgen.shared.signature import AXES, LAYOUT_NAMES, PAGE_NAMES, WHOLE, CallSignature
 
@@ -48,6 +53,22 @@ def serve(operator: Operator, library: Any, operator_of: OperatorOf) -> None:
         torch.library.register_torch_dispatch(f"flashgen::{name}", DTensor, rule, lib=library)
 
 
+@runs_while_traced
+def keep_uncached(operator: Operator) -> None:
+    """Sets ``operator.of_this_rank``, whose calls AOTAutograd's cache of programs does not keep.
+
+    The program of a rank holds numbers of the rank, such as its first head, but the cache has one
+    key for all ranks. It keeps no program that calls a function of Python.
+    """
+    if not hasattr(operator, "of_this_rank"):
+
+        def of_this_rank(*args: Any, **keywords: Any) -> Any:
+            return operator.overload(*args, **keywords)
+
+        torch._dynamo.allow_in_graph(of_this_rank)  # type: ignore[no-untyped-call]
+        operator.of_this_rank = of_this_rank
+
+
 def _rule(
     operator: Operator,
     operator_of: OperatorOf,
@@ -71,13 +92,15 @@ class _Division(NamedTuple):
 
     Attributes:
         axes: for each dimension of the mesh the axis of `AXES` that it divides, or "".
+        drops: whether elements are dropped.
         in_whole: whether a rank computes some heads of a whole, with whole captured tensors.
     """
 
     signature: CallSignature
     mesh: DeviceMesh
     axes: tuple[str, ...]
-    in_whole: bool
+    drops: bool
+    in_whole: bool = False
 
     @property
     def everywhere(self) -> tuple[Any, ...]:
@@ -155,18 +178,16 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
             f"{mesh}",
             "a call on the ranks of the mesh alone",
         )
-    known = _Division(signature, mesh, (), False)
-    axes = tuple(_axis_of(known, given, number) for number in range(mesh.ndim))
-    division = known._replace(axes=axes)
     drops = signature.dropout and given.get("dropout_p") is not None
+    division = _Division(signature, mesh, (), drops)
+    axes = tuple(_axis_of(division, given, number) for number in range(mesh.ndim))
+    division = division._replace(axes=axes)
     if HEADS in axes:
         _check_heads(division, given)
-        own = HEADS in signature.divisible and not drops
-        division = division._replace(in_whole=not own or _has_whole(signature))
     if BATCH in axes:
-        _check_batch(division, given, drops)
-        division = division._replace(in_whole=division.in_whole or drops)
-    return division
+        _check_batch(division, given)
+    counts = HEADS in axes and (HEADS not in signature.divisible or _has_whole(signature))
+    return division._replace(in_whole=counts or (drops and any(axes)))
 
 
 def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
@@ -219,7 +240,7 @@ def _check_heads(division: _Division, given: dict[str, Any]) -> None:
         )
 
 
-def _check_batch(division: _Division, given: dict[str, Any], drops: bool) -> None:
+def _check_batch(division: _Division, given: dict[str, Any]) -> None:
     signature = division.signature
     q = given["q"]
     way_out = (
@@ -241,7 +262,8 @@ def _check_batch(division: _Division, given: dict[str, Any], drops: bool) -> Non
             way_out,
         )
     by_head = [x.name for x in signature.tensors if {HEADS, "heads_kv"} & {*x.dims}]
-    if drops and (by_head or HEADS not in signature.divisible or _has_whole(signature)):
+    counts = HEADS not in signature.divisible or _has_whole(signature)
+    if division.drops and (by_head or counts):
         refuse(
             "dropout would need the number of the first batch entry of a rank",
             "argument q",
@@ -291,8 +313,8 @@ def _in_whole(
     """The operator of calls on some heads of a whole, and its keyword arguments on this rank."""
     q, k = given["q"], given["k"]
     first = division.first(HEADS, q.shape[1])
-    # Dropout counts b * heads + h, and is the only one to count where a batch is divided.
-    first += division.first(BATCH, q.shape[0]) * q.shape[1]
+    if division.drops:  # it counts b * heads + h, and alone counts heads where a batch is divided
+        first += division.first(BATCH, q.shape[0]) * q.shape[1]
     if _has_whole(operator.signature):
         return operator, {**keywords, WHOLE[0]: keywords[WHOLE[0]] + first}
     table = given.get(PAGE_NAMES[0])

@@ -65,6 +65,7 @@ class Operator:
         overload, overload_backward: the operators in torch.ops; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
+        of_this_rank: ``overload`` for compiled calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
             native part is not used.
@@ -72,6 +73,7 @@ class Operator:
 
     overload: Any
     overload_backward: Any
+    of_this_rank: Any
     differentiate: Any
 
     def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import sympy
 
 from flashgen.shared.errors import InputError, SpecError
-from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import (
     AXES,
     LAYOUT_NAMES,
@@ -26,6 +25,7 @@ from flashgen.shared.signature import (
     TensorArgument,
     ZeroDivision,
 )
+from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.spec.language.divisors import divisions_by_zero
 from flashgen.spec.language.lets import Let, substituted
 from flashgen.spec.language.python_printer import python_text

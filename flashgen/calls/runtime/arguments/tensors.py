@@ -337,9 +337,7 @@ def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any,
     return tuple(declared)
 
 
-def _check_captured(
-    tensor: TensorArgument, value: Any, device: torch.device, traced: bool
-) -> None:
+def _check_captured(tensor: TensorArgument, value: Any, device: torch.device, traced: bool) -> None:
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
     example = repr(value) if isinstance(value, int | float) else "0.5"
