@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashgen.calls.ops.dtensors import keep_uncached
+from flashgen.calls.ops.dtensors import keep_uncached, refuse_drawn
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
 from flashgen.calls.ops.registration import serve_dtensors
 from flashgen.calls.runtime.arguments.call import check_traced
@@ -41,12 +41,14 @@ def dispatched_call(
             a number of a wrong value, which may never run: that of a call of meta tensors does not.
     """
     q, k, v, captured, rng = operands
-    if not operator.serves_dtensors and is_dtensor(q):
+    if not operator.serves_dtensors and any(map(is_dtensor, (q, k, v, *captured))):
         serve_dtensors(operator)
     check_traced(operator.signature, operands, options.scalars)
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)
     if p is not None and rng is None and operator.dropout:
+        if is_dtensor(q):
+            refuse_drawn()
         rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     check_choices(options.backend, options.arch, options.deterministic)
     if not _is_open(options.split_size, int, torch.SymInt):

@@ -381,12 +381,24 @@ def _refuse_placement(name: str, x: DTensor, wanted: object = None) -> NoReturn:
     )
 
 
+def refuse_drawn() -> NoReturn:
+    """Refuses dropout of DTensors with random numbers that each rank would draw for itself."""
+    refuse(
+        "the ranks of DTensors do not draw the same random numbers",
+        "argument rng",
+        "dropout_p is above 0, and no rng is given",
+        _ON_ALL_RANKS.format("rng", "torch.randint(2**63 - 1, (2,), device=q.device)"),
+    )
+
+
+_ON_ALL_RANKS = "{}=distribute_tensor({}, q.device_mesh, [Replicate()] * q.device_mesh.ndim)"
+
+
 def _refuse_plain(name: str, x: Tensor, other: DTensor) -> NoReturn:
-    made = "torch.randint(2**63 - 1, (2,), device=q.device)" if name == "rng" else name
     refuse(
         f"{name} is an ordinary tensor beside DTensors",
         f"argument {name}",
         f"shape {shape_of(x)}, on each rank; others are on {other.device_mesh}",
-        f"{name}=distribute_tensor({made}, q.device_mesh, [Replicate()] * q.device_mesh.ndim) for "
-        "a tensor that all ranks have; .to_local() of the others for a call of this rank alone",
+        f"{_ON_ALL_RANKS.format(name, name)} for a tensor that all ranks have; .to_local() of the "
+        "others for a call of this rank alone",
     )
