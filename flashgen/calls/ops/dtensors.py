@@ -36,6 +36,9 @@ OperatorOf = Callable[[Any], Operator]
 
 BATCH, HEADS = AXES
 _ROWS = (BATCH, HEADS, "seq_q", "head_dim")
+_MOST_PARTS = 256
+"""Kinds of calls that an operator keeps."""
+
 _FREE = ("out", "lse", "dout", "dlse")
 """Arguments of the backward operator that come in any placement, which users do not choose."""
 
@@ -65,7 +68,7 @@ def keep_uncached(operator: Operator) -> None:
         def of_this_rank(*args: Any, **keywords: Any) -> Any:
             return operator.overload(*args, **keywords)
 
-        torch._dynamo.allow_in_graph(of_this_rank)  # type: ignore[no-untyped-call]
+        torch.compiler.allow_in_graph(of_this_rank)  # type: ignore[no-untyped-call]
         operator.of_this_rank = of_this_rank
 
 
@@ -80,11 +83,54 @@ def _rule(
     keywords: dict[str, Any] | None = None,
 ) -> tuple[DTensor, ...]:
     """The results of an operator, of which some arguments are DTensors."""
-    names = [argument.name for argument in overload._schema.arguments]
-    given = dict(zip(names, args, strict=False))  # torch omits arguments with their defaults
+    keywords = keywords or {}
     with torch.no_grad():  # the rule is below autograd
-        division = _division_of(operator.signature, given)
-        return _computed(operator, backward, division, given, keywords or {}, operator_of)
+        key = _key(backward, args, keywords)
+        part = operator.parts.get(key) if key is not None else None
+        if part is None:
+            names = [argument.name for argument in overload._schema.arguments]
+            given = dict(
+                zip(names, args, strict=False)
+            )  # torch omits arguments with their defaults
+            part = _part_of(operator, backward, given, keywords, operator_of)
+            if key is not None and len(operator.parts) < _MOST_PARTS:
+                operator.parts[key] = part
+        return _computed(operator, part, backward, args)
+
+
+class _Part(NamedTuple):
+    """What a rank does in calls of one kind.
+
+    Attributes:
+        operator, keywords: the operator that computes the part, with its keyword arguments.
+        mesh: where the results lie.
+        wanted: for each argument the placements of what the operator reads; None for what is no
+            tensor of the mesh.
+        results: the shape and the placements of each result; a shape of None is that of the local
+            tensor.
+        specs: the results' `DTensorSpec`, once they are known: making one takes longer than a call.
+    """
+
+    operator: Operator
+    keywords: dict[str, Any]
+    mesh: DeviceMesh
+    wanted: tuple[tuple[Any, ...] | None, ...]
+    results: tuple[tuple[Sequence[int] | None, tuple[Any, ...]], ...]
+    specs: list[Any]
+
+
+def _key(backward: bool, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a `_Part` depends on; None in a trace, whose sizes are symbols."""
+    found: list[Any] = [backward, repr(keywords) if keywords else ""]
+    for x in args:
+        if not is_dtensor(x):
+            found.append(None if x is None else (x.shape, x.requires_grad))
+            continue
+        local = x._local_tensor
+        if type(local) is not Tensor:
+            return None
+        found += x._spec, local.stride()
+    return None if torch._C._len_torch_dispatch_stack() else tuple(found)
 
 
 class _Division(NamedTuple):
@@ -163,6 +209,9 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
     for name, x in tensors.items():
         if not is_dtensor(x):
             _refuse_plain(name, x, next(filter(is_dtensor, tensors.values())))
+        for _, order in getattr(x._spec, "shard_order", None) or ():
+            if list(order) != sorted(order):
+                _refuse_placement(name, x)
         if x.device_mesh != given["q"].device_mesh:
             refuse(
                 "the DTensors of a call are on different device meshes",
@@ -273,34 +322,58 @@ def _check_batch(division: _Division, given: dict[str, Any]) -> None:
         )
 
 
-def _computed(
+def _part_of(
     operator: Operator,
     backward: bool,
-    division: _Division,
     given: dict[str, Any],
     keywords: dict[str, Any],
     operator_of: OperatorOf,
-) -> tuple[DTensor, ...]:
+) -> _Part:
+    """What this rank does in a call.
+
+    Raises:
+        InputError: it does not have what its part of the call reads.
+    """
+    signature = operator.signature
+    division = _division_of(signature, given)
+    wanted = tuple([_wanted(division, name, x) for name, x in given.items()])
     shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
-    done = operator
-    if division.in_whole:
-        done, keywords = _in_whole(operator, division, given, keywords, operator_of)
-    local = [_local(division, name, x) for name, x in given.items()]
-    results = (done.overload_backward if backward else done.overload)(*local, **keywords)
-    if done is not operator:  # whose reports users ask for
-        operator.done, operator.done_backward = done.last_forward(), done.last_backward()
     if not backward:
         rows = shapes["q"][:3]
-        shapes |= {"out": torch.Size((*rows, operator.signature.head_dim_v)), "lse": rows}
-        places = [(shapes[name], division.placements(name, shapes[name])) for name in _FREE[:2]]
+        shapes |= {"out": torch.Size((*rows, signature.head_dim_v)), "lse": rows}
+        results: list[Any] = [(shapes[n], division.placements(n, shapes[n])) for n in _FREE[:2]]
     else:
-        named = ("q", "k", "v", *(tensor.name for tensor in operator.signature.learned))
-        places = [(shapes[n], division.gradient_placements(n, shapes[n])) for n in named]
+        named = ("q", "k", "v", *(tensor.name for tensor in signature.learned))
+        results = [(shapes[n], division.gradient_placements(n, shapes[n])) for n in named]
         for index, needed in enumerate(keywords.get(NEEDED) or (), 3):
             if not needed:  # a tensor without elements
-                places[index] = results[index].shape, division.everywhere
-    pairs = zip(results, places, strict=True)
-    return tuple(_spread(division.mesh, x, shape, placed) for x, (shape, placed) in pairs)
+                results[index] = None, division.everywhere
+    if division.in_whole:
+        operator, keywords = _in_whole(operator, division, given, keywords, operator_of)
+    return _Part(operator, keywords, division.mesh, wanted, tuple(results), [])
+
+
+def _computed(
+    operator: Operator, part: _Part, backward: bool, args: tuple[Any, ...]
+) -> tuple[DTensor, ...]:
+    done, mesh = part.operator, part.mesh
+    local = [
+        x if wanted is None else _local(mesh, x, wanted)
+        for x, wanted in zip(args, part.wanted, strict=True)
+    ]
+    results = (done.overload_backward if backward else done.overload)(*local, **part.keywords)
+    if done is not operator:  # whose reports users ask for
+        operator.done, operator.done_backward = done.last_forward(), done.last_backward()
+    if part.specs:
+        made = type(next(filter(is_dtensor, args)))
+        pairs = zip(results, part.specs, strict=True)
+        return tuple([made(x, spec, requires_grad=False) for x, spec in pairs])
+    found = tuple(
+        _spread(mesh, x, x.shape if shape is None else shape, placements)
+        for x, (shape, placements) in zip(results, part.results, strict=True)
+    )
+    part.specs.extend(x._spec for x in found)
+    return found
 
 
 def _in_whole(
@@ -324,27 +397,35 @@ def _in_whole(
     return operator_of(variant), {**keywords, **sizes}
 
 
-def _local(division: _Division, name: str, x: Any) -> Any:
-    """The part of an argument that this rank reads.
+def _wanted(division: _Division, name: str, x: Any) -> tuple[Any, ...] | None:
+    """The placements of what this rank reads of an argument.
 
     Raises:
         InputError: the rank would have to receive it.
     """
     if not isinstance(x, Tensor):
-        return x
+        return None
     wanted = division.placements(name, x.shape)
     if not is_dtensor(x):
-        if wanted == division.everywhere:
-            return x
-        x = _spread(division.mesh, x, x.shape, division.everywhere)
-    if x.placements != wanted:
-        if name not in _FREE and not all(
-            has == wants or has.is_replicate()
-            for has, wants in zip(x.placements, wanted, strict=True)
-        ):
-            _refuse_placement(name, x, wanted)
-        x = x.redistribute(placements=wanted)
-    return x.to_local()
+        return None if wanted == division.everywhere else wanted
+    spread: Any = x
+    pairs = zip(spread.placements, wanted, strict=True)
+    if name not in _FREE and not all(has == part or has.is_replicate() for has, part in pairs):
+        _refuse_placement(name, spread, wanted)
+    return wanted
+
+
+def _local(mesh: DeviceMesh, x: Tensor, wanted: tuple[Any, ...]) -> Tensor:
+    """The part of a tensor that this rank reads; all ranks have an ordinary tensor."""
+    if not is_dtensor(x):
+        from torch.distributed.tensor import Replicate
+
+        x = _spread(mesh, x, x.shape, (Replicate(),) * mesh.ndim)
+    spread: Any = x
+    if spread.placements != wanted:
+        spread = spread.redistribute(placements=wanted)
+    local: Tensor = spread.to_local()
+    return local
 
 
 def _spread(

@@ -65,6 +65,7 @@ class Operator:
         overload, overload_backward: the operators in torch.ops; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
+        parts: what these rules found for calls of a kind.
         of_this_rank: ``overload`` for compiled calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
@@ -92,6 +93,7 @@ class Operator:
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
         self.serves_dtensors = False
+        self.parts: dict[Any, Any] = {}
         self.done: tuple[Any, ...] | None = None
         self.done_backward: backward.BackwardOutcome | None = None
         self.native: NativeCalls | None = None
