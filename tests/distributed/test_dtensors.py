@@ -16,6 +16,7 @@ COMPARED = (
     "parts_of_wholes",
     "paged_caches",
     "torch_functions",
+    "compiled_by_name",
 )
 REFUSED = {
     "sequence": "flashgen.distributed.attention(op, q.to_local()",
@@ -66,3 +67,11 @@ def test_a_mesh_of_two_dimensions_divides_batch_and_heads() -> None:
     for rank, results in enumerate(run_ranks(4, [f"{CASES}:divided_by_two_dimensions"], 240)):
         _, error = results[f"{CASES}:divided_by_two_dimensions"]
         assert not error, f"rank {rank}: {error}"
+
+
+@pytest.mark.slow
+def test_a_program_of_a_rank_is_not_cached_for_others() -> None:
+    for rank, results in enumerate(run_ranks(2, [f"{CASES}:programs_of_the_rank"], 240)):
+        saved, error = results[f"{CASES}:programs_of_the_rank"]
+        assert not error, f"rank {rank}: {error}"
+        assert saved == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -299,6 +300,30 @@ def torch_functions() -> None:
         torch.testing.assert_close(out.full_tensor(), wanted)
     finally:
         restore_flash_attention_impl(_raise_warn=False)
+
+
+def compiled_by_name() -> None:
+    """A program that calls torch's operator would be cached for all ranks."""
+    op = operator(None, None, name="compiled_by_name")
+    given = spread(mesh_of(), problem(op), {name: Shard(1) for name in ("q", "k", "v")})
+    overload = getattr(torch.ops.flashgen, op.name)
+    torch.testing.assert_close(overload(**given)[0].full_tensor(), op(**problem(op)))
+    call = torch.compile(lambda **tensors: overload(**tensors), backend="aot_eager")
+    with pytest.raises(BackendCompilerFailed, match="which sets the mark"):
+        call(**given)
+
+
+def programs_of_the_rank() -> int:
+    """How many programs AOTAutograd's cache kept; the results are compared."""
+    from torch._dynamo.utils import counters
+
+    op, mesh = OPERATORS["counted"], mesh_of()
+    whole = problem(op)
+    given = spread(mesh, whole, {name: Shard(1) for name in ("q", "k", "v")})
+    found = torch.compile(op, fullgraph=True)(**given)
+    torch.testing.assert_close(found.full_tensor(), op(**whole))
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 1
+    return int(counters["aot_autograd"]["autograd_cache_saved"])
 
 
 def refused() -> dict[str, str]:

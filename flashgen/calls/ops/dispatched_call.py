@@ -60,8 +60,9 @@ def dispatched_call(
             numbers[name] = offset_of(name, numbers[name], 0)
     scale, floats, scalars = _numbers(operator, options)
     overload = operator.overload
-    if is_dtensor(q) and torch.compiler.is_dynamo_compiling():
-        keep_uncached(operator)
+    if is_dtensor(q):
+        if torch.compiler.is_dynamo_compiling():
+            keep_uncached(operator)
         overload = operator.of_this_rank
     result: tuple[Tensor, Tensor] = overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars

@@ -12,10 +12,12 @@ other placements are refused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flashgen.calls.ops.operator import NEEDED, Operator
 from flashgen.calls.runtime.arguments.refusals import (
@@ -55,21 +57,43 @@ def serve(operator: Operator, library: Any, operator_of: OperatorOf) -> None:
         rule = functools.partial(_rule, operator, operator_of, name != operator.name)
         torch.library.register_torch_dispatch(f"flashgen::{name}", DTensor, rule, lib=library)
 
+    def of_this_rank(*args: Any, **keywords: Any) -> Any:
+        before, _calls.kept_uncached = _calls.kept_uncached, True
+        try:
+            return operator.overload(*args, **keywords)
+        finally:
+            _calls.kept_uncached = before
+
+    operator.of_this_rank = of_this_rank
+
+
+class _Calls(threading.local):
+    """Whether the present call is one of an ``of_this_rank``."""
+
+    kept_uncached = False
+
+
+_calls = _Calls()
+
 
 @runs_while_traced
 def keep_uncached(operator: Operator) -> None:
-    """Sets ``operator.of_this_rank``, whose calls AOTAutograd's cache of programs does not keep.
+    """Keeps programs that call ``operator.of_this_rank`` out of the cache of AOTAutograd.
 
     The program of a rank holds numbers of the rank, such as its first head, but the cache has one
     key for all ranks. It keeps no program that calls a function of Python.
     """
-    if not hasattr(operator, "of_this_rank"):
+    torch.compiler.allow_in_graph(operator.of_this_rank)  # type: ignore[no-untyped-call]
 
-        def of_this_rank(*args: Any, **keywords: Any) -> Any:
-            return operator.overload(*args, **keywords)
 
-        torch.compiler.allow_in_graph(of_this_rank)  # type: ignore[no-untyped-call]
-        operator.of_this_rank = of_this_rank
+def _check_uncached(operator: Operator) -> None:
+    if get_proxy_mode() is not None and not _calls.kept_uncached:
+        refuse(
+            "a compiled call of DTensors has numbers of its rank, and torch would cache it for all",
+            f"torch.ops.flashgen.{operator.name}",
+            "traced with DTensors, without a mark for the cache",
+            "fg.attention(spec)(q, k, v, ...), which sets the mark",
+        )
 
 
 def _rule(
@@ -88,6 +112,8 @@ def _rule(
         key = _key(backward, args, keywords)
         part = operator.parts.get(key) if key is not None else None
         if part is None:
+            if not backward:
+                _check_uncached(operator)
             names = [argument.name for argument in overload._schema.arguments]
             given = dict(
                 zip(names, args, strict=False)

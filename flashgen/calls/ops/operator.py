@@ -66,7 +66,7 @@ class Operator:
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
         parts: what these rules found for calls of a kind.
-        of_this_rank: ``overload`` for compiled calls of DTensors; set by these rules.
+        of_this_rank: ``overload`` for calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
             native part is not used.
