@@ -121,7 +121,7 @@ def _rule(
             part = _part_of(operator, backward, given, keywords, operator_of)
             if key is not None and len(operator.parts) < _MOST_PARTS:
                 operator.parts[key] = part
-        return _computed(operator, part, backward, args)
+        return _computed(operator, part, backward, args, key is None)
 
 
 class _Part(NamedTuple):
@@ -380,14 +380,15 @@ def _part_of(
 
 
 def _computed(
-    operator: Operator, part: _Part, backward: bool, args: tuple[Any, ...]
+    operator: Operator, part: _Part, backward: bool, args: tuple[Any, ...], traced: bool
 ) -> tuple[DTensor, ...]:
     done, mesh = part.operator, part.mesh
     local = [
         x if wanted is None else _local(mesh, x, wanted)
         for x, wanted in zip(args, part.wanted, strict=True)
     ]
-    results = (done.overload_backward if backward else done.overload)(*local, **part.keywords)
+    called = (done.overload, done.overload_backward) if traced else done.kernels
+    results = called[backward](*local, **part.keywords)
     if done is not operator:  # whose reports users ask for
         operator.done, operator.done_backward = done.last_forward(), done.last_backward()
     if part.specs:

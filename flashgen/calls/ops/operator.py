@@ -63,6 +63,7 @@ class Operator:
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
+        kernels: what the overloads compute for ordinary tensors; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
         parts: what these rules found for calls of a kind.
@@ -75,6 +76,7 @@ class Operator:
     overload: Any
     overload_backward: Any
     of_this_rank: Any
+    kernels: tuple[Any, Any]
     differentiate: Any
 
     def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:

@@ -170,6 +170,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
 
+    operator.kernels = kernel, kernel_backward
     operator.differentiate = functools.partial(differentiate_native, operator)
     overload = getattr(torch.ops.flashgen, name).default
     overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
