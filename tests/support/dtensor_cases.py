@@ -246,8 +246,8 @@ def paged_caches() -> None:
     }
     heads = {name: Shard(1) for name in ("q", "k", "v")}
     entries = {name: Shard(0) for name in ("q", "page_table", "cache_seqlens")}
-    with torch.no_grad():
-        for dims in (heads, entries):
+    for dims, mode in ((heads, torch.no_grad()), (entries, torch.inference_mode())):
+        with mode:
             found = op(**spread(mesh, tensors, dims))
             torch.testing.assert_close(found.full_tensor(), op(**tensors))
 
@@ -271,7 +271,11 @@ def torch_functions() -> None:
     def scored(bias: Any) -> Callable[..., Any]:
         return lambda score, b, h, q, k: score + bias[h, k] + (q - k) * torch.exp2(-1.0 * h)
 
-    expected = fg.flex_attention(*whole.values(), score_mod=scored(table))
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < 6 * (h + 1)
+
+    blocks = flex_attention.create_block_mask(near, 2, 4, 24, 24, device="cpu")
+    expected = fg.flex_attention(*whole.values(), score_mod=scored(table), block_mask=blocks)
     register_flex()
     check = flex_attention._validate_device
     flex_attention._validate_device = lambda *tensors: None  # it refuses gradients on the CPU
@@ -282,7 +286,7 @@ def torch_functions() -> None:
             given = spread(mesh, floats, dict.fromkeys(whole, own))
             bias = distribute_tensor(table, mesh, [Replicate()])
             call = torch.compile(function, fullgraph=True, backend="aot_eager")
-            out = call(*given.values(), score_mod=scored(bias))
+            out = call(*given.values(), score_mod=scored(bias), block_mask=blocks)
             out.sum().backward()
             assert out.placements == given["q"].grad.placements == (own,)
             torch.testing.assert_close(out.full_tensor(), expected, atol=1e-5, rtol=1e-4)

@@ -150,7 +150,7 @@ def _key(backward: bool, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
     found: list[Any] = [backward, repr(keywords) if keywords else ""]
     for x in args:
         if not is_dtensor(x):
-            found.append(None if x is None else (x.shape, x.requires_grad))
+            found.append(None if x is None else x.shape)
             continue
         local = x._local_tensor
         if type(local) is not Tensor:
@@ -399,7 +399,7 @@ def _computed(
         _spread(mesh, x, x.shape if shape is None else shape, placements)
         for x, (shape, placements) in zip(results, part.results, strict=True)
     )
-    part.specs.extend(x._spec for x in found)
+    part.specs[:] = [x._spec for x in found]  # at once, for other threads
     return found
 
 
