@@ -69,9 +69,21 @@ def test_a_mesh_of_two_dimensions_divides_batch_and_heads() -> None:
         assert not error, f"rank {rank}: {error}"
 
 
+@functools.cache
+def slow_group() -> list[dict[str, tuple[Any, str]]]:
+    return run_ranks(2, [f"{CASES}:programs_of_the_rank", f"{CASES}:emulated"], 240)
+
+
 @pytest.mark.slow
 def test_a_program_of_a_rank_is_not_cached_for_others() -> None:
-    for rank, results in enumerate(run_ranks(2, [f"{CASES}:programs_of_the_rank"], 240)):
+    for rank, results in enumerate(slow_group()):
         saved, error = results[f"{CASES}:programs_of_the_rank"]
         assert not error, f"rank {rank}: {error}"
         assert saved == 0
+
+
+@pytest.mark.slow
+def test_kernels_of_both_code_paths_compute_the_parts() -> None:
+    for rank, results in enumerate(slow_group()):
+        _, error = results[f"{CASES}:emulated"]
+        assert not error, f"rank {rank}: {error}"

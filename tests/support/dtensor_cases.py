@@ -306,6 +306,33 @@ def torch_functions() -> None:
         restore_flash_attention_impl(_raise_warn=False)
 
 
+def emulated() -> None:
+    """The kernels of both code paths drop, and count heads, as in the whole."""
+    mesh, everywhere = mesh_of(), [Replicate()]
+    whole = {n: torch.randn(4, 4, 40, 64, dtype=torch.float16) for n in ("q", "k", "v")}
+    for x in whole.values():
+        dist.broadcast(x, 0)
+    options: dict[str, Any] = {"head_dim": 64, "dtype": "float16"}
+    dropped = operator(None, _before, dropout=True, name="dropped_in_16_bits", **options)
+    counted = operator(_slope_alone, _before, name="counted_in_16_bits", **options)
+    drops = {"dropout_p": 0.3}
+    for op, axis, more in ((dropped, 0, drops), (dropped, 1, drops), (counted, 1, {})):
+        floats = {n: x.clone().requires_grad_() for n, x in whole.items()}
+        rng = {"rng": RNG} if more else {}
+        spread_rng = {n: distribute_tensor(x, mesh, everywhere) for n, x in rng.items()}
+        expected = op(**floats, **rng, **more)
+        expected.float().square().sum().backward()
+        for arch in ("sm_80", "sm_90a"):
+            given = spread(mesh, floats, dict.fromkeys(whole, Shard(axis)))
+            out = op(**given, **spread_rng, **more, backend="emulator", arch=arch)
+            assert op.report.backend == "emulator"
+            out.float().square().sum().backward()
+            torch.testing.assert_close(out.full_tensor(), expected, atol=4e-3, rtol=4e-3)
+            for name, x in floats.items():
+                gradient = given[name].grad.full_tensor()
+                torch.testing.assert_close(gradient, x.grad, atol=2e-2, rtol=2e-2)
+
+
 def compiled_by_name() -> None:
     """A program that calls torch's operator would be cached for all ranks."""
     op = operator(None, None, name="compiled_by_name")
