@@ -33,6 +33,10 @@ SPLIT = "split_size"
 positions at which splits begin."""
 
 
+AXES = ("batch", "heads")
+"""The first two dimensions of q by the names that they have in dims of captured tensors."""
+
+
 def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
     """The number of a call's first query head, and the number of query heads, of its whole.
 
@@ -150,6 +154,9 @@ class CallSignature:
         split: whether the keys are split, by the scalar `SPLIT`.
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
+        divisible: those of `AXES` of which each part can be computed like a call of its own, with
+            the same part of captured tensors: mask, score and block layout use the index only to
+            read the dimensions of that name, each of which is read by it.
     """
 
     name: str
@@ -169,6 +176,7 @@ class CallSignature:
     offsets: tuple[str, ...] = ()
     split: bool = False
     paged: bool = False
+    divisible: tuple[str, ...] = ()
 
     @property
     def boundaries(self) -> tuple[str, ...]:
