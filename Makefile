@@ -15,7 +15,7 @@ export MKL_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test slow share versions lint lines docs bench gpu clean
+.PHONY: help demo quick test slow share versions lint lines docs release bench gpu clean
 
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
@@ -26,6 +26,7 @@ help:
 	@echo "make versions  compile every spec with each supported release of NVRTC"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation site, in build/site"
+	@echo "make release  build the wheel and the sdist, and install them for each Python that is here"
 	@echo "make bench  the benchmarks"
 	@echo "make lines  lines of code by folder"
 	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
@@ -96,10 +97,12 @@ $(NVRTC:%=nvrtc-%): nvrtc-%: $(VENV)/nvrtc-%/stamp
 
 versions: $(NVRTC:%=nvrtc-%)
 
+# mypy looks at the packages as they are on Windows too: names that only POSIX has are errors there.
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 # With any Python: nothing is imported but its own library.
 lines:
@@ -108,6 +111,21 @@ lines:
 # A warning, such as a broken link, fails the build.
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The tools of a release have an environment of their own; build makes a further one for hatchling, and
+# the wheel from the source distribution.
+RELEASE := $(VENV)/release
+
+$(RELEASE)/stamp:
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip --disable-pip-version-check --quiet install "build>=1.2" "twine>=6.1"
+	@touch $@
+
+release: $(RELEASE)/stamp $(VENV)/base.stamp
+	rm -rf dist
+	$(RELEASE)/bin/python -m build --outdir dist
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.support.release dist "$(TORCH)"
 
 # gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
 # three do not measure.

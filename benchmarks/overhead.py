@@ -35,7 +35,13 @@ nothing; the rows are those of the first table. "engine" is what torch takes for
 of a sum of two tensors, most of which is also in "both". The table is left out where the native
 part is not built.
 
-Fails when a limit is exceeded: those of `LIMITS` and `NATIVE` and, for what a mod adds, of `ADDED`.
+A fourth table has calls of DTensors on a mesh of one rank, divided by heads, and what DTensor adds
+to the same calls of ordinary tensors: of fg.attention, and of torch's flash operator, whose
+sharding torch finds itself. "of torch" is the ratio of their calls of DTensors; all are made by
+turns, because machines change their speed.
+
+Fails when a limit is exceeded: those of `LIMITS` and `NATIVE` and, for what is added, of `ADDED`
+and `OF_TORCH`.
 
     python benchmarks/overhead.py [--calls 100] [--rounds 200]
 """
@@ -85,6 +91,7 @@ LIMITS = {
     ("sm_90a", "forward"): 15.0,
 }  # us
 NATIVE = {"no gradients": 4.0, "forward": 6.0, "both": 30.0}  # us
+OF_TORCH = 2.5  # a call of DTensors over one of torch's operator
 ADDED = {"proved": 30.0, "recorded": 150.0}  # us
 
 
@@ -304,19 +311,59 @@ def calls_of_torch(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     tiny = [torch.zeros(1, 1, 1, 16) for _ in range(3)]
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
 
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        operator = torch.ops.aten._scaled_dot_product_flash_attention
-        out: torch.Tensor = operator(q, k, v, 0.0, True, False, scale=0.125)[0]
-        return out
-
-    register("CPU")
-    torch.nn.attention.activate_flash_attention_impl("flashgen")
     found = {}
+    flash = flash_operator()
     ways = (("custom op", custom, plain), ("sdpa", sdpa, tiny), ("flash operator", flash, plain))
     for name, op, operands in ways:
         rows = rows_of(op, operands)
         found |= {f"{name}, {kind}": rows[kind] for kind in ("no gradients", "both")}
     return found
+
+
+def flash_operator() -> Callable[..., torch.Tensor]:
+    """torch's operator of its flash kernels, computed by flashgen."""
+    register("CPU")
+    torch.nn.attention.activate_flash_attention_impl("flashgen")
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops.aten._scaled_dot_product_flash_attention
+        out: torch.Tensor = operator(q, k, v, 0.0, True, False, scale=0.125)[0]
+        return out
+
+    return flash
+
+
+def dtensor_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[str]:
+    """Prints the fourth table, and returns the limits that are exceeded."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    pretend_a_gpu("sm_80")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    spread = [distribute_tensor(x, mesh, [Shard(1)]) for x in plain]
+    op = fg.attention(fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, name="overhead_spread"))
+    table = Table(title="a call of DTensors, us (median)")
+    for column in ("", "tensors", "DTensors", "added", "of torch", "limit"):
+        table.add_column(column, justify="left" if not column else "right")
+    ways = {"flash operator": flash_operator(), "fg.attention": op}
+    made = [rows_of(call, given) for call in ways.values() for given in (plain, spread)]
+    broken = []
+    for kind in made[0]:
+        every = [rows[kind] for rows in made]
+        rounds_of = [[median_us(call, calls, 1) for call in every] for _ in range(rounds)]
+        took = [statistics.median(times) for times in zip(*rounds_of, strict=True)]
+        ratio = took[3] / took[1]
+        for name, (before, after) in zip(ways, (took[:2], took[2:]), strict=True):
+            times = (f"{before:.1f}", f"{after:.1f}", f"{after - before:.1f}")
+            shown = (f"{ratio:.2f}", f"{OF_TORCH:.1f}") if name == "fg.attention" else ()
+            table.add_row(f"{name}, {kind}", *times, *shown)
+        if ratio > OF_TORCH:
+            broken.append(f"DTensors, {kind}: {ratio:.2f} of torch, at most {OF_TORCH:.1f}")
+    Console().print(table)
+    dist.destroy_process_group()
+    return broken
 
 
 def native_rows(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
@@ -374,6 +421,7 @@ def main() -> int:
     broken = native_table(plain, options.calls, options.rounds)
     broken += operator_table(plain, options.calls, options.rounds)
     broken += flex_table(plain, options.calls, options.rounds)
+    broken += dtensor_table(plain, options.calls, options.rounds)
     for promise in broken:
         print(f"over the limit: {promise}")
     return 1 if broken else 0

@@ -3,13 +3,14 @@
     python benchmarks/report.py                   the newest run, flashgen's slowest cases first
     python benchmarks/report.py --figures [DIR]   figures, in benchmarks/results/figures
     python benchmarks/report.py --speed-table [--check]
+    python benchmarks/report.py --speed-chart [--check]     the chart of docs/index.md
     python benchmarks/report.py --status [--check]      which GPUs ran the kernels, for three pages
     python benchmarks/report.py --proven [--check]      the code paths that need no trial
     python benchmarks/report.py --merge DIR       adds the runs of another folder to the records
     python benchmarks/report.py --predictions    predicted times beside those of the fastest peers
     python benchmarks/report.py --model-errors   predicted over measured times, for docs/planner.md
 
-With --check nothing is written, and the exit code is 1 where a page or, with --proven,
+With --check nothing is written, and the exit code is 1 where a page, a picture or, with --proven,
 flashgen/calls/trust/proven.json differs from the records.
 """
 
@@ -28,6 +29,7 @@ from benchmarks.suite import (  # noqa: E402
     predictions,
     proven,
     records,
+    speed_chart,
     speed_table,
     status,
     summary,
@@ -40,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR")
     parser.add_argument("--figures", type=Path, nargs="?", const=Path(), metavar="DIR")
     parser.add_argument("--speed-table", action="store_true")
+    parser.add_argument("--speed-chart", action="store_true")
     parser.add_argument("--status", action="store_true")
     parser.add_argument("--proven", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -55,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.speed_table:
         text = speed_table.block(options.results)
         return write(speed_table.PAGE, text, speed_table.BEGIN, speed_table.END, options.check)
+    if options.speed_chart:
+        return speed_chart.write(options.results, check=options.check)
     if options.status:
         text = status.block(options.results)
         pages = status.PAGES

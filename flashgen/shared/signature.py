@@ -34,6 +34,10 @@ SPLIT = "split_size"
 positions at which splits begin."""
 
 
+AXES = ("batch", "heads")
+"""The first two dimensions of q by the names that they have in dims of captured tensors."""
+
+
 def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
     """The number of a call's first query head, and the number of query heads, of its whole.
 
@@ -153,6 +157,9 @@ class CallSignature:
             the queries are packed.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
             or "none". The second result of a call is then that sum, or 0.
+        divisible: those of `AXES` of which each part can be computed like a call of its own, with
+            the same part of captured tensors: mask, score and block layout use the index only to
+            read the dimensions of that name, each of which is read by it.
     """
 
     name: str
@@ -173,6 +180,7 @@ class CallSignature:
     split: bool = False
     paged: bool = False
     normalize: str = "softmax"
+    divisible: tuple[str, ...] = ()
 
     @property
     def lse_of_nothing(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ def sparse_zeros(count: int, dtype: npt.DTypeLike) -> Array:
     np.zeros clears arrays of up to 32 MB, and takes huge pages for those beyond 4 MB.
     """
     size = count * np.dtype(dtype).itemsize
-    if size < 1 << 16 or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if size < 1 << 16 or sys.platform == "win32":
         return np.zeros(count, dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, dtype, count)

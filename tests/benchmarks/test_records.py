@@ -1,14 +1,15 @@
-"""Records of the benchmarks: the schema, what is appended, and the speed table of docs/gpu.md."""
+"""Records of the benchmarks: the schema, what is appended, the speed table and the chart."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import report
-from benchmarks.suite import model_errors, records, speed_table, status
+from benchmarks.suite import model_errors, records, speed_chart, speed_table, status
 from benchmarks.suite.records import MEASURES, SPEED, SchemaError, Stamp, Writer, append, read
 from tests.support.paths import ROOT
 from tests.support.tiers import every_share
@@ -101,6 +102,30 @@ def test_the_records_of_the_repository_are_of_the_schema_and_of_gpus() -> None:
 
 def test_the_speed_table_says_what_the_records_say() -> None:
     assert report.main(["--speed-table", "--check"]) == 0
+
+
+def test_the_speed_chart_shows_what_the_records_say() -> None:
+    assert report.main(["--speed-chart", "--check"]) == 0
+
+
+def test_the_speed_chart_shows_losses_and_wins_alike_and_names_the_peers(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, STAMP, "suite")
+    writer.speed([speed_row(), speed_row(**{"pass": "backward", "ratio": 1.6, "peer": "flex"})])
+    writer.speed([speed_row(contender="flex", ms_p50=2.0, ratio="", library="torch 9")])
+    text = speed_chart.chart(speed_chart.LAYOUTS["speed.svg"], tmp_path)
+    for words in ("NVIDIA Test", "bfloat16", "causal, 2 x 16/16 heads, 8192 x 8192, d 128"):
+        assert words in text
+    lead = " ".join(re.findall(r">([^<>]*)<", text))
+    assert "at least as fast as every peer in 1, and a peer is faster in 1." in lead
+    assert (">0.80 sdpa cudnn<" in text, ">1.60 flex<" in text) == (True, True)
+    assert 'class="slower" x=' in text
+    assert "flex: torch 9." in text
+
+
+def test_without_a_record_there_is_no_bar(tmp_path: Path) -> None:
+    text = speed_chart.chart(speed_chart.LAYOUTS["speed.svg"], tmp_path)
+    assert speed_table.NONE in text
+    assert "M" not in text.partition("</style>")[2]
 
 
 def test_three_pages_say_which_gpus_ran_the_kernels_and_what_that_proves() -> None:

@@ -1,4 +1,6 @@
-"""Context parallelism beside FSDP2, tensor parallel heads and models of transformers."""
+"""Context parallelism beside FSDP2, tensor parallel heads and models of transformers; models of
+transformers that are divided by other libraries.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 MESH, MODELS = "tests.support.mesh_cases", "tests.support.parallel_models"
+SHARDED = "tests.support.sharded_models"
 
 # Executed by one group of processes for each number of ranks: their imports take seconds.
 COMPARED = (
@@ -87,6 +90,19 @@ def test_the_ranks_have_the_losses_and_gradients_of_one_process(case: str, world
 )
 def test_other_models_have_the_losses_and_gradients_of_one_process(case: str, world: int) -> None:
     assert max(returned(world, case)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, ("tensor_parallel", "fsdp", "generated")), (4, ("both",))]
+)
+def test_models_with_sharded_parameters_compute_what_one_process_does(
+    world: int, cases: tuple[str, ...]
+) -> None:
+    for number, results in enumerate(run_ranks(world, [f"{SHARDED}:{x}" for x in cases], 240)):
+        for difference, error in results.values():
+            assert not error, f"rank {number}: {error}"
+            assert difference <= 1e-5
+        assert len(results) == len(cases)
 
 
 def test_compiled_models_compute_the_same() -> None:

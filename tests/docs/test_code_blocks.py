@@ -28,8 +28,8 @@ def code_blocks() -> ModuleType:
 MODULE = code_blocks()
 
 
-# The one imports transformers in a process of its own; the other builds many kernels.
-LONG = ("docs/transformers.md", "docs/decoding.md")
+# The first two import other libraries, in a process of their own; the last builds many kernels.
+LONG = ("docs/transformers.md", "docs/diffusers.md", "docs/decoding.md")
 PAGES = [slow(page) if page in LONG else page for page in MODULE.PAGES]
 
 

@@ -171,16 +171,16 @@ def test_plans_and_files_need_one_dtype(make):
     make(fg.AttentionSpec(dtype=None).replace(dtype="bfloat16"))
 
 
-def test_a_dtensor_is_refused_with_its_way_out(mesh):
+def test_dtensors_beside_ordinary_tensors_are_refused_with_their_way_out(mesh):
     q, k, v = operands(learned=False)
     given = captured(learned=False)
     spread = DTensor.from_local(q, mesh, [Replicate()])
     bias = DTensor.from_local(given["bias"], mesh, [Replicate()])
     for function in (OP, torch.compile(OP, backend="eager")):
-        with pytest.raises(InputError, match="q is a DTensor") as caught:
+        with pytest.raises(InputError, match="k is an ordinary tensor beside DTensors") as caught:
             function(spread, k, v, **given)
-        assert "q.to_local()" in caught.value.way_out
-        with pytest.raises(InputError, match="bias is a DTensor"):
+        assert "k=distribute_tensor(k, q.device_mesh" in caught.value.way_out
+        with pytest.raises(InputError, match="q is an ordinary tensor beside DTensors"):
             function(q, k, v, **{**given, "bias": bias})
     assert torch.equal(OP(spread.to_local(), k, v, **given), OP(q, k, v, **given))
 

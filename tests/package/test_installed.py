@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import site
 import subprocess
 import sys
@@ -12,77 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import flashgen as fg
 from flashgen.version import __version__
+from tests.support import release
+from tests.support.installed import Environment
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
-
-SPEC = '''"""A window, in a file outside of every project."""
-
-import flashgen as fg
-
-
-def window(b, h, q, k):
-    return (k <= q) & (q - k < 40)
-
-
-spec = fg.AttentionSpec(mask_mod=window, head_dim=16, dtype="float16")
-'''
-FACTS = """
-from importlib.metadata import version
-import flashgen as fg
-kernels = fg.emit(fg.AttentionSpec(head_dim=64), arch="sm_80")
-print(fg.__file__, fg.__version__, version("flashgen"))
-print(kernels.forward.text, end="")
-"""
-
-
-class Environment:
-    """A virtual environment, and an empty folder in which its programs run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        run_python("-m", "venv", "--without-pip", folder / "venv")
-        self.bin = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
-        self.work = folder / "elsewhere"
-        self.work.mkdir()
-        (self.work / "window.py").write_text(SPEC)
-
-    @property
-    def site_packages(self) -> Path:
-        (found,) = (self.folder / "venv").glob("[lL]ib/**/site-packages")
-        return found
-
-    def install(self, *what: object) -> None:
-        """Installs with the pip of the environment that runs the tests."""
-        pytest.importorskip("pip", reason="environments of uv have none")
-        run_python("-m", "pip", "--python", self.bin / "python", "install", "--quiet", *what)
-
-    def run(self, program: str, *arguments: str) -> str:
-        """What a program of the environment prints, without any variable that names a checkout."""
-        hidden = ("PYTHONPATH", "FLASHGEN_CACHE_DIR")
-        env = {name: value for name, value in os.environ.items() if name not in hidden}
-        env |= {"FLASHGEN_CACHE_DIR": str(self.folder / "cache"), "VIRTUAL_ENV": ""}
-        done = subprocess.run(
-            [str(self.bin / program), *arguments],
-            capture_output=True,
-            text=True,
-            cwd=self.work,
-            env=env,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return done.stdout
-
-    def check(self) -> None:
-        """Runs what a new user runs first, and looks at what was installed."""
-        facts, _, source = self.run("python", "-c", FACTS).partition("\n")
-        place, *versions = facts.split()
-        assert Path(place).is_relative_to(self.site_packages)
-        assert versions == [__version__] * 2
-        assert source == fg.emit(fg.AttentionSpec(head_dim=64), arch="sm_80").forward.text
-        out = self.run("flashgen", "run", "window.py", "--shape", "1,1,64", "--backend", "emulator")
-        assert out.splitlines()[-1].split() == ["result", "pass"]
-        assert str(ROOT) not in out
 
 
 @pytest.fixture
@@ -91,6 +24,7 @@ def environment(tmp_path: Path) -> Environment:
 
     Without the .pth files the editable installation of flashgen has no effect.
     """
+    pytest.importorskip("pip", reason="environments of uv have none")
     made = Environment(tmp_path)
     for folder in map(Path, site.getsitepackages()):
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -155,8 +89,27 @@ def unpacked(sdist: Path, folder: Path) -> Path:
 def test_an_empty_environment_gets_all_that_flashgen_needs(
     kind: str, wheel_file: Path, sdist_file: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip("pip", reason="environments of uv have none")
     made = Environment(tmp_path)
     made.install("torch==2.13.0")  # as the Makefile: the exact version first
     file = wheel_file if kind == "wheel" else sdist_file
     made.install(f"flashgen[cuda] @ {file.as_uri()}")
     made.check()
+
+
+@pytest.mark.slow
+def test_make_release_says_that_a_python_without_a_torch_only_emits(
+    wheel_file: Path, sdist_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("pip", reason="environments of uv have none")
+    said = release.checked(sys.executable, wheel_file, sdist_file, "torch==0.0.0", tmp_path)
+    assert said.startswith("NOT RUN, since torch==0.0.0 cannot be installed (")
+
+
+def test_make_release_finds_pythons_by_the_version_that_they_say(wheel_file: Path) -> None:
+    named = release.versions(release.metadata_of(wheel_file))
+    assert named == ["3.10", "3.11", "3.12", "3.13"]
+    here = "{}.{}".format(*sys.version_info)
+    assert here in named, "the tests run on a Python that pyproject.toml does not name as tested"
+    assert release.interpreter(here) == sys.executable
+    assert release.interpreter("3.99") is None

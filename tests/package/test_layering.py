@@ -46,6 +46,8 @@ OUTSIDE = {
     "calls.runtime": {"torch", "numpy"},
     "calls.export": set(),
     "frontends.flash_operators": {"torch"},
+    "frontends.score_tensors": {"torch"},
+    "frontends.diffusers": {"torch", "diffusers"},
     "frontends.flex": {"torch", "numpy", "sympy"},
     "frontends.transformers": {"torch", "transformers"},
     "frontends.distributed": {"torch", "numpy", "matplotlib"},

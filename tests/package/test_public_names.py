@@ -45,6 +45,7 @@ def test_every_public_name_can_be_had() -> None:
         ("flashgen.distributed", "flashgen.frontends.distributed"),
         ("flashgen.emulator", "ptx_emulator"),
         ("flashgen.export", "flashgen.calls.export"),
+        ("flashgen.integrations.diffusers", "flashgen.frontends.diffusers"),
         ("flashgen.integrations.transformers", "flashgen.frontends.transformers"),
     ],
 )
@@ -60,6 +61,7 @@ CALLED = [
         "flashgen",
         "flashgen.distributed",
         "ptx_emulator",
+        "flashgen.integrations.diffusers",
         "flashgen.integrations.torch",
         "flashgen.integrations.transformers",
     )

@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 # Folders and files whose tests are in a folder of another name.
 TESTED_IN = {
     "runtime": ("ops",),
+    "diffusers": ("integrations",),
     "templates/common": ("codegen", "kernels"),
     "templates/sm80": ("codegen", "kernels/sm80"),
     "templates/sm90": ("codegen", "kernels/sm90"),

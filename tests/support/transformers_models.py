@@ -12,9 +12,11 @@ import torch
 import transformers as hf
 from torch.overrides import TorchFunctionMode
 
+from flashgen import reference
 from flashgen.calls.ops import api
 from flashgen.calls.runtime.arguments.options import draw_rng
 from flashgen.integrations import transformers as integration
+from flashgen.reference.verdict import GRADIENT_FACTOR, RMS_ELEMENTS
 from flashgen.shared.dropout import keep_mask, keep_scale
 from tests.support import kept_attention
 
@@ -222,6 +224,51 @@ def gradients_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     (values * weights).sum().backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {"output": values.detach(), **found}
+
+
+def meet_the_rule(
+    found: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    same: list[dict[str, Tensor]],
+    kept: dict[str, Tensor] | None = None,
+    few: int = RMS_ELEMENTS,
+) -> None:
+    """Holds results to the error rule: "output" to that of outputs, the others to gradients'.
+
+    Args:
+        same: of ordinary computations in the same dtype; for each result, the least accurate one
+            counts.
+        kept: as for `reference.compare`.
+        few: gradients with fewer elements are judged as one.
+    """
+    assert found.keys() == exact.keys()
+    ordinary = [_pooled(each, exact, few) for each in same]
+    of_kept = None if kept is None else _pooled(kept, exact, few)
+    true = _pooled(exact, exact, few)
+    for key, value in _pooled(found, exact, few).items():
+        rule: dict[str, Any] = {}
+        if key != "output":
+            rule = {"factor": GRADIENT_FACTOR, "kept": None if of_kept is None else of_kept[key]}
+        least = max((each[key] for each in ordinary), key=lambda x: _rms(x - true[key]))
+        verdict = reference.compare(value, true[key], least, **rule)
+        assert verdict, f"{key}: {verdict}"
+
+
+def _pooled(found: dict[str, Tensor], exact: dict[str, Tensor], few: int) -> dict[str, Tensor]:
+    """The results, with gradients of few elements as one, in units of the exact gradient's RMS.
+
+    The largest error of a few elements depends on chance. The gradient of a bias of keys is 0 and
+    has no unit.
+    """
+    units = {key: _rms(x) for key, x in exact.items() if x.numel() < few}
+    units = {key: unit for key, unit in units.items() if unit > 1e-9}
+    small = [(found[key] / unit).flatten() for key, unit in units.items()]
+    large = {key: value for key, value in found.items() if key not in units}
+    return {**large, "small gradients": torch.cat(small)} if small else large
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt())
 
 
 class KeepMasks:

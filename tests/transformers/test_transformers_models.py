@@ -9,9 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from flashgen import reference
 from flashgen.integrations import transformers as integration
-from flashgen.reference.verdict import GRADIENT_FACTOR, RMS_ELEMENTS
 from flashgen.shared.paths import PATHS
 from tests.support.tiers import one_in, slow
 from tests.support.transformers_models import (
@@ -20,6 +18,7 @@ from tests.support.transformers_models import (
     KeepMasks,
     TinyModel,
     gradients_of,
+    meet_the_rule,
     tiny,
 )
 
@@ -46,19 +45,6 @@ def results(
         return gradients_of(made.double(), cast(inputs, torch.float64))
 
 
-def pooled(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results, with gradients of few elements as one, in units of the exact gradient's RMS.
-
-    The largest error of a few elements depends on chance. The gradient of a bias of keys is 0 and
-    has no unit.
-    """
-    units = {key: _rms(x) for key, x in exact.items() if x.numel() < RMS_ELEMENTS}
-    units = {key: unit for key, unit in units.items() if unit > 1e-9}
-    small = [(found[key] / unit).flatten() for key, unit in units.items()]
-    large = {key: value for key, value in found.items() if key not in units}
-    return {**large, "small gradients": torch.cat(small)} if small else large
-
-
 def check(name: str, dropout: float, keep: KeepMasks | None, padding: str = "left") -> None:
     model = tiny(name)
     inputs = model.inputs(padding)
@@ -72,19 +58,7 @@ def check(name: str, dropout: float, keep: KeepMasks | None, padding: str = "lef
     same = [of("eager")]
     if name not in WITHOUT_SDPA and not dropout:
         same.append(of("sdpa"))
-    assert found.keys() == exact.keys()
-    found, kept = pooled(found, exact), pooled(kept, exact)
-    same, exact = [pooled(each, exact) for each in same], pooled(exact, exact)
-    for key, value in found.items():
-        # The same computation in torch: the less accurate one of its two.
-        ordinary = max((each[key] for each in same), key=lambda x: _rms(x - exact[key]))
-        factor = {} if key == "output" else {"factor": GRADIENT_FACTOR, "kept": kept[key]}
-        verdict = reference.compare(value, exact[key], ordinary, **factor)
-        assert verdict, f"{name} {key}: {verdict}"
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.double().pow(2).mean().sqrt())
+    meet_the_rule(found, exact, same, kept)
 
 
 @pytest.mark.parametrize("name", one_in(4, MODELS))
@@ -120,12 +94,7 @@ def test_a_layer_meets_the_error_rule_by_emitted_kernels(
     monkeypatch.setenv("FLASHGEN_ARCH", arch)
     found = of_one_layer(model, "fg", inputs, torch.float16)
     assert_emulated(arch)
-    assert found.keys() == exact.keys()
-    same, found, exact = pooled(same, exact), pooled(found, exact), pooled(exact, exact)
-    for key, value in found.items():
-        factor = {} if key == "output" else {"factor": GRADIENT_FACTOR}
-        verdict = reference.compare(value, exact[key], same[key], **factor)
-        assert verdict, f"{name} {key}: {verdict}"
+    meet_the_rule(found, exact, [same])
 
 
 def of_one_layer(

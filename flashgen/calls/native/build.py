@@ -46,7 +46,7 @@ def flags() -> tuple[str, ...]:
 def key() -> str:
     """A hash of what the library must fit, in 24 hexadecimal digits."""
     parts = (
-        SOURCE.read_text(),
+        SOURCE.read_text(encoding="utf-8"),
         f"{torch.__version__} {torch.version.git_version} {os.path.dirname(torch.__file__)}",
         f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')} {platform.machine()}",
         *_FLAGS,
@@ -67,6 +67,8 @@ def missing() -> str:
     """Why the native part is not used, as the end of a sentence; "" where it is, and is loaded."""
     if not config.native():
         return "FLASHGEN_NATIVE is 0"
+    if sys.platform == "win32":
+        return "it is not for Windows"
     file = path()
     return "the cache is off (FLASHGEN_CACHE_DIR=off)" if file is None else _obstacle(file)
 
@@ -117,8 +119,15 @@ def compiler() -> list[str]:
     g++ or clang++.
 
     Raises:
-        CompileError: there is none.
+        CompileError: there is none, or none can be used on this system.
     """
+    if sys.platform == "win32":
+        raise CompileError(
+            "the native part is not for Windows",
+            where="flashgen build-native",
+            numbers="it has the libraries of Linux; calls are made in Python",
+            way_out="go on without it: results are the same",
+        )
     given, _ = config.cxx()
     names = list(given[:1]) or ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
@@ -190,7 +199,12 @@ def build() -> Path:
 def _compile(line: list[str]) -> None:
     try:
         done = subprocess.run(
-            line, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+            line,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
         )
     except OSError as error:
         raise _rejected(f"{line[0]} cannot be run ({error.strerror})") from None

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.ops.dtensors import keep_uncached, refuse_drawn
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
+from flashgen.calls.ops.registration import serve_dtensors
 from flashgen.calls.runtime.arguments.call import check_traced
 from flashgen.calls.runtime.arguments.options import (
     check_probability,
@@ -21,7 +23,7 @@ from flashgen.calls.runtime.arguments.options import (
     scale_of,
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
-from flashgen.calls.runtime.arguments.refusals import is_constant
+from flashgen.calls.runtime.arguments.refusals import is_constant, is_dtensor
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.shared.call import CallOptions, Operands
 from flashgen.shared.signature import OFFSETS
@@ -38,11 +40,15 @@ def dispatched_call(
         InputError: an argument is of a wrong kind, which torch's own error would not explain, or is
             a number of a wrong value, which may never run: that of a call of meta tensors does not.
     """
-    check_traced(operator.signature, operands, options.scalars)
     q, k, v, captured, rng = operands
+    if not operator.serves_dtensors and any(map(is_dtensor, (q, k, v, *captured))):
+        serve_dtensors(operator)
+    check_traced(operator.signature, operands, options.scalars)
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)
     if p is not None and rng is None and operator.dropout:
+        if is_dtensor(q):
+            refuse_drawn()
         rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     check_choices(options.backend, options.arch, options.deterministic)
     if not _is_open(options.split_size, int, torch.SymInt):
@@ -53,7 +59,12 @@ def dispatched_call(
         if name in numbers and not _is_open(numbers[name], int, torch.SymInt):
             numbers[name] = offset_of(name, numbers[name], 0)
     scale, floats, scalars = _numbers(operator, options)
-    result: tuple[Tensor, Tensor] = operator.overload(
+    overload = operator.overload
+    if is_dtensor(q):
+        if torch.compiler.is_dynamo_compiling():
+            keep_uncached(operator)
+        overload = operator.of_this_rank
+    result: tuple[Tensor, Tensor] = overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars
     )
     return result

@@ -63,7 +63,11 @@ class Operator:
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
         overload, overload_backward: the operators in torch.ops; set by `registration`.
+        kernels: what the overloads compute for ordinary tensors; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
+        serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
+        parts: what these rules found for calls of a kind.
+        of_this_rank: ``overload`` for calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
         native: the calls that need no Python; None before the first call on a GPU, and where the
             native part is not used.
@@ -71,6 +75,8 @@ class Operator:
 
     overload: Any
     overload_backward: Any
+    of_this_rank: Any
+    kernels: tuple[Any, Any]
     differentiate: Any
 
     def __init__(self, spec: AttentionSpec | CallProgram, name: str) -> None:
@@ -88,6 +94,8 @@ class Operator:
         self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
         self.takes_layout = signature.call_layout is not None
+        self.serves_dtensors = False
+        self.parts: dict[Any, Any] = {}
         self.done: tuple[Any, ...] | None = None
         self.done_backward: backward.BackwardOutcome | None = None
         self.native: NativeCalls | None = None

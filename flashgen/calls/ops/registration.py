@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -23,13 +24,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils.checkpoint import CheckpointPolicy
 
+from flashgen.calls.ops import dtensors
 from flashgen.calls.ops.autograd import attend, differentiate, differentiate_native
 from flashgen.calls.ops.flops import register_flops
 from flashgen.calls.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.calls.ops.vmap import map_call
 from flashgen.calls.runtime.arguments.call import check_traced
 from flashgen.calls.runtime.arguments.options import check_rng, refuse_dropout, refuse_no_rng
-from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.arguments.refusals import refuse, runs_while_traced
 from flashgen.calls.runtime.arguments.tensors import check_learned
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.runtime.programs import CallProgram, program_of
@@ -168,6 +170,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
 
+    operator.kernels = kernel, kernel_backward
     operator.differentiate = functools.partial(differentiate_native, operator)
     overload = getattr(torch.ops.flashgen, name).default
     overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
@@ -193,7 +196,20 @@ def register(operator: Operator) -> tuple[Any, Any]:
     torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
     torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
     register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
+    if "torch.distributed.tensor" in sys.modules:
+        serve_dtensors(operator)
     return overload, overload_backward
+
+
+@runs_while_traced
+def serve_dtensors(operator: Operator) -> None:
+    """Registers how an operator computes DTensors, before the first call that has some.
+
+    A process that does not use them does not import them.
+    """
+    if not operator.serves_dtensors:
+        operator.serves_dtensors = True
+        dtensors.serve(operator, _library, operator_of)
 
 
 MOST_ARGUMENTS = 64

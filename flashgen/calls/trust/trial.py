@@ -153,7 +153,7 @@ def _lines(stream: IO[bytes]) -> queue.SimpleQueue[bytes | None]:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and those that it started."""
-    if hasattr(os, "killpg"):
+    if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     elif process.poll() is None:

@@ -8,6 +8,7 @@ import torch
 
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
 from flashgen.frontends.flex.traced_mods import as_argument, padded
+from flashgen.frontends.score_tensors import given_tensor
 from flashgen.frontends.transformers.layers import (
     CAUSAL,
     FULL,
@@ -103,7 +104,7 @@ def attention(
     elif attention_mask is None:
         mask = _without_mask(module, is_causal, sizes)
     else:
-        given.append(_given("attention_mask", attention_mask, sizes, captures))
+        given.append(given_tensor("attention_mask", attention_mask, sizes, captures))
     sequences = sequences_of(options, sizes, mask == FULL, ranks is not None)
     if sequences is None and isinstance(attention_mask, Mask) and ranks is None:
         positions = options.get("position_ids")
@@ -114,7 +115,7 @@ def attention(
                 attention_mask.checked.append(positions)
     local = [False, False]  # whether indices of queries and of keys begin with the call's first
     if position_bias is not None:
-        given.append(_given("position_bias", position_bias, sizes, captures))
+        given.append(given_tensor("position_bias", position_bias, sizes, captures))
         local = [not each for each in given[-1][-1][2:]]
     if sequences is not None:
         captures["sequences_q"], captures["sequences_k"] = sequences
@@ -167,29 +168,6 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
             captures[name] = tensor.shape[dim]
             continue
         captures[name] = as_argument(tensor.detach() if tensor.requires_grad else tensor, device)
-
-
-def _given(
-    name: str, tensor: Tensor, sizes: tuple[int, ...], captures: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The fields of a GivenTensor, for a tensor with an element for each score."""
-    if tensor.dtype == torch.float64:
-        tensor = tensor.to(torch.float32)
-    shape = tensor.shape
-    fits = tensor.dim() == 4 and all(
-        length == 1 or (length >= size if axis == 3 else length == size)
-        for axis, (length, size) in enumerate(zip(shape, sizes, strict=False))
-    )
-    if not fits:
-        raise InputError(
-            f"{name} does not broadcast to the scores",
-            where=f"argument {name} of the attention function",
-            numbers=f"shape {tuple(shape)}; scores have {tuple(sizes)}",
-            way_out="[batch or 1, heads or 1, seq_q or 1, seq_k]",
-        )
-    captures[name] = tensor
-    expanded = shape[0] == 1, shape[1] == 1, shape[2] == 1, shape[3] == 1
-    return name, tensor.dtype, tensor.requires_grad, expanded
 
 
 def _start(name: str, offset: int | Tensor, captures: dict[str, Any]) -> str:

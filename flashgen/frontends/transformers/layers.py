@@ -20,9 +20,15 @@ from flashgen.frontends.flex.operation_results import name_of
 from flashgen.frontends.flex.recorded_mods import POSITIONS, Notes, record
 from flashgen.frontends.flex.recorder import Recorder
 from flashgen.frontends.flex.traced_mods import TracedMods, trace
+from flashgen.frontends.score_tensors import (
+    GivenTensor,
+    Start,
+    dtype_name,
+    element,
+    from_start,
+)
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language import mod_functions
-from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.spec.language.tensor import Tensor
@@ -38,29 +44,6 @@ operators: dict[str, Attention] = {}
 
 FULL, CAUSAL = "full", "causal"
 """The names of masks that no function describes."""
-
-
-class GivenTensor(NamedTuple):
-    """A tensor [batch, heads, seq_q, seq_k] of one call: a position bias, or a mask of the user.
-
-    Attributes:
-        name: its name as an argument of the operator.
-        dtype: a torch dtype; a bool tensor is a mask, and any other is added to the scores.
-        grad: whether it is learned.
-        expanded: for each dimension, whether it has one element that holds for all.
-    """
-
-    name: str
-    dtype: torch.dtype
-    grad: bool
-    expanded: tuple[bool, bool, bool, bool]
-
-
-class Start(NamedTuple):
-    """How a call gives the positions of its first query and key: "" for 0, "number", or a dtype."""
-
-    q: str = ""
-    k: str = ""
 
 
 class LayerKind(NamedTuple):
@@ -306,13 +289,13 @@ def _spec(mask: str, layer: LayerKind) -> AttentionSpec:
     sink = None
     if layer.sink is not None:
         dtype, learned = layer.sink
-        sink = Tensor("sink", ("heads",), _name(dtype), grad=learned)
+        sink = Tensor("sink", ("heads",), dtype_name(dtype), grad=learned)
     return AttentionSpec(
         mask_mod=_mask_mod(mask, layer),
         score_mod=_score_mod(layer),
         head_dim=layer.head_dim,
         head_dim_v=layer.head_dim_v,
-        dtype=_name(layer.dtype),
+        dtype=dtype_name(layer.dtype),
         dropout=layer.dropout,
         sink=sink,
         name=_name_of_layer(mask, layer),
@@ -326,8 +309,8 @@ def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
     numbers = [Tensor(f"sequences_{axis}", (1, f"sequences_{axis}_rows"), "int32") for axis in "qk"]
 
     def of_sequences(b: Any, h: Any, q: Any, k: Any) -> Any:
-        of_q = numbers[0][0, _from_start("q_start", layer.start.q, q)]
-        together = of_q == numbers[1][0, _from_start("k_start", layer.start.k, k)]
+        of_q = numbers[0][0, from_start("q_start", layer.start.q, q)]
+        together = of_q == numbers[1][0, from_start("k_start", layer.start.k, k)]
         return together if whole is None else whole(b, h, q, k) & together
 
     return of_sequences
@@ -336,8 +319,7 @@ def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
 def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
     for given in layer.given:
         if given.dtype == torch.bool:
-            element = _element(given, layer.start)
-            return lambda b, h, q, k: element(b, h, q, k)
+            return element(given, layer.start)
     if mask == FULL:
         return None
     if mask == CAUSAL:
@@ -347,43 +329,18 @@ def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
 
 def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
     softcap = layer.softcap
-    added = [_element(x, layer.start) for x in layer.given if x.dtype != torch.bool]
+    added = [element(x, layer.start) for x in layer.given if x.dtype != torch.bool]
     if softcap is None and not added:
         return None
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if softcap is not None:
             score = softcap * mod_functions.tanh(score / softcap)
-        for element in added:
-            score = score + element(b, h, q, k)
+        for bias in added:
+            score = score + bias(b, h, q, k)
         return score
 
     return score_mod
-
-
-def _element(given: GivenTensor, start: Start) -> Callable[..., Any]:
-    """The element of a tensor that belongs to a score; its indices count from the call's first."""
-    dims = tuple(f"{given.name}_{axis}" for axis in ("batch", "heads", "q", "k"))
-    tensor = Tensor(given.name, dims, _name(given.dtype), grad=given.grad)
-
-    def element(b: Any, h: Any, q: Any, k: Any) -> Any:
-        local = b, h, _from_start("q_start", start.q, q), _from_start("k_start", start.k, k)
-        once = zip(given.expanded, local, strict=True)
-        return tensor[tuple(0 if expanded else index for expanded, index in once)]
-
-    return element
-
-
-def _from_start(name: str, kind: str, position: Any) -> Any:
-    if not kind:
-        return position
-    if kind == "number":
-        return position - Scalar(name, "int32")
-    return position - Tensor(name, (), kind)[()]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _name_of_layer(mask: str, layer: LayerKind) -> str:

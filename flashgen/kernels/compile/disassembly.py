@@ -48,7 +48,9 @@ def disassembled(cubin: bytes, kernel: str, arch: str, options: Sequence[str] = 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{kernel}.cubin"
         file.write_bytes(cubin)
-        done = subprocess.run([tool, *options, file], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [tool, *options, file], capture_output=True, encoding="utf-8", check=False
+        )
     if done.returncode != 0:
         raise CompileError(
             "the disassembler does not read this cubin",

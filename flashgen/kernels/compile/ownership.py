@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -25,7 +26,7 @@ def hindrance(folder: Path) -> str:
     Args:
         folder: an absolute path. Links above it are followed.
     """
-    if os.name != "posix":
+    if sys.platform == "win32":
         return ""
     real = Path(os.path.realpath(folder))
     places = [real, *real.parents]
@@ -47,6 +48,8 @@ def hindrance(folder: Path) -> str:
 
 
 def _of_folder(path: Path, found: os.stat_result) -> str:
+    if sys.platform == "win32":
+        return ""
     if found.st_uid != os.geteuid():
         return f"{path} belongs to another user ({found.st_uid})"
     if found.st_mode & _OTHERS:
@@ -56,6 +59,8 @@ def _of_folder(path: Path, found: os.stat_result) -> str:
 
 def _of_parent(path: Path, found: os.stat_result) -> str:
     """A group may write a folder above: private groups of one user are common."""
+    if sys.platform == "win32":
+        return ""
     if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user ({found.st_uid})"
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
@@ -81,8 +86,9 @@ def contents(path: Path) -> bytes:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise NotOurs(f"{path.name} is no file")
-        if os.name == "posix" and _of_folder(path, found):
-            raise NotOurs(_of_folder(path, found))
+        reason = _of_folder(path, found)
+        if reason:
+            raise NotOurs(reason)
         return file.read()
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 
 import sympy
 
 from flashgen.shared.errors import InputError, SpecError
-from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import (
+    AXES,
     LAYOUT_NAMES,
     OFFSETS,
     PAGE_NAMES,
@@ -24,6 +25,7 @@ from flashgen.shared.signature import (
     TensorArgument,
     ZeroDivision,
 )
+from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.spec.language.divisors import divisions_by_zero
 from flashgen.spec.language.lets import Let, substituted
 from flashgen.spec.language.python_printer import python_text
@@ -31,6 +33,7 @@ from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
 from flashgen.spec.language.tensor import Tensor
+from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,7 +60,45 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         split=spec.split,
         paged=spec.paged,
         normalize=spec.normalizer,
+        divisible=_divisible(spec),
     )
+
+
+def _divisible(spec: AttentionSpec) -> tuple[str, ...]:
+    """`CallSignature.divisible`."""
+    if spec.block_sparse is not None and spec.block_sparse.is_static and spec.block_sparse.by_head:
+        return ()
+    dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
+    indices = zip(AXES, (B, H), (BATCH, HEADS), strict=True)
+    found = (axis for axis, index, size in indices if _only_indexes(spec, dims, axis, index, size))
+    return tuple(found)
+
+
+def _only_indexes(
+    spec: AttentionSpec,
+    dims: Mapping[TensorSymbol, tuple[str | int, ...]],
+    axis: str,
+    index: sympy.Symbol,
+    size: sympy.Symbol,
+) -> bool:
+    """Whether all that mask and score do with an index is to read the dimensions of its axis."""
+    waiting: list[sympy.Basic] = [spec.mask, spec.score]
+    seen: set[sympy.Basic] = set()
+    while waiting:
+        expr = waiting.pop()
+        if expr in (index, size):
+            return False
+        if expr in seen:
+            continue
+        seen.add(expr)
+        if isinstance(expr, Element):
+            read = tuple(zip(dims[expr.tensor], expr.indices, strict=True))
+            if any(dim == axis and by != index for dim, by in read):
+                return False
+            waiting += (by for dim, by in read if dim != axis)
+        else:
+            waiting += (expr.value,) if isinstance(expr, Let) else expr.args
+    return True
 
 
 def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:

@@ -6,6 +6,7 @@ This is the one place where exceptions of commands are caught.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shlex
 import sys
@@ -48,6 +49,8 @@ def finish(program: Callable[[], object], line: Sequence[str]) -> NoReturn:
     try:
         if sys.stdout is None:  # closed by the caller, as by >&-
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        for stream in (sys.stdout, sys.stderr):
+            _encode(stream)
         returned = program()
         sys.stdout.flush()
         status = returned if isinstance(returned, int) else 0
@@ -68,6 +71,13 @@ def finish(program: Callable[[], object], line: Sequence[str]) -> NoReturn:
         except (OSError, ValueError, AttributeError):  # after an error, of which the status tells
             _discard(stream)
     sys.exit(status)
+
+
+def _encode(stream: TextIO) -> None:
+    """A pipe or a file gets UTF-8, whatever the code page; a terminal "?" for what it lacks."""
+    if isinstance(stream, io.TextIOWrapper):
+        encoding = stream.encoding if stream.isatty() else "utf-8"
+        stream.reconfigure(encoding=encoding, errors="replace")
 
 
 def _of_file(error: OSError) -> int:

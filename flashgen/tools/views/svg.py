@@ -54,16 +54,16 @@ def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
     notes = (*drawing.notes, *drawing.note_on(cells, drawing.fainter))
     if compact:
         return _element(drawing, notes, _thumbnail(drawing, cells), (_THUMBNAIL, _THUMBNAIL))
-    parts = [_text(0, 20, drawing.title, "head")]
+    parts = [text_at(0, 20, drawing.title, "head")]
     y = _paragraphs(drawing.lines, 20, parts)
     y = _grids(drawing, cells, y + _LINE + _GAP // 2, parts)
     for entry in drawing.legend:
         y += _LINE + 4
         parts.append(f'<rect class="{entry.style}" x="0" y="{y - 11}" width="12" height="12"/>')
         for line in textwrap.wrap(entry.text, _COLUMNS - 4):
-            parts.append(_text(20, y, line))
+            parts.append(text_at(20, y, line))
             y += _LINE
-        parts.append(_text(20, y, entry.count, "soft"))
+        parts.append(text_at(20, y, entry.count, "soft"))
     y = _paragraphs(notes, y + 4, parts) + 8
     inner = [f'<g transform="translate({_EDGE} 0)">', *parts, "</g>"]
     width = _WIDTH + 2 * _EDGE
@@ -75,11 +75,20 @@ def _element(
     drawing: Drawing, notes: Sequence[str], parts: Sequence[str], size: tuple[int, int]
 ) -> str:
     words = ". ".join(part.rstrip(".") for part in (*drawing.lines, drawing.counts, *notes))
+    return element(drawing.title, words, parts, size)
+
+
+def element(title: str, words: str, parts: Sequence[str], size: tuple[int, int]) -> str:
+    """An SVG element in the style of all pictures, of this width and height.
+
+    Args:
+        words: a description for those who do not see it.
+    """
     width, height = size
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fgp" role="img" '
         f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'style="max-width:100%;height:auto"><title>{_escaped(drawing.title)}</title>'
+        f'style="max-width:100%;height:auto"><title>{_escaped(title)}</title>'
         f"<desc>{_escaped(words)}.</desc><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -88,7 +97,7 @@ def _paragraphs(texts: Sequence[str], y: int, parts: list[str]) -> int:
     """Appends lines of text below ``y``; returns the y of the last one."""
     for line in (line for text in texts for line in textwrap.wrap(text, _COLUMNS)):
         y += _LINE
-        parts.append(_text(0, y, line, "soft"))
+        parts.append(text_at(0, y, line, "soft"))
     return y
 
 
@@ -104,11 +113,11 @@ def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) ->
         needed = round(_LEFT + max(width, _LETTER * max(len(keys), len(grid.label))) + _GAP)
         if x and x + needed > _WIDTH:
             x, y = 0, below + 2 * _GAP
-        parts.append(f'<g transform="translate({x} {y})">{_text(_LEFT, 0, grid.label)}')
-        parts.append(_text(_LEFT, 16, keys, "soft"))
+        parts.append(f'<g transform="translate({x} {y})">{text_at(_LEFT, 0, grid.label)}')
+        parts.append(text_at(_LEFT, 16, keys, "soft"))
         if height > _LETTER * len(queries):
             at = f"translate(14 {_HEAD}) rotate(90)"
-            parts.append(f'<g transform="{at}">{_text(0, 0, queries, "soft")}</g>')
+            parts.append(f'<g transform="{at}">{text_at(0, 0, queries, "soft")}</g>')
         box = _LEFT, _HEAD, round(width), round(height)
         parts.append(f"{_cells(drawing, found, box)}</g>")
         x += needed
@@ -174,7 +183,8 @@ def _path(where: Array, style: str, extra: str = "") -> str:
     return f'<path class="{style}"{extra} shape-rendering="crispEdges" d="{"".join(pieces)}"/>'
 
 
-def _text(x: int, y: int, text: str, style: str = "") -> str:
+def text_at(x: float, y: float, text: str, style: str = "") -> str:
+    """A line of text that begins at x, on the base line y; `style` names classes of `STYLE`."""
     named = f' class="{style}"' if style else ""
     return f'<text x="{x}" y="{y}"{named}>{_escaped(text)}</text>' if text else ""
 

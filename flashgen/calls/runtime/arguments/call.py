@@ -180,18 +180,24 @@ def check_traced(signature: CallSignature, operands: Operands, scalars: Sequence
     check_operands(signature, q, k, v, traced=True)
     names = [scalar.name for scalar in signature.scalars]
     heads = scalars[names.index(WHOLE[1])] if WHOLE[1] in names else None
-    _check_captured(signature, captured, q, k, heads)
+    _check_captured(signature, captured, q, k, heads, traced=True)
 
 
 def _check_captured(
-    signature: CallSignature, captured: Sequence[Any], q: Tensor, k: Tensor, heads: int | None
+    signature: CallSignature,
+    captured: Sequence[Any],
+    q: Tensor,
+    k: Tensor,
+    heads: int | None,
+    *,
+    traced: bool = False,
 ) -> dict[str, int]:
     """Checks captured tensors whose sizes may be symbols. Returns the sizes that q and k define.
 
     Args:
         heads: the number of query heads of the whole; that of q if None.
     """
-    check_captured(signature, captured, q.device)
+    check_captured(signature, captured, q.device, traced=traced)
     check_packed(signature, q, captured)
     if signature.paged:
         check_table(signature, q, captured)

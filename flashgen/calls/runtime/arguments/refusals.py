@@ -122,7 +122,13 @@ def refuse_jit_trace() -> None:
 
 
 def check_is_tensor(
-    name: str, value: Any, way_out: str, where: str = "", more: str = "", dense: bool = True
+    name: str,
+    value: Any,
+    way_out: str,
+    where: str = "",
+    more: str = "",
+    dense: bool = True,
+    local: bool = True,
 ) -> None:
     """Raises InputError for what is no tensor, and for one that `check_dense` refuses.
 
@@ -130,6 +136,7 @@ def check_is_tensor(
         where: the place of the argument in words; "argument <name>" if "".
         more: what else the numbers of the error say.
         dense: whether the tensor must be dense.
+        local: whether a DTensor is refused.
     """
     if not isinstance(value, torch.Tensor):
         refuse(
@@ -138,7 +145,7 @@ def check_is_tensor(
             f"given a {type(value).__name__}{more}",
             way_out,
         )
-    if dense:
+    if dense and (local or not is_dtensor(value)):
         check_dense(name, value)
 
 
@@ -169,9 +176,14 @@ def check_ascending(
     return steps
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a tensor that is spread over the ranks of a device mesh."""
+    return type(value).__name__ == "DTensor"  # without its import, which is slow
+
+
 def check_dense(name: str, value: torch.Tensor) -> None:
     """Raises InputError for a nested, sparse, quantized or distributed tensor."""
-    if type(value).__name__ == "DTensor":  # without its import, which is slow
+    if is_dtensor(value):
         refuse(
             f"{name} is a DTensor",
             f"argument {name}",

@@ -41,7 +41,7 @@ def check_operands(
     """
     operands = {"q": q, "k": k, "v": v}
     for name, value in operands.items():
-        _check_operand(signature, name, value, q)
+        _check_operand(signature, name, value, q, traced)
         if not traced:
             _check_memory(name, value)
     _check_together(signature, q, k, v)
@@ -49,7 +49,9 @@ def check_operands(
         _check_limits(name, value)
 
 
-def _check_operand(signature: CallSignature, name: str, value: Any, q: Tensor) -> None:
+def _check_operand(
+    signature: CallSignature, name: str, value: Any, q: Tensor, traced: bool
+) -> None:
     if value is None:
         refuse(
             f"{name} is missing",
@@ -57,7 +59,7 @@ def _check_operand(signature: CallSignature, name: str, value: Any, q: Tensor) -
             "an operator takes q, k and v",
             "op(q, k, v); op(q, q, q) for self-attention without projections",
         )
-    check_is_tensor(name, value, "torch.as_tensor(...)")
+    check_is_tensor(name, value, "torch.as_tensor(...)", local=not traced)
     if value.dim() != 4:
         axes = "[batch, heads, seq, head_dim]"
         refuse(
@@ -229,15 +231,22 @@ def check_gradients(q: Tensor, v: Tensor, gradients: OutputGradients) -> None:
 # ---- captured tensors ----------------------------------------------------------------------------
 
 
-def check_captured(signature: CallSignature, captured: Sequence[Any], device: torch.device) -> None:
+def check_captured(
+    signature: CallSignature,
+    captured: Sequence[Any],
+    device: torch.device,
+    *,
+    traced: bool = False,
+) -> None:
     """Checks the dtypes, ranks and devices of captured tensors.
 
     Args:
         captured: a value for each of the signature's tensors.
         device: that of q.
+        traced: as for `check_operands`.
     """
     for tensor, value in zip(signature.tensors, captured, strict=True):
-        _check_captured(tensor, value, device)
+        _check_captured(tensor, value, device, traced)
 
 
 def check_sizes(
@@ -328,7 +337,7 @@ def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any,
     return tuple(declared)
 
 
-def _check_captured(tensor: TensorArgument, value: Any, device: torch.device) -> None:
+def _check_captured(tensor: TensorArgument, value: Any, device: torch.device, traced: bool) -> None:
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
     example = repr(value) if isinstance(value, int | float) else "0.5"
@@ -338,6 +347,7 @@ def _check_captured(tensor: TensorArgument, value: Any, device: torch.device) ->
         value,
         f"torch.{made} dtype=torch.{tensor.dtype}, device={str(device)!r})",
         more=f"; expected dims {dims}, torch.{tensor.dtype}",
+        local=not traced,
     )
     if value.dim() != rank:
         refuse(

@@ -1,0 +1,512 @@
+"""Calls of DTensors: each rank computes the batch entries and the heads that it has.
+
+torch asks the rule here in place of DTensor's own way to find a sharding, for each registered
+operator and each of its passes, in eager calls and in traces alike. Along a dimension of the device
+mesh a call is divided by batch, by heads, or not at all. The local tensors of a rank are then the
+operands of a call of their own where mask and score use the number of a batch entry or head only as
+an index. Where they use it otherwise, and for dropout, the call is one on some heads of a whole
+(`flashgen.spec.language.signature.in_whole`). Nothing but gradients of results is communicated:
+other placements are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from flashgen.calls.ops.operator import NEEDED, Operator
+from flashgen.calls.runtime.arguments.refusals import (
+    is_dtensor,
+    refuse,
+    runs_while_traced,
+    shape_of,
+)
+from flashgen.calls.runtime.programs import Variant, program_of
+from flashgen.shared.signature import AXES, LAYOUT_NAMES, PAGE_NAMES, WHOLE, CallSignature
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+Tensor = torch.Tensor
+OperatorOf = Callable[[Any], Operator]
+
+BATCH, HEADS = AXES
+_ROWS = (BATCH, HEADS, "seq_q", "head_dim")
+_MOST_PARTS = 256
+"""Kinds of calls that an operator keeps."""
+
+_FREE = ("out", "lse", "dout", "dlse")
+"""Arguments of the backward operator that come in any placement, which users do not choose."""
+
+
+def serve(operator: Operator, library: Any, operator_of: OperatorOf) -> None:
+    """Registers the rules of an operator. This imports DTensor, which is slow where it is new.
+
+    Args:
+        operator_of: `flashgen.calls.ops.registration.operator_of`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name in (operator.name, f"{operator.name}_backward"):
+        rule = functools.partial(_rule, operator, operator_of, name != operator.name)
+        torch.library.register_torch_dispatch(f"flashgen::{name}", DTensor, rule, lib=library)
+
+    def of_this_rank(*args: Any, **keywords: Any) -> Any:
+        before, _calls.kept_uncached = _calls.kept_uncached, True
+        try:
+            return operator.overload(*args, **keywords)
+        finally:
+            _calls.kept_uncached = before
+
+    operator.of_this_rank = of_this_rank
+
+
+class _Calls(threading.local):
+    """Whether the present call is one of an ``of_this_rank``."""
+
+    kept_uncached = False
+
+
+_calls = _Calls()
+
+
+@runs_while_traced
+def keep_uncached(operator: Operator) -> None:
+    """Keeps programs that call ``operator.of_this_rank`` out of the cache of AOTAutograd.
+
+    The program of a rank holds numbers of the rank, such as its first head, but the cache has one
+    key for all ranks. It keeps no program that calls a function of Python.
+    """
+    torch.compiler.allow_in_graph(operator.of_this_rank)  # type: ignore[no-untyped-call]
+
+
+def _check_uncached(operator: Operator) -> None:
+    if get_proxy_mode() is not None and not _calls.kept_uncached:
+        refuse(
+            "a compiled call of DTensors has numbers of its rank, and torch would cache it for all",
+            f"torch.ops.flashgen.{operator.name}",
+            "traced with DTensors, without a mark for the cache",
+            "fg.attention(spec)(q, k, v, ...), which sets the mark",
+        )
+
+
+def _rule(
+    operator: Operator,
+    operator_of: OperatorOf,
+    backward: bool,
+    cls: Any,
+    overload: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any] | None = None,
+) -> tuple[DTensor, ...]:
+    """The results of an operator, of which some arguments are DTensors."""
+    keywords = keywords or {}
+    with torch.no_grad():  # the rule is below autograd
+        key = _key(backward, args, keywords)
+        part = operator.parts.get(key) if key is not None else None
+        if part is None:
+            if not backward:
+                _check_uncached(operator)
+            names = [argument.name for argument in overload._schema.arguments]
+            given = dict(
+                zip(names, args, strict=False)
+            )  # torch omits arguments with their defaults
+            part = _part_of(operator, backward, given, keywords, operator_of)
+            if key is not None and len(operator.parts) < _MOST_PARTS:
+                operator.parts[key] = part
+        return _computed(operator, part, backward, args, key is None)
+
+
+class _Part(NamedTuple):
+    """What a rank does in calls of one kind.
+
+    Attributes:
+        operator, keywords: the operator that computes the part, with its keyword arguments.
+        mesh: where the results lie.
+        wanted: for each argument the placements of what the operator reads; None for what is no
+            tensor of the mesh.
+        results: the shape and the placements of each result; a shape of None is that of the local
+            tensor.
+        specs: the results' `DTensorSpec`, once they are known: making one takes longer than a call.
+    """
+
+    operator: Operator
+    keywords: dict[str, Any]
+    mesh: DeviceMesh
+    wanted: tuple[tuple[Any, ...] | None, ...]
+    results: tuple[tuple[Sequence[int] | None, tuple[Any, ...]], ...]
+    specs: list[Any]
+
+
+def _key(backward: bool, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a `_Part` depends on; None in a trace, whose sizes are symbols."""
+    found: list[Any] = [backward, repr(keywords) if keywords else ""]
+    for x in args:
+        if not is_dtensor(x):
+            found.append(None if x is None else x.shape)
+            continue
+        local = x._local_tensor
+        if type(local) is not Tensor:
+            return None
+        found += x._spec, local.stride()
+    return None if torch._C._len_torch_dispatch_stack() else tuple(found)
+
+
+class _Division(NamedTuple):
+    """How the ranks of a mesh divide a call.
+
+    Attributes:
+        axes: for each dimension of the mesh the axis of `AXES` that it divides, or "".
+        drops: whether elements are dropped.
+        in_whole: whether a rank computes some heads of a whole, with whole captured tensors.
+    """
+
+    signature: CallSignature
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    drops: bool
+    in_whole: bool = False
+
+    @property
+    def everywhere(self) -> tuple[Any, ...]:
+        """The placements of what all ranks have."""
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),) * self.mesh.ndim
+
+    def dims(self, name: str) -> tuple[str | int, ...]:
+        """The names of the dimensions of an argument."""
+        if name in ("k", "v") and self.signature.paged:
+            return ("pages", *_ROWS[1:])
+        if name in ("q", "k", "v", *_FREE):
+            return _ROWS[:3] if name in ("lse", "dlse") else _ROWS
+        return next((x.dims for x in self.signature.tensors if x.name == name), ())
+
+    def placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
+        """How an argument lies on the mesh."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        captured = name not in ("q", "k", "v", *_FREE)
+        found: list[Any] = []
+        for axis in self.axes:
+            names = {BATCH: (BATCH,), HEADS: (HEADS, "heads_kv")}.get(axis, ())
+            if captured and axis == HEADS and self.in_whole:
+                names = ()
+            places = [
+                i
+                for i, dim in enumerate(self.dims(name))
+                if dim in names and not (captured and shape[i] == 1)  # one element for all
+            ]
+            found.append(Shard(places[0]) if places else Replicate())
+        return tuple(found)
+
+    def gradient_placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
+        """How the gradient of an argument lies on the mesh: what all parts read has a sum."""
+        from torch.distributed.tensor import Partial
+
+        pairs = zip(self.axes, self.placements(name, shape), strict=True)
+        return tuple(Partial() if axis and x.is_replicate() else x for axis, x in pairs)
+
+    def first(self, axis: str, size: int) -> int:
+        """Where the part of this rank begins along an axis, divided as torch.chunk divides it."""
+        start = 0
+        for number, divided in enumerate(self.axes):
+            if divided == axis:
+                step = -(-size // self.mesh.size(number))
+                before = min(self.mesh.get_local_rank(number) * step, size)
+                start, size = start + before, min(step, size - before)
+        return start
+
+
+def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
+    """How the placements of q, k and v divide a call.
+
+    Raises:
+        InputError: in another way than along batch and heads, or one that the spec does not allow.
+    """
+    tensors = {name: x for name, x in given.items() if _is_spread(signature, name, x)}
+    for name, x in tensors.items():
+        if not is_dtensor(x):
+            _refuse_plain(name, x, next(filter(is_dtensor, tensors.values())))
+        for _, order in getattr(x._spec, "shard_order", None) or ():
+            if list(order) != sorted(order):
+                _refuse_placement(name, x)
+        if x.device_mesh != given["q"].device_mesh:
+            refuse(
+                "the DTensors of a call are on different device meshes",
+                f"argument {name}",
+                f"{name} on {x.device_mesh}, q on {given['q'].device_mesh}",
+                f"distribute_tensor({name}, q.device_mesh, ...)",
+            )
+    mesh = given["q"].device_mesh
+    if mesh.get_coordinate() is None:
+        refuse(
+            "this rank is not part of the device mesh",
+            "argument q",
+            f"{mesh}",
+            "a call on the ranks of the mesh alone",
+        )
+    drops = signature.dropout and given.get("dropout_p") is not None
+    division = _Division(signature, mesh, (), drops)
+    axes = tuple(_axis_of(division, given, number) for number in range(mesh.ndim))
+    division = division._replace(axes=axes)
+    if HEADS in axes:
+        _check_heads(division, given)
+    if BATCH in axes:
+        _check_batch(division, given)
+    counts = HEADS in axes and (HEADS not in signature.divisible or _has_whole(signature))
+    return division._replace(in_whole=counts or (drops and any(axes)))
+
+
+def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
+    """Whether an argument is a DTensor, or has to be one beside others.
+
+    All ranks have the same floats, which are tensors of no dimension, and the same block layout, of
+    which flashgen makes lists.
+    """
+    if not isinstance(x, Tensor) or is_dtensor(x):
+        return isinstance(x, Tensor)
+    learned = any(tensor.name == name for tensor in signature.learned)
+    return learned or (x.dim() > 0 and name not in LAYOUT_NAMES)
+
+
+def _has_whole(signature: CallSignature) -> bool:
+    return any(scalar.name == WHOLE[0] for scalar in signature.scalars)
+
+
+def _axis_of(division: _Division, given: dict[str, Any], number: int) -> str:
+    """The axis that a dimension of the mesh divides, by the placements of q, k and v."""
+    from torch.distributed.tensor import Shard
+
+    found: dict[str, str] = {}
+    for name in ("q", "k", "v"):
+        placement = given[name].placements[number]
+        if not placement.is_replicate():
+            dims = division.dims(name)
+            axis = dims[placement.dim] if type(placement) is Shard else ""
+            if axis not in AXES:
+                _refuse_placement(name, given[name])
+            found[str(axis)] = name
+    if len(found) > 1:
+        other = found.popitem()[1]
+        _refuse_placement(other, given[other])
+    return next(iter(found), "")
+
+
+def _check_heads(division: _Division, given: dict[str, Any]) -> None:
+    q, k = given["q"], given["k"]
+    sizes = [division.mesh.size(i) for i, axis in enumerate(division.axes) if axis == HEADS]
+    ranks = functools.reduce(int.__mul__, sizes, 1)
+    if k.shape[1] % ranks:
+        refuse(
+            "the heads of k and v cannot be divided among the ranks",
+            "argument k",
+            f"{shape_of(k)[1]} heads of k and v, {shape_of(q)[1]} of q, {ranks} ranks",
+            "k and v with a multiple of that many heads before they are sharded, as "
+            f"k.repeat_interleave({ranks}, 1); or the call on k.to_local(), with one key head for "
+            "all query heads of a rank",
+        )
+
+
+def _check_batch(division: _Division, given: dict[str, Any]) -> None:
+    signature = division.signature
+    q = given["q"]
+    way_out = (
+        "q.redistribute(placements=...) with Shard(1), the heads; or the call on q.to_local() and "
+        "the others, whose batch entries count from 0 on each rank"
+    )
+    if signature.packed:
+        refuse(
+            "packed sequences are one batch entry, which cannot be divided along the batch",
+            "argument q",
+            f"shape {shape_of(q)}, placements {q.placements}",
+            way_out,
+        )
+    if BATCH not in signature.divisible:
+        refuse(
+            "the spec computes with the number of a batch entry, which a rank would count from 0",
+            "argument q",
+            f"spec {signature.name}; placements {q.placements}",
+            way_out,
+        )
+    by_head = [x.name for x in signature.tensors if {HEADS, "heads_kv"} & {*x.dims}]
+    counts = HEADS not in signature.divisible or _has_whole(signature)
+    if division.drops and (by_head or counts):
+        refuse(
+            "dropout would need the number of the first batch entry of a rank",
+            "argument q",
+            f"spec {signature.name} computes with the number of a head, in "
+            f"{', '.join(by_head) or 'its mask or score'}; placements {q.placements}",
+            way_out,
+        )
+
+
+def _part_of(
+    operator: Operator,
+    backward: bool,
+    given: dict[str, Any],
+    keywords: dict[str, Any],
+    operator_of: OperatorOf,
+) -> _Part:
+    """What this rank does in a call.
+
+    Raises:
+        InputError: it does not have what its part of the call reads.
+    """
+    signature = operator.signature
+    division = _division_of(signature, given)
+    wanted = tuple([_wanted(division, name, x) for name, x in given.items()])
+    shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
+    if not backward:
+        rows = shapes["q"][:3]
+        shapes |= {"out": torch.Size((*rows, signature.head_dim_v)), "lse": rows}
+        results: list[Any] = [(shapes[n], division.placements(n, shapes[n])) for n in _FREE[:2]]
+    else:
+        named = ("q", "k", "v", *(tensor.name for tensor in signature.learned))
+        results = [(shapes[n], division.gradient_placements(n, shapes[n])) for n in named]
+        for index, needed in enumerate(keywords.get(NEEDED) or (), 3):
+            if not needed:  # a tensor without elements
+                results[index] = None, division.everywhere
+    if division.in_whole:
+        operator, keywords = _in_whole(operator, division, given, keywords, operator_of)
+    return _Part(operator, keywords, division.mesh, wanted, tuple(results), [])
+
+
+def _computed(
+    operator: Operator, part: _Part, backward: bool, args: tuple[Any, ...], traced: bool
+) -> tuple[DTensor, ...]:
+    done, mesh = part.operator, part.mesh
+    local = [
+        x if wanted is None else _local(mesh, x, wanted)
+        for x, wanted in zip(args, part.wanted, strict=True)
+    ]
+    called = (done.overload, done.overload_backward) if traced else done.kernels
+    results = called[backward](*local, **part.keywords)
+    if done is not operator:  # whose reports users ask for
+        operator.done, operator.done_backward = done.last_forward(), done.last_backward()
+    if part.specs:
+        made = type(next(filter(is_dtensor, args)))
+        pairs = zip(results, part.specs, strict=True)
+        return tuple([made(x, spec, requires_grad=False) for x, spec in pairs])
+    found = tuple(
+        _spread(mesh, x, x.shape if shape is None else shape, placements)
+        for x, (shape, placements) in zip(results, part.results, strict=True)
+    )
+    part.specs[:] = [x._spec for x in found]  # at once, for other threads
+    return found
+
+
+def _in_whole(
+    operator: Operator,
+    division: _Division,
+    given: dict[str, Any],
+    keywords: dict[str, Any],
+    operator_of: OperatorOf,
+) -> tuple[Operator, dict[str, Any]]:
+    """The operator of calls on some heads of a whole, and its keyword arguments on this rank."""
+    q, k = given["q"], given["k"]
+    first = division.first(HEADS, q.shape[1])
+    if division.drops:  # it counts b * heads + h, and alone counts heads where a batch is divided
+        first += division.first(BATCH, q.shape[0]) * q.shape[1]
+    if _has_whole(operator.signature):
+        return operator, {**keywords, WHOLE[0]: keywords[WHOLE[0]] + first}
+    table = given.get(PAGE_NAMES[0])
+    pages = 1 if table is None else table.shape[1]
+    sizes = dict(zip(WHOLE, (first, q.shape[1], q.shape[2], k.shape[2] * pages), strict=True))
+    variant = program_of(operator.spec).variant(Variant(part=WHOLE))
+    return operator_of(variant), {**keywords, **sizes}
+
+
+def _wanted(division: _Division, name: str, x: Any) -> tuple[Any, ...] | None:
+    """The placements of what this rank reads of an argument.
+
+    Raises:
+        InputError: the rank would have to receive it.
+    """
+    if not isinstance(x, Tensor):
+        return None
+    wanted = division.placements(name, x.shape)
+    if not is_dtensor(x):
+        return None if wanted == division.everywhere else wanted
+    spread: Any = x
+    pairs = zip(spread.placements, wanted, strict=True)
+    if name not in _FREE and not all(has == part or has.is_replicate() for has, part in pairs):
+        _refuse_placement(name, spread, wanted)
+    return wanted
+
+
+def _local(mesh: DeviceMesh, x: Tensor, wanted: tuple[Any, ...]) -> Tensor:
+    """The part of a tensor that this rank reads; all ranks have an ordinary tensor."""
+    if not is_dtensor(x):
+        from torch.distributed.tensor import Replicate
+
+        x = _spread(mesh, x, x.shape, (Replicate(),) * mesh.ndim)
+    spread: Any = x
+    if spread.placements != wanted:
+        spread = spread.redistribute(placements=wanted)
+    local: Tensor = spread.to_local()
+    return local
+
+
+def _spread(
+    mesh: DeviceMesh, local: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
+) -> DTensor:
+    """A DTensor of a shape, with the order of its axes in memory that the local tensor has."""
+    from torch.distributed.tensor import DTensor
+
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (local.stride(axis), -axis)):
+        strides[axis], step = step, step * max(shape[axis], 1)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
+
+
+def _refuse_placement(name: str, x: DTensor, wanted: object = None) -> NoReturn:
+    if wanted is None:
+        what = "a call of DTensors is divided along the batch or the heads of q, k and v"
+        way_out = (
+            "flashgen.distributed.attention(op, q.to_local(), k.to_local(), v.to_local(), "
+            "group=...) for a sequence that is divided; else "
+            f"{name}.redistribute(placements=...) with Shard(0), Shard(1) or Replicate()"
+        )
+    else:
+        what = f"the ranks do not have the part of {name} that their batch entries and heads read"
+        way_out = f"{name}.redistribute(placements={wanted}), which communicates"
+    refuse(
+        what,
+        f"argument {name}",
+        f"a DTensor of {shape_of(x)}, placements {x.placements} of the mesh "
+        f"{x.device_mesh.mesh_dim_names or tuple(x.device_mesh.shape)}",
+        way_out,
+    )
+
+
+def refuse_drawn() -> NoReturn:
+    """Refuses dropout of DTensors with random numbers that each rank would draw for itself."""
+    refuse(
+        "the ranks of DTensors do not draw the same random numbers",
+        "argument rng",
+        "dropout_p is above 0, and no rng is given",
+        _ON_ALL_RANKS.format("rng", "torch.randint(2**63 - 1, (2,), device=q.device)"),
+    )
+
+
+_ON_ALL_RANKS = "{}=distribute_tensor({}, q.device_mesh, [Replicate()] * q.device_mesh.ndim)"
+
+
+def _refuse_plain(name: str, x: Tensor, other: DTensor) -> NoReturn:
+    refuse(
+        f"{name} is an ordinary tensor beside DTensors",
+        f"argument {name}",
+        f"shape {shape_of(x)}, on each rank; others are on {other.device_mesh}",
+        f"{_ON_ALL_RANKS.format(name, name)} for a tensor that all ranks have; .to_local() of the "
+        "others for a call of this rank alone",
+    )

@@ -1,0 +1,89 @@
+"""DTensors as operands, on processes of a gloo group, against one call on the whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+CASES = "tests.support.dtensor_cases"
+COMPARED = (
+    "divided_by_heads",
+    "divided_by_batch",
+    "parts_of_wholes",
+    "paged_caches",
+    "torch_functions",
+    "compiled_by_name",
+)
+REFUSED = {
+    "sequence": "flashgen.distributed.attention(op, q.to_local()",
+    "compiled sequence": "placements (Shard(dim=2),) of the mesh (2,)",
+    "keys": "argument k",
+    "sum": "placements (Partial(sum),)",
+    "axes": "a call of DTensors is divided along the batch or the heads",
+    "captured": "bias.redistribute(placements=(Shard(dim=0),))",
+    "whole captured": "bias.redistribute(placements=(Replicate(),))",
+    "few key heads": "1 heads of k and v, 8 of q, 2 ranks",
+    "plain captured": "bias=distribute_tensor(bias, q.device_mesh",
+    "plain operand": "v is an ordinary tensor beside DTensors",
+    "no rng": "rng=distribute_tensor(torch.randint(2**63 - 1, (2,), device=q.device)",
+    "own rng": "rng is an ordinary tensor beside DTensors",
+    "entry": "the spec computes with the number of a batch entry",
+    "packed": "packed sequences are one batch entry",
+    "dropped entries": "dropout would need the number of the first batch entry of a rank",
+}
+
+
+@functools.cache
+def group() -> list[dict[str, tuple[Any, str]]]:
+    """What two ranks returned for all cases: their imports take seconds."""
+    return run_ranks(2, [f"{CASES}:{case}" for case in (*COMPARED, "refused")])
+
+
+def returned(case: str) -> list[Any]:
+    results = [rank[f"{CASES}:{case}"] for rank in group()]
+    for number, (_, error) in enumerate(results):
+        assert not error, f"rank {number}: {error}"
+    return [value for value, _ in results]
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_the_ranks_compute_what_one_call_computes(case: str) -> None:
+    returned(case)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_ranks_cannot_compute_by_themselves_is_refused(what: str) -> None:
+    for messages in returned("refused"):
+        assert REFUSED[what] in messages[what]
+        assert len(messages[what].splitlines()) == 4
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_dimensions_divides_batch_and_heads() -> None:
+    for rank, results in enumerate(run_ranks(4, [f"{CASES}:divided_by_two_dimensions"], 240)):
+        _, error = results[f"{CASES}:divided_by_two_dimensions"]
+        assert not error, f"rank {rank}: {error}"
+
+
+@functools.cache
+def slow_group() -> list[dict[str, tuple[Any, str]]]:
+    return run_ranks(2, [f"{CASES}:programs_of_the_rank", f"{CASES}:emulated"], 240)
+
+
+@pytest.mark.slow
+def test_a_program_of_a_rank_is_not_cached_for_others() -> None:
+    for rank, results in enumerate(slow_group()):
+        saved, error = results[f"{CASES}:programs_of_the_rank"]
+        assert not error, f"rank {rank}: {error}"
+        assert saved == 0
+
+
+@pytest.mark.slow
+def test_kernels_of_both_code_paths_compute_the_parts() -> None:
+    for rank, results in enumerate(slow_group()):
+        _, error = results[f"{CASES}:emulated"]
+        assert not error, f"rank {rank}: {error}"
