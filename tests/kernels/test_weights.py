@@ -126,10 +126,15 @@ def test_a_compiled_call_has_one_node() -> None:
 # ---- kernels ------------------------------------------------------------------------------------
 
 
+def in_range(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The cases but those of weights that float16 cannot hold: fourth powers of small scores."""
+    return [case for case in cases if not {"power", "float16"} <= {*case}]
+
+
 FORWARD = take_turns(SPECS, ARCHS, DTYPES, (40, 64, 128, 256))
 
 
-@pytest.mark.parametrize(("name", "arch", "dtype", "head_dim"), one_in(12, FORWARD))
+@pytest.mark.parametrize(("name", "arch", "dtype", "head_dim"), one_in(12, in_range(FORWARD)))
 def test_forward_kernels_meet_the_error_rule(
     name: str, arch: str, dtype: str, head_dim: int
 ) -> None:
@@ -141,7 +146,7 @@ BACKWARD = take_turns(SPECS, ARCHS, DTYPES, (False, True), (64, 128, 40, 256))
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "dtype", "deterministic", "head_dim"), one_in(24, BACKWARD, 7)
+    ("name", "arch", "dtype", "deterministic", "head_dim"), one_in(24, in_range(BACKWARD), 7)
 )
 def test_gradients_meet_the_error_rule(
     name: str, arch: str, dtype: str, deterministic: bool, head_dim: int
@@ -160,7 +165,9 @@ def test_gradients_where_warpgroups_share_keys(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arch", "rows", "dtype"),
-    one_in(12, take_turns(("hstu", "power", "exponential"), ARCHS, (1, 5, 70), DTYPES), 5),
+    one_in(
+        12, in_range(take_turns(("hstu", "power", "exponential"), ARCHS, (1, 5, 70), DTYPES)), 5
+    ),
 )
 def test_results_over_split_keys_are_added_up(name: str, arch: str, rows: int, dtype: str) -> None:
     call = call_of(name, Case(rows, 330, 1, 4, 2, dtype), arch=arch)

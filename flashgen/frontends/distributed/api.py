@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ def attention(
     summed = frozenset(captures if reduce_learned else asked.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
     if exchange.world == 1:
-        return op(q, k, v, return_lse=return_lse, **numbers | part, **captures)
+        attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = op
+        return attend(q, k, v, return_lse=return_lse, **numbers | part, **captures)
     if method == "all_to_all":
         result = _by_heads(exchange, asked, (q, k, v), numbers, summed)
     else:
@@ -184,7 +185,7 @@ def _by_heads(
     }
     place = {"h_offset": first, "whole": {"heads": one.heads}}
     if not asked.op.spec.is_softmax:
-        out = asked.op(q, k, v, **place, **numbers, **given)
+        out = asked.op(q, k, v, return_lse=False, **place, **numbers, **given)
         out = Exchanged.apply(exchange, asked.queries, False, out)  # type: ignore[no-untyped-call]
         return out, out.new_zeros(())
     out, lse = asked.op(q, k, v, return_lse=True, **place, **numbers, **given)

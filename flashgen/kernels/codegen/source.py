@@ -123,12 +123,14 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """``causal_forward_fp16_d64``: the name in profiles, symbols and file names.
 
     The delta kernel has the same name and the same text for all specs of one dtype and one head dim
-    of v, apart from those with a sink, and of another divisor. A kernel that converts sums has the same text for all
-    specs of one dtype and one head dim, packed or not, whose sums have tiles of equal size.
+    of v, apart from those with a sink or another divisor than the softmax's. A kernel that converts
+    sums has the same text for all specs of one dtype and one head dim, packed or not, whose sums
+    have tiles of equal size.
     """
     role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
-        return f"delta{_sink_of_delta(spec)}{_divisor(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
+        own = f"{_sink_of_delta(spec)}{_divisor(spec)}"
+        return f"delta{own}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     if role in CONVERT_KERNELS:
         packed = "_packed" if spec.packed else ""
         dtype = OPERANDS[spec.dtype].short

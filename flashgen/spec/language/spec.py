@@ -82,8 +82,9 @@ class AttentionSpec:
             out, whatever mask_mod returns.
         weight_mod: ``weight_mod(score, b, h, q, k)``, the weight of a kept key, of the score that
             score_mod returns, in place of exp; weights may be negative. It is not evaluated where
-            the score is removed, whose weight is 0. None with ``normalize="softmax"``; with another
-            one, None stands for the score itself.
+            the score is removed, whose weight is 0. Weights are rounded to the dtype of v: float16
+            holds those from 6e-5 to 65,504 with all digits, bfloat16 those of any size. None with
+            ``normalize="softmax"``; with another one, None stands for the score itself.
         normalize: what the weighted sum of v is divided by: "softmax"; "none" for nothing; "sum"
             for the sum of the row's weights; or a floating-point `Tensor` whose dims are among
             "batch", "heads" and "seq_q", in this order, for its element at the row. A row whose
