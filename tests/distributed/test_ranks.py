@@ -20,6 +20,7 @@ WORLDS = [2, slow(4), slow(8)]
 COMPARED = (
     "gathers_and_rings",
     "heads_are_exchanged",
+    "weights_are_added_up",
     "any_list_of_chunks",
     "the_same_elements_are_dropped",
     "the_whole_is_seen",

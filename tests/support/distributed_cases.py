@@ -20,6 +20,7 @@ import torch.distributed as dist
 import flashgen as fg
 from flashgen import distributed, reference
 from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
+from tests.support import weights
 from tests.support.examples import values_of
 from tests.support.paths import ROOT
 from tests.support.shapes import Case
@@ -71,8 +72,12 @@ class Problem:
             else x
             for name, x in self.captures.items()
         }
-        out, lse = call(q, k, v, return_lse=True, **captures)
-        torch.autograd.backward((out, lse), (part(self.dout), part(self.dlse)))
+        if self.op.spec.is_softmax:
+            out, lse = call(q, k, v, return_lse=True, **captures)
+            torch.autograd.backward((out, lse), (part(self.dout), part(self.dlse)))
+        else:
+            out, lse = call(q, k, v, **captures), None
+            out.backward(part(self.dout))
         found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
         learned = {n: x.grad for n, x in captures.items() if self._learned(n)}
         return {name: x.detach() for name, x in {**found, **learned}.items() if x is not None}
@@ -144,6 +149,16 @@ def gathers_and_rings() -> None:
             Problem(causal_spec(), 192, shard).compare(method)
             Problem(window_spec(), 192, shard).compare(method)
             Problem(rich_spec(), 128, shard, captures=rich_captures()).compare(method)
+
+
+def weights_are_added_up() -> None:
+    """Weights that are no exponentials: plain sums, which are divided when they are complete."""
+    for name in ("retention", "power"):
+        spec = weights.spec_of(name, 16, "float32").replace(dropout=False)
+        captures = weights.captured_by(spec, 4, 1)
+        problem = Problem(spec, 24 * dist.get_world_size(), "head_tail", captures=captures)
+        for method in ("all_gather", "ring"):
+            problem.compare(method)
 
 
 def heads_are_exchanged() -> None:
