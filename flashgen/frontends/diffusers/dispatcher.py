@@ -7,13 +7,13 @@ given. A further backend therefore needs a further member, for which there is no
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import diffusers
 from diffusers.models import attention_dispatch
 from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
+from flashgen.frontends.private_names import missing_names
 from flashgen.shared.errors import InputError
 
 _NAMES = (
@@ -32,7 +32,7 @@ _NAMES = (
 
 def check() -> None:
     """Raises InputError where this diffusers lacks a name."""
-    missing = [name for name in _NAMES if not _has(name)]
+    missing = missing_names(f"{attention_dispatch.__name__}.{name}" for name in _NAMES)
     if missing:
         raise InputError(
             "this diffusers has no table of attention backends of the form that flashgen knows",
@@ -41,14 +41,6 @@ def check() -> None:
             way_out="diffusers 0.42; or a processor that calls fg.attention(spec), by "
             "model.set_attn_processor",
         )
-
-
-def _has(name: str) -> bool:
-    try:
-        attrgetter(name)(attention_dispatch)
-    except AttributeError:
-        return False
-    return True
 
 
 def names() -> set[str]:

@@ -9,12 +9,12 @@ CompositeExplicitAutograd, which handles these.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from flashgen.frontends.private_names import missing_names
 from flashgen.shared.errors import InputError
 
 Kernel = Callable[..., Any]
@@ -41,7 +41,7 @@ _was_cacheable = True
 
 def check() -> None:
     """Raises InputError where this torch lacks a name."""
-    missing = [name for name in _NAMES if not _has(name)]
+    missing = missing_names(_NAMES)
     kernels = () if missing else torch.ops.higher_order.flex_attention.py_kernels
     missing += (
         [] if missing else [f"a kernel at {key}" for key in _KEYS if _key(key) not in kernels]
@@ -54,21 +54,6 @@ def check() -> None:
             way_out="torch 2.13; or fg.flex_attention outside of torch.compile, or "
             "fg.attention(spec), in place of torch's function",
         )
-
-
-def _has(name: str) -> bool:
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
-    return False
 
 
 def _key(name: str) -> Any:

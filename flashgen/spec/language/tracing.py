@@ -13,7 +13,13 @@ from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language import advice
 from flashgen.spec.language.comparisons import FloatEqual
 from flashgen.spec.language.float_functions import Abs, Atan, Erf, Erfc, Exp, Sigmoid, Tanh
-from flashgen.spec.language.float_operations import AsFloat, FloatProduct, FloatSum, plain
+from flashgen.spec.language.float_operations import (
+    AsFloat,
+    FloatProduct,
+    FloatQuotient,
+    FloatSum,
+    plain,
+)
 from flashgen.spec.language.lets import Let, distinct, lets_of, parts_of, substituted
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
@@ -84,15 +90,7 @@ def trace_score(score_mod: Mod) -> TracedMod:
     Raises:
         SpecError: the function cannot be traced; the message names the user's file and line.
     """
-    names = ("score", "b", "h", "q", "k")
-    trace = _run(score_mod, "score_mod", names, (SCORE, B, H, Q, K))
-    if is_condition(trace.expr):
-        raise SpecError(
-            "score_mod returns a condition, not a number",
-            where=str(trace.lines),
-            numbers=f"returned {python_text(trace.expr)}",
-            way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
-        )
+    trace = _traced_number(score_mod, "score_mod")
     return replace(trace, expr=_removing(trace.expr))
 
 
@@ -102,14 +100,18 @@ def trace_weight(weight_mod: Mod) -> TracedMod:
     Raises:
         SpecError: the function cannot be traced; the message names the user's file and line.
     """
+    return _traced_number(weight_mod, "weight_mod")
+
+
+def _traced_number(mod: Mod, role: str) -> TracedMod:
     names = ("score", "b", "h", "q", "k")
-    trace = _run(weight_mod, "weight_mod", names, (SCORE, B, H, Q, K))
+    trace = _run(mod, role, names, (SCORE, B, H, Q, K))
     if is_condition(trace.expr):
         raise SpecError(
-            "weight_mod returns a condition, not a number",
+            f"{role} returns a condition, not a number",
             where=str(trace.lines),
             numbers=f"returned {python_text(trace.expr)}",
-            way_out="mask_mod for conditions, or fg.where(condition, weight, other) for a number",
+            way_out="mask_mod for conditions, or fg.where(condition, score, other) for a number",
         )
     return trace
 
@@ -137,13 +139,17 @@ _KEEP_FINITE = (
 
 def _may_be_infinite(score: sympy.Expr) -> bool:
     """Whether a modified score may be -inf for a finite score: its weight is 0 then."""
-    numbers = (part for part in distinct(*parts_of(score)) if not is_condition(part))
-    return not all(
-        part.is_finite
-        if part.is_number
-        else is_int(part) or part == SCORE or isinstance(part, (Let, sympy.Mul, *_KEEP_FINITE))
-        for part in numbers
-    )
+    return not all(map(_keeps_finite, distinct(*parts_of(score))))
+
+
+def _keeps_finite(part: sympy.Basic) -> bool:
+    if is_condition(part) or part == SCORE:
+        return True
+    if part.is_number:
+        return bool(part.is_finite)
+    if isinstance(part, FloatQuotient):
+        return bool(part.args[1].is_number)
+    return is_int(part) or isinstance(part, (Let, sympy.Mul, *_KEEP_FINITE))
 
 
 _PASSED_ON = (FloatSum, sympy.Min, sympy.Max, Minimum, Maximum)
