@@ -29,6 +29,8 @@ beside fg.attention with the same expression, and what the mod adds to the latte
     another number  the same object with another number at each call
     cold            the first call with a mod; its kernels have been compiled
     torch           flex_attention of torch on CPU tensors of the same shape, which computes it
+    compiled        the same by torch.compile: of torch's flex_attention on flashgen's operator, by
+                    register_flex, and of torch's own kernel for the CPU
 
 A third table has calls without Python (`flashgen build-native`), with a driver in C that does
 nothing; the rows are those of the first table. "engine" is what torch takes for torch.autograd.grad
@@ -79,7 +81,7 @@ from flashgen.calls.runtime import backends, bound_kernel, kernel_arguments  # n
 from flashgen.calls.trust import Decision  # noqa: E402
 from flashgen.frontends.flex import known_mods  # noqa: E402
 from flashgen.frontends.flex.traced_mods import CallSizes  # noqa: E402
-from flashgen.integrations.torch import register  # noqa: E402
+from flashgen.integrations.torch import register, register_flex  # noqa: E402
 from flashgen.shared import arch  # noqa: E402
 from flashgen.shared.tensormap import MAP_BYTES  # noqa: E402
 
@@ -207,7 +209,18 @@ def flex_calls(
             known.clear()
         return fg.flex_attention(*operands, proved)
 
+    def compiled() -> Callable[[], Any]:
+        torch._dynamo.reset()
+        made = torch.compile(flex_attention, fullgraph=True)
+        made(*operands, score_mod=proved)
+        return lambda: made(*operands, score_mod=proved)
+
+    of_torch = compiled()
+    register_flex()
+    of_flashgen = compiled()
     return lambda: op(*operands, return_lse=True, **given), {
+        "compiled, register_flex": of_flashgen,
+        "compiled, torch": of_torch,
         "proved": lambda: fg.flex_attention(*operands, proved),
         "recorded": recorded,
         "another number": another,
@@ -227,11 +240,11 @@ def flex_table(operands: list[torch.Tensor], calls: int, rounds: int) -> list[st
     table.add_row("fg.attention", f"{base:.1f}", "", "")
     broken = []
     for name, call in others.items():
-        few = name in ("cold", "torch")
+        few = name in ("cold", "torch", "compiled, torch")
         sizes = (max(calls // 100, 1), max(rounds // 10, 1)) if few else (calls, rounds)
         took = median_us(call, *sizes)
         limit = ADDED.get(name)
-        added = "" if name == "torch" else f"{took - base:.1f}"
+        added = "" if "torch" in name else f"{took - base:.1f}"
         table.add_row(name, f"{took:.1f}", added, f"{limit:.0f}" if limit else "")
         if limit is not None and took - base > limit:
             broken.append(f"{name}: {took - base:.1f} us, at most {limit:.0f}")
