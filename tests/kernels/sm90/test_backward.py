@@ -109,6 +109,8 @@ GIVEN = [
     ("dkdv", 160, Tile(64, 8, 7, 1, 8, 8)),
     ("fused", 192, Tile(64, 8, 8, 1, 8, 8)),
     ("fused", 256, Tile(64, 8, 6, 1, 8, 8)),
+    ("fused", 64, Tile(64, 8, 6, 1, 8, 8)),  # dV and dK are computed in one turn
+    ("dkdv", 64, Tile(64, 8, 6, 1, 8, 8)),
     ("dkdv", 256, Tile(64, 8, 5, 1, 8, 8)),
     ("dq", 256, Tile(16, 8, 1, 1)),
 ]
