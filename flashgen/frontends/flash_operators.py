@@ -52,18 +52,18 @@ class Told:
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
-    def tell(self, function: str, reason: str, where: str = "") -> None:
+    def tell(self, function: str, reason: str, details: str = "") -> None:
         """Warns at the first call for each reason, at the user's line.
 
         Args:
-            where: the place of what torch's kernel is called for, such as a mod.
+            details: what may differ between calls of one reason, such as the line of a mod.
         """
         with self._lock:
             if reason in self._reasons:
                 return
             self._reasons.add(reason)
         text = f"torch's own kernel computes {function}, because {reason}"
-        text += f" ({where})" if where else ""
+        text += f" ({details})" if details else ""
         frame = user_frame()
         if frame is None:
             warnings.warn(text, FlashOperatorWarning, stacklevel=2)

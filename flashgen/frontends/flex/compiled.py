@@ -162,12 +162,13 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors, lifted = (query, key, value), (score_mod_other_buffers, mask_mod_other_buffers)
         if _MARK in kernel_options:
-            out, lse = _attend_marked(tensors, lifted, score_mod, block_mask, scale)
+            out, lse = _attend_marked(tensors, lifted, score_mod, block_mask, float(scale))
             return out, lse, lse.new_empty(0)
         if _state.registered:
             try:
-                _check_served(tensors, scale, kernel_options)
-                out, lse = _attend(tensors, lifted, score_mod, block_mask, scale)
+                number = float(scale)  # of a symbol the value, to which the graph is guarded
+                _check_served(tensors, number, kernel_options)
+                out, lse = _attend(tensors, lifted, score_mod, block_mask, number)
             except (_NotServedError, SpecError) as refused:
                 _told.tell("flex_attention", *_reason(refused))
             else:
@@ -180,9 +181,9 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
 
 
 def _reason(refused: Exception) -> tuple[str, str]:
-    """What is not served, and where it is written."""
+    """What is not served, and the numbers, with the place where it is written."""
     if isinstance(refused, FlashgenError):
-        return f"{refused.what}: {refused.numbers}", refused.where
+        return refused.what, f"{refused.where}: {refused.numbers}"
     return str(refused), ""
 
 

@@ -157,9 +157,9 @@ def _recorded(
     except Exception as error:
         at = user_line_in(error)
         raise SpecError(
-            f"{role} raised {type(error).__name__}: {error}",
+            f"{role} raised {type(error).__name__}",
             where=str(lines_of(mod, "")) if at is None else f"{shown_path(at[0])}:{at[1]}",
-            numbers="while it was recorded on tensors without elements",
+            numbers=f"{error}, while it was recorded on tensors without elements",
             way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
             "without dimensions",
         ) from error

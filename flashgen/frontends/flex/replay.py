@@ -69,9 +69,9 @@ class _Replay:
                 raise
             except Exception as error:
                 raise SpecError(
-                    f"torch.{name_of(operation.function)} raised {type(error).__name__}: {error}",
+                    f"torch.{name_of(operation.function)} raised {type(error).__name__}",
                     where=self.tracer.where,
-                    numbers="while it was traced with symbols in place of numbers",
+                    numbers=f"{error}, while it was traced with symbols in place of numbers",
                     way_out="a mod that torch's flex_attention runs too: functions of torch on "
                     "tensors without dimensions",
                 ) from error

@@ -61,7 +61,7 @@ class Mask(BlockMask):
     bias: Tensor | None = None
     ranks: Ranks | None = None
     padding: Tensor | None = None
-    checked: list[Any] = field(default_factory=list, init=False)
+    checked: list[Any] = field(default_factory=list)  # FSDP copies a mask by all of its fields
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
