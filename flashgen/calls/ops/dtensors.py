@@ -115,9 +115,8 @@ def _rule(
             if not backward:
                 _check_uncached(operator)
             names = [argument.name for argument in overload._schema.arguments]
-            given = dict(
-                zip(names, args, strict=False)
-            )  # torch omits arguments with their defaults
+            # torch omits arguments with their defaults.
+            given = dict(zip(names, args, strict=False))
             part = _part_of(operator, backward, given, keywords, operator_of)
             if key is not None and len(operator.parts) < _MOST_PARTS:
                 operator.parts[key] = part
@@ -261,7 +260,7 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
         _check_heads(division, given)
     if BATCH in axes:
         _check_batch(division, given)
-    counts = HEADS in axes and (HEADS not in signature.divisible or _has_whole(signature))
+    counts = HEADS in axes and _counts_heads(signature)
     return division._replace(in_whole=counts or (drops and any(axes)))
 
 
@@ -275,6 +274,11 @@ def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
         return isinstance(x, Tensor)
     learned = any(tensor.name == name for tensor in signature.learned)
     return learned or (x.dim() > 0 and name not in LAYOUT_NAMES)
+
+
+def _counts_heads(signature: CallSignature) -> bool:
+    """Whether the spec computes with the number of a head, beyond reading what belongs to it."""
+    return HEADS not in signature.divisible or _has_whole(signature)
 
 
 def _has_whole(signature: CallSignature) -> bool:
@@ -337,8 +341,7 @@ def _check_batch(division: _Division, given: dict[str, Any]) -> None:
             way_out,
         )
     by_head = [x.name for x in signature.tensors if {HEADS, "heads_kv"} & {*x.dims}]
-    counts = HEADS not in signature.divisible or _has_whole(signature)
-    if division.drops and (by_head or counts):
+    if division.drops and (by_head or _counts_heads(signature)):
         refuse(
             "dropout would need the number of the first batch entry of a rank",
             "argument q",
