@@ -16,12 +16,13 @@ _FORWARD = "S = {score}    P = {masked}    O = {p} V    LSE = {lse}"
 _SCORES = "S = {score}    P = {kept}exp(S - LSE){end}    dP = {z}dO V^T"
 _DELTA = "delta = rowsum(dO * O) - dLSE"
 _DS = f"{_DELTA}    dS = P * (dP - delta){{slope}}"
+_OF_KEYS, _OF_QUERIES = "dV = {p}^T dO    dK = scale dS^T Q", "dQ = scale dS K"
 _CAPTURED = (
     _SCORES,
     f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
 )
 _OF_WEIGHTS = "W = {kept}{weight}{end}    P = {share}    dP = {z}dO V^T"
-_DW = "dS = (dP - delta){over} * {name}'"
+_DS_OF_WEIGHTS = "delta = {delta}    dS = (dP - delta){over} * {name}'"
 _CAPTURED_WEIGHTS = (
     _OF_WEIGHTS,
     "delta = {delta}    dT = sum of (dP - delta){over} * d{name} / dT, for T of {learned}",
@@ -29,13 +30,9 @@ _CAPTURED_WEIGHTS = (
 _WEIGHTED = {
     "forward": ("S = {score}    W = {kept}{weight}{end}    O = {z}{share} V",),
     "delta": ("delta = {delta}",),
-    "dkdv": (_OF_WEIGHTS, f"delta = {{delta}}    {_DW}", "dV = {p}^T dO    dK = scale dS^T Q"),
-    "fused": (
-        _OF_WEIGHTS,
-        f"delta = {{delta}}    {_DW}",
-        "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K",
-    ),
-    "dq": (_OF_WEIGHTS, f"delta = {{delta}}    {_DW}", "dQ = scale dS K"),
+    "dkdv": (_OF_WEIGHTS, _DS_OF_WEIGHTS, _OF_KEYS),
+    "fused": (_OF_WEIGHTS, _DS_OF_WEIGHTS, f"{_OF_KEYS}    {_OF_QUERIES}"),
+    "dq": (_OF_WEIGHTS, _DS_OF_WEIGHTS, _OF_QUERIES),
     "merge": ("{parts}",),
     "captured": _CAPTURED_WEIGHTS,
     "captured_exact": (*_CAPTURED_WEIGHTS, "sums of whole numbers: the same bits each time"),
@@ -45,12 +42,12 @@ _WEIGHTED = {
 _FORMULAS = {
     "forward": (_FORWARD,),
     "delta": (f"{_DELTA}{{dsink}}",),
-    "dkdv": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q"),
-    "fused": (_SCORES, _DS, "dV = {p}^T dO    dK = scale dS^T Q    dQ = scale dS K"),
+    "dkdv": (_SCORES, _DS, _OF_KEYS),
+    "fused": (_SCORES, _DS, f"{_OF_KEYS}    {_OF_QUERIES}"),
     "convert_dq": ("dQ = scale * sum of dS K, rounded",),
     "convert_dk": ("dK = scale * sum of dS^T Q, rounded",),
     "convert_dv": ("dV = scale * sum of P^T dO, rounded",),
-    "dq": (_SCORES, _DS, "dQ = scale dS K"),
+    "dq": (_SCORES, _DS, _OF_QUERIES),
     "merge": (
         "LSE = log(sum of exp(LSE_s))    O = sum of exp(LSE_s - LSE) O_s",
         "for parts s with LSE_s > -inf and, as a part whose O_s is 0, the sink",

@@ -185,9 +185,7 @@ def params_of(
 
 def _of_weights(param: Param) -> Param:
     """The parameter of a kernel whose weights are no exponentials."""
-    if "natural log" in param.what:
-        return dataclasses.replace(param, what=param.what.replace(_LOG, "sums of weights"))
-    return param
+    return dataclasses.replace(param, what=param.what.replace(_LOG, "sums of weights"))
 
 
 def head_in_whole(spec: AttentionSpec, head: str) -> str:
