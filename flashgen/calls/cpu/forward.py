@@ -18,6 +18,7 @@ from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.calls.cpu.threads import alone, share, threads_of
 from flashgen.calls.sinks import lse_without_keys
+from flashgen.spec.language.signature import signature_of
 from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -58,7 +59,7 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=dtype)
     if spec.packed:
         out.zero_()
-        lse.fill_(-math.inf if spec.is_softmax else 0.0)
+        lse.fill_(signature_of(spec).lse_of_nothing)
     waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
         of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
@@ -87,7 +88,7 @@ def forward(
 def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     if problem.sink is None:
-        lse.fill_(-math.inf if problem.spec.is_softmax else 0.0)
+        lse.fill_(signature_of(problem.spec).lse_of_nothing)
     else:
         rows, first = tuple(lse.shape), problem.first_head
         lse.copy_(lse_without_keys(problem.sink, rows, lse.dtype, first))
