@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashgen.kernels.pipeline import build, build_backward
 from flashgen.reference import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 from tests.docs.test_code_blocks import MODULE
 from tests.support.paths import ROOT
@@ -457,11 +456,8 @@ def listed() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
-@pytest.mark.parametrize("name", listed())
-def test_a_function_of_the_page_computes_the_formula_of_its_paper(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def wrong(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The results of a function of the page that break the error rule, with their verdicts."""
     formula, inputs = globals()[name], made(name)
     exact = results(formula, inputs, dtype, exact=True)
     same = results(formula, inputs, dtype, exact=False)
@@ -472,13 +468,37 @@ def test_a_function_of_the_page_computes_the_formula_of_its_paper(
         with monkeypatch.context() as patch:
             patch.setattr(Kept, "dtype", dtype)
             kept = results(formula, inputs, dtype, exact=True)
-    wrong = {}
-    for what, reference in exact.items():
-        factor = OUTPUT_FACTOR if what == "out" else GRADIENT_FACTOR
-        verdict = compare(found[what], reference, same[what], factor=factor, kept=kept[what])
-        if not verdict:
-            wrong[what] = str(verdict)
-    assert not wrong
+    verdicts = {
+        what: compare(
+            found[what],
+            reference,
+            same[what],
+            factor=OUTPUT_FACTOR if what == "out" else GRADIENT_FACTOR,
+            kept=kept[what],
+        )
+        for what, reference in exact.items()
+    }
+    return {what: str(verdict) for what, verdict in verdicts.items() if not verdict}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
+@pytest.mark.parametrize("name", listed())
+def test_a_function_of_the_page_computes_the_formula_of_its_paper(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wrong(name, dtype, monkeypatch) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", listed())
+def test_the_kernels_of_a_function_of_the_page_compute_the_formula_of_its_paper(
+    name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHGEN_BACKEND", "emulator")
+    monkeypatch.setenv("FLASHGEN_ARCH", arch)
+    monkeypatch.setitem(globals(), "B", 1)
+    assert wrong(name, torch.bfloat16, monkeypatch) == {}
 
 
 def test_every_paper_has_one_row_with_its_year_and_a_reason() -> None:
@@ -495,17 +515,3 @@ def test_every_paper_has_one_row_with_its_year_and_a_reason() -> None:
         assert served != "no" or code in ([], [""])
         numbers.append(link[1])
     assert len(numbers) == len(set(numbers)) >= 30
-
-
-def specs() -> list[str]:
-    """The names of the page's operators."""
-    return re.findall(r"^(\w+) = variant\(", (ROOT / PAGE).read_text(encoding="utf-8"), re.M)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("name", specs())
-def test_a_spec_of_the_page_compiles(name: str, arch: str) -> None:
-    spec = page()[name].spec.replace(dtype="bfloat16", name=name)
-    build(spec, arch)
-    build_backward(spec, arch)
