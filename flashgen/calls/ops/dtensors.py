@@ -295,7 +295,8 @@ def _counts_heads(division: _Division) -> str:
     signature = division.signature
     group = division.sizes[HEADS] // max(division.sizes[KEY_HEADS], 1)
     if HEADS not in signature.divisible:
-        return f"spec {signature.name} computes with h, or reads heads by another index"
+        uses = 'computes with h other than as the index of a dimension that is named "heads"'
+        return f"spec {signature.name} {uses}"
     if signature.group not in (0, group):
         return (
             f"spec {signature.name} has a key head for {signature.group} query heads, by its index "
