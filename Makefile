@@ -26,7 +26,7 @@ help:
 	@echo "make versions  compile every spec with each supported release of NVRTC"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation site, in build/site"
-	@echo "make release  build the wheel and the sdist, and install them for each Python that is here"
+	@echo "make release  build the wheel and the sdist, and install them for each Python that they name"
 	@echo "make bench  the benchmarks"
 	@echo "make lines  lines of code by folder"
 	@echo "make gpu    on a GPU: check, measure and record all; PART=dry runs it without one"
@@ -125,7 +125,7 @@ release: $(RELEASE)/stamp $(VENV)/base.stamp
 	rm -rf dist
 	$(RELEASE)/bin/python -m build --outdir dist
 	$(RELEASE)/bin/python -m twine check --strict dist/*
-	$(BIN)/python -m tests.support.release dist "$(TORCH)"
+	$(BIN)/python -m tests.support.release dist "$(TORCH)" $(if $(PARTIAL),--partial)
 
 # gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
 # three do not measure.

@@ -37,6 +37,9 @@ positions at which splits begin."""
 AXES = ("batch", "heads")
 """The first two dimensions of q by the names that they have in dims of captured tensors."""
 
+KEY_HEADS = "heads_kv"
+"""The second dimension of k and v, by that name."""
+
 
 def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
     """The number of a call's first query head, and the number of query heads, of its whole.
@@ -160,6 +163,8 @@ class CallSignature:
         divisible: those of `AXES` of which each part can be computed like a call of its own, with
             the same part of captured tensors: mask, score and block layout use the index only to
             read the dimensions of that name, each of which is read by it.
+        group: the number of query heads of a key head with which heads are divisible, because
+            dimensions "heads_kv" are read by h // group; 0 where all numbers will do.
     """
 
     name: str
@@ -181,6 +186,7 @@ class CallSignature:
     paged: bool = False
     normalize: str = "softmax"
     divisible: tuple[str, ...] = ()
+    group: int = 0
 
     @property
     def lse_of_nothing(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -135,6 +137,25 @@ def test_options_that_do_not_go_together_are_refused(
     assert result.exit_code == 2
     assert what in result.stderr
     assert result.stdout == ""
+
+
+def test_a_spec_with_a_paged_cache_needs_a_size_of_its_pages(tmp_path: Path) -> None:
+    file = tmp_path / "served.py"
+    file.write_text(
+        "import flashgen as fg\n"
+        "spec = fg.AttentionSpec(mask_mod=lambda b, h, q, k: k <= q, paged=True)\n"
+    )
+    decode = ["--decode", "--shape", "2,4,2,1,150"]
+    options = [*decode, "--page", "16", "--split-size", "64", "--backend", "emulator"]
+    result = flashgen("run", str(file), *options)
+    assert result.exit_code == 0, result.output
+    table = rows(result.stdout)
+    assert table["result"] == "pass"
+    assert table["pages"].startswith("16 keys each, 23 in the caches")
+    for command in (["run"], ["run", *decode], ["profile"], ["report"], ["plan", *decode]):
+        refused = flashgen(command[0], str(file), *command[1:])
+        assert refused.exit_code == 2
+        assert "--decode --page 16" in refused.stderr
 
 
 def test_packed_sequences_are_refused() -> None:

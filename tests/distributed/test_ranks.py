@@ -116,6 +116,7 @@ def test_dtensors_and_meshes_of_two_dimensions_are_refused(returned: Returned) -
         assert "placements (Shard(dim=2),) of the mesh ('cp',)" in first
         assert "q.to_local()" in first
         assert "v.to_local()" in second
+        assert "of the mesh (2,)" in second
         assert "table.to_local()" in third
         assert "a mesh has one dimension here" in mesh
         assert 'mesh["cp"]' in mesh

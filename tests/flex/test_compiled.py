@@ -83,6 +83,38 @@ def test_a_call_is_one_operator_of_flashgen(registered):
     assert not any("flex_attention" in name for name in names)
 
 
+def scored(ofHeads):
+    return lambda s, b, h, q, k: s + ofHeads[h]
+
+
+class Gate(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(noise(3))
+
+    def forward(self, s, b, h, q, k):
+        return s * self.gate[h]
+
+
+SHORT = noise(3)
+
+
+@pytest.mark.parametrize(
+    ("score", "name"),
+    [
+        (scored(noise(3)), "ofHeads"),
+        (lambda s, b, h, q, k: s - SHORT[h], "SHORT"),
+        (Gate(), "gate"),
+    ],
+)
+def test_errors_name_the_variable_of_a_captured_tensor(registered, score, name):
+    q, k, v = operands(seq=24)
+    function = torch.compile(flex_attention, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(InputError, match=rf"\b{name}\b") as caught:
+        function(q, k, v, score)
+    assert "3" in caught.value.numbers
+
+
 def test_layers_with_numbers_and_parameters_of_their_own_share_kernels(registered):
     class Layer(torch.nn.Module):
         def __init__(self, slope: float, seed: int):

@@ -118,6 +118,7 @@ def test_the_log_sum_exp_has_a_column_for_each_head() -> None:
         ({"attn_mask": torch.ones(2, 40, dtype=torch.bool)}, "a mask for other sizes"),
         ({"attn_mask": drawn(3, 30, 33)}, "does not broadcast"),
         ({"parallel_config": object()}, "divided over processes"),
+        ({"scale": -0.5}, "scale is not a positive, finite number"),
     ],
 )
 def test_what_has_no_kernel_is_refused_with_a_reason(options: dict[str, Any], what: str) -> None:
@@ -413,10 +414,7 @@ def state() -> Any:
         dict(names._value2member_map_),
         dir(names),
         registry._active_backend,
-        [
-            dict(each)
-            for each in (registry._backends, registry._constraints, registry._supported_arg_names)
-        ],
+        list(registry._backends),
     )
 
 
@@ -437,10 +435,30 @@ def test_unregister_restores_the_table_and_the_default() -> None:
     integration.register()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_is_left_on_a_former_backend_is_told_the_way_out(compiled: bool) -> None:
+    model, inputs = made("flux")
+    model.set_attention_backend("flashgen")
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    expected = call(**inputs).sample
+    integration.unregister()
+    with pytest.raises(fg.InputError, match="taken out of diffusers") as caught:
+        call(**inputs)
+    assert "model.reset_attention_backend()" in caught.value.way_out
+    integration.register()
+    assert torch.equal(call(**inputs).sample, expected)
+
+
 @pytest.mark.parametrize("name", ["native", "flash", "Flash", "two words", 3])
 def test_names_of_others_are_refused(name: Any) -> None:
     with pytest.raises(fg.InputError, match="argument name"):
         integration.register(name)
+
+
+def test_a_forgotten_name_is_asked_for() -> None:
+    with pytest.raises(fg.InputError, match="a backend has a name") as caught:
+        integration.register(fg.AttentionSpec())  # type: ignore[arg-type]
+    assert caught.value.way_out == 'register("near", spec)'
 
 
 def test_a_spec_that_no_model_can_call_is_refused() -> None:
@@ -459,6 +477,6 @@ def test_diffusers_has_every_private_name_that_the_backend_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dispatcher.check()
-    monkeypatch.delattr(table._AttentionBackendRegistry, "_constraints")
-    with pytest.raises(fg.InputError, match="_constraints"):
+    monkeypatch.delattr(table._AttentionBackendRegistry, "_active_backend")
+    with pytest.raises(fg.InputError, match="_active_backend"):
         dispatcher.check()

@@ -34,6 +34,19 @@ def test_what_the_score_does_with_an_index_decides_what_is_divisible(use: str) -
     assert signature_of(fg.AttentionSpec(score_mod=score, head_dim=16)).divisible == divisible
 
 
+@pytest.mark.parametrize(
+    ("index", "group"),
+    [(lambda h: h // 2, 2), (lambda h: h, 1), (lambda h: 0, None), (lambda h: h // -2, None)],
+)
+def test_key_heads_are_read_by_the_number_of_query_heads_for_each(
+    index: Callable[[Any], Any], group: int | None
+) -> None:
+    table = fg.Tensor("table", ("heads_kv", "seq_k"), "float32")
+    spec = fg.AttentionSpec(lambda b, h, q, k: table[index(h), k] > 0, head_dim=16)
+    found = signature_of(spec)
+    assert ("heads" in found.divisible, found.group) == (group is not None, group or 0)
+
+
 def test_masks_parts_of_large_expressions_and_layouts_count_too() -> None:
     def long(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for i in range(100):

@@ -113,3 +113,22 @@ def test_make_release_finds_pythons_by_the_version_that_they_say(wheel_file: Pat
     assert here in named, "the tests run on a Python that pyproject.toml does not name as tested"
     assert release.interpreter(here) == sys.executable
     assert release.interpreter("3.99") is None
+
+
+@pytest.mark.parametrize(
+    ("first", "partial", "status"),
+    [
+        ("passed", False, 0),
+        ("NOT TESTED: this machine has no such Python", False, 2),
+        ("NOT RUN, since torch==0.0.0 cannot be installed", False, 2),
+        ("NOT TESTED: this machine has no such Python", True, 0),
+        ("FAILED: no", True, 1),
+    ],
+)
+def test_make_release_fails_where_a_python_was_not_tried(
+    first: str, partial: bool, status: int
+) -> None:
+    lines, found = release.summary({"3.10": first, "3.13": "passed"}, partial)
+    assert found == status
+    assert "Python 3.14 UNTESTED" in lines[2]
+    assert any("NOT COMPLETE: Python 3.10 has" in line for line in lines) == ("NOT" in first)

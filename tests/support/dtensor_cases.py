@@ -34,6 +34,8 @@ BIAS = fg.Tensor("bias", ("heads", "seq_k"), "float32", grad=True)
 OF_KEYS = fg.Tensor("of_keys", ("seq_k",), "float32", grad=True)
 IDS = fg.Tensor("ids", ("batch", "seq_k"), "int32")
 SINK = fg.Tensor("sink", ("heads",), "float32", grad=True)
+OF_KEY_HEADS = fg.Tensor("of_key_heads", ("heads_kv", "seq_k"), "float32", grad=True)
+OF_ENTRIES = fg.Tensor("of_entries", ("batch", "seq_k"), "float32", grad=True)
 
 SIZES = {
     "q": (3, 8, 24, 16),
@@ -42,6 +44,8 @@ SIZES = {
     "bias": (8, 24),
     "of_keys": (24,),
     "sink": (8,),
+    "of_key_heads": (4, 24),
+    "of_entries": (3, 24),
 }
 RNG = torch.tensor([5, 7])
 BY_BATCH: Placements = {name: Shard(0) for name in ("q", "k", "v", "ids")}
@@ -92,6 +96,10 @@ OPERATORS = {
     "dropped": operator(_of_keys, dropout=True, name="heads_dropped"),
 }
 """How the head is used: to read captured tensors, as a number, both, by dropout alone."""
+
+
+def _by_key_heads(index: Callable[[Any], Any]) -> Any:
+    return operator(lambda s, b, h, q, k: s + OF_KEY_HEADS[index(h), k])
 
 
 def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh:
@@ -184,6 +192,11 @@ def divided_by_heads() -> None:
     # What all ranks have is divided without communication.
     found = compare(OPERATORS["read"], mesh, BY_HEADS_OF_Q)
     assert (found["sent"], found["k"], found["bias"]) == (0, (Shard(1),), (Shard(0),))
+    by_key_heads = {**BY_HEADS, "of_key_heads": Shard(0)}
+    compare(_by_key_heads(lambda h: h // 2), mesh, by_key_heads)
+    # Not by the call's number of query heads for each key head.
+    for op in (_by_key_heads(lambda h: h // 3), _by_key_heads(lambda h: 0)):
+        assert compare(op, mesh, BY_HEADS)["of_key_heads"] == summed
 
 
 def divided_by_batch() -> None:
@@ -195,6 +208,10 @@ def divided_by_batch() -> None:
         assert found["out"] == found["q"] == found["v"] == (Shard(0),)
         assert {found[n] for n in ("bias", "of_keys", "sink") if n in found} == {summed}
     assert compare(OPERATORS["dropped"], mesh, {})["of_keys"] == (Replicate(),)
+    op = operator(lambda score, b, h, q, k: score + OF_ENTRIES[b, k], name="entries_read")
+    one = {name: x[:1] for name, x in problem(op).items()}
+    for own in (BY_BATCH, {**BY_BATCH, "of_entries": Shard(0)}):  # a rank has none
+        assert compare(op, mesh, own, tensors=one)["of_entries"] == (Shard(0),)
 
 
 def divided_by_two_dimensions() -> None:
@@ -384,6 +401,9 @@ def refused() -> dict[str, str]:
         "axes": message(read, {"q": Shard(0), "k": Shard(1)}),
         "captured": message(read, {**BY_HEADS, "bias": Shard(1)}),
         "whole captured": message(both, BY_HEADS),
+        "captured by dropout": message(
+            operator(_read, dropout=True), BY_HEADS, dropout_p=0.1, rng=rng
+        ),
         "few key heads": message(read, BY_HEADS, **few),
         "plain captured": message(read, BY_HEADS, bias=torch.zeros(SIZES["bias"])),
         "plain operand": message(read, BY_HEADS, v=torch.zeros(SIZES["v"])),

@@ -244,12 +244,13 @@ def what_is_refused() -> list[str]:
     op = fg.attention(causal_spec())
     x = torch.zeros(1, 2, 32, DIM)
     parts = [DTensor.from_local(x, mesh["cp"], [Shard(2)]) for _ in range(3)]
+    unnamed = DTensor.from_local(x, init_device_mesh("cpu", (world,)), [Shard(2)])
     rich, table = fg.attention(rich_spec()), torch.zeros(HEADS, 32)
     tables = {"table": distribute_tensor(table, mesh["cp"], [Replicate()]), "sink": torch.zeros(4)}
     q = torch.zeros(1, HEADS, 32, DIM)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (op, (parts[0], parts[1], parts[2]), {"group": mesh["cp"]}),
-        (op, (x, x, parts[2]), {"group": mesh["cp"]}),
+        (op, (x, x, unnamed), {"group": mesh["cp"]}),
         (rich, (q, q, q), {"group": mesh["cp"], **tables}),
         (op, (x, x, x), {"group": mesh}),
     ]

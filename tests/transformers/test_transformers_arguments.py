@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers as hf
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.distributed import DistributedConfig
 from transformers.masking_utils import (
     causal_mask_function,
     create_causal_mask,
@@ -371,6 +372,22 @@ def test_unknown_masks_are_refused(mask: Any, what: str) -> None:
 def test_a_mask_for_other_sizes_is_refused() -> None:
     error = refused("made for other sizes", mask=make_mask(2, 7, 18))
     assert "(2, 7, 18)" in error.numbers
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 1), (3, 3), (4, 2)])
+def test_a_plan_that_would_divide_a_head_is_refused(
+    monkeypatch: pytest.MonkeyPatch, heads: int, heads_kv: int
+) -> None:
+    config = hf.LlamaConfig(hidden_size=48, num_attention_heads=heads, num_key_value_heads=heads_kv)
+    config.distributed_config = DistributedConfig(tp_size=2)
+    assert make_mask(1, 4, 4, config=config)  # in one process
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    if heads_kv == 2:
+        assert make_mask(1, 4, 4, config=config)
+        return
+    with pytest.raises(InputError, match="among the ranks of its plan") as caught:
+        make_mask(1, 4, 4, config=config)
+    assert caught.value.numbers == f"{min(heads, heads_kv)} heads, 2 ranks"
 
 
 def test_a_mask_that_kernels_cannot_express_names_the_operation() -> None:

@@ -25,9 +25,17 @@ from flashgen.calls.runtime.arguments.refusals import (
     refuse,
     runs_while_traced,
     shape_of,
+    shown,
 )
 from flashgen.calls.runtime.programs import Variant, program_of
-from flashgen.shared.signature import AXES, LAYOUT_NAMES, PAGE_NAMES, WHOLE, CallSignature
+from flashgen.shared.signature import (
+    AXES,
+    KEY_HEADS,
+    LAYOUT_NAMES,
+    PAGE_NAMES,
+    WHOLE,
+    CallSignature,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,15 +171,18 @@ class _Division(NamedTuple):
 
     Attributes:
         axes: for each dimension of the mesh the axis of `AXES` that it divides, or "".
+        sizes: the length of the whole along each dimension that may be divided.
         drops: whether elements are dropped.
-        in_whole: whether a rank computes some heads of a whole, with whole captured tensors.
+        in_whole: why a rank computes some heads of a whole, with whole captured tensors; "" where
+            its part is a call of its own.
     """
 
     signature: CallSignature
     mesh: DeviceMesh
     axes: tuple[str, ...]
+    sizes: dict[str, int]
     drops: bool
-    in_whole: bool = False
+    in_whole: str = ""
 
     @property
     def everywhere(self) -> tuple[Any, ...]:
@@ -195,14 +206,14 @@ class _Division(NamedTuple):
         captured = name not in ("q", "k", "v", *_FREE)
         found: list[Any] = []
         for axis in self.axes:
-            names = {BATCH: (BATCH,), HEADS: (HEADS, "heads_kv")}.get(axis, ())
+            names = {BATCH: (BATCH,), HEADS: (HEADS, KEY_HEADS)}.get(axis, ())
             if captured and axis == HEADS and self.in_whole:
                 names = ()
             places = [
                 i
                 for i, dim in enumerate(self.dims(name))
-                if dim in names and not (captured and shape[i] == 1)  # one element for all
-            ]
+                if dim in names and not (captured and shape[i] == 1 < self.sizes[str(dim)])
+            ]  # one element may be that of all
             found.append(Shard(places[0]) if places else Replicate())
         return tuple(found)
 
@@ -253,15 +264,18 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
             "a call on the ranks of the mesh alone",
         )
     drops = signature.dropout and given.get("dropout_p") is not None
-    division = _Division(signature, mesh, (), drops)
+    sizes = {BATCH: given["q"].shape[0], HEADS: given["q"].shape[1], KEY_HEADS: given["k"].shape[1]}
+    division = _Division(signature, mesh, (), sizes, drops)
     axes = tuple(_axis_of(division, given, number) for number in range(mesh.ndim))
     division = division._replace(axes=axes)
     if HEADS in axes:
         _check_heads(division, given)
     if BATCH in axes:
         _check_batch(division, given)
-    counts = HEADS in axes and _counts_heads(signature)
-    return division._replace(in_whole=counts or (drops and any(axes)))
+    why = _counts_heads(division) if HEADS in axes else ""
+    if drops and any(axes):
+        why = why or "dropout counts batch entries and heads as in the whole"
+    return division._replace(in_whole=why)
 
 
 def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
@@ -276,9 +290,19 @@ def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
     return learned or (x.dim() > 0 and name not in LAYOUT_NAMES)
 
 
-def _counts_heads(signature: CallSignature) -> bool:
-    """Whether the spec computes with the number of a head, beyond reading what belongs to it."""
-    return HEADS not in signature.divisible or _has_whole(signature)
+def _counts_heads(division: _Division) -> str:
+    """How a call uses the number of a head other than to read what belongs to it; "" if not."""
+    signature = division.signature
+    group = division.sizes[HEADS] // max(division.sizes[KEY_HEADS], 1)
+    if HEADS not in signature.divisible:
+        uses = 'computes with h other than as the index of a dimension that is named "heads"'
+        return f"spec {signature.name} {uses}"
+    if signature.group not in (0, group):
+        return (
+            f"spec {signature.name} has a key head for {signature.group} query heads, by its index "
+            f"h // {signature.group} of {KEY_HEADS}, and the call one for {group}"
+        )
+    return "the call is one on some heads of a whole" if _has_whole(signature) else ""
 
 
 def _has_whole(signature: CallSignature) -> bool:
@@ -335,13 +359,13 @@ def _check_batch(division: _Division, given: dict[str, Any]) -> None:
         )
     if BATCH not in signature.divisible:
         refuse(
-            "the spec computes with the number of a batch entry, which a rank would count from 0",
+            "the spec computes with b, the number of an entry, which a rank would count from 0",
             "argument q",
             f"spec {signature.name}; placements {q.placements}",
             way_out,
         )
-    by_head = [x.name for x in signature.tensors if {HEADS, "heads_kv"} & {*x.dims}]
-    if division.drops and (by_head or _counts_heads(signature)):
+    by_head = [x.name for x in signature.tensors if {HEADS, KEY_HEADS} & {*x.dims}]
+    if division.drops and (by_head or _counts_heads(division)):
         refuse(
             "dropout would need the number of the first batch entry of a rank",
             "argument q",
@@ -441,7 +465,7 @@ def _wanted(division: _Division, name: str, x: Any) -> tuple[Any, ...] | None:
     spread: Any = x
     pairs = zip(spread.placements, wanted, strict=True)
     if name not in _FREE and not all(has == part or has.is_replicate() for has, part in pairs):
-        _refuse_placement(name, spread, wanted)
+        _refuse_placement(name, spread, wanted, division.in_whole)
     return wanted
 
 
@@ -472,7 +496,7 @@ def _spread(
     )
 
 
-def _refuse_placement(name: str, x: DTensor, wanted: object = None) -> NoReturn:
+def _refuse_placement(name: str, x: DTensor, wanted: object = None, why: str = "") -> NoReturn:
     if wanted is None:
         what = "a call of DTensors is divided along the batch or the heads of q, k and v"
         way_out = (
@@ -482,12 +506,13 @@ def _refuse_placement(name: str, x: DTensor, wanted: object = None) -> NoReturn:
         )
     else:
         what = f"the ranks do not have the part of {name} that their batch entries and heads read"
+        if why:
+            what = f"each rank reads the whole of {name}: {why}"
         way_out = f"{name}.redistribute(placements={wanted}), which communicates"
     refuse(
         what,
         f"argument {name}",
-        f"a DTensor of {shape_of(x)}, placements {x.placements} of the mesh "
-        f"{x.device_mesh.mesh_dim_names or tuple(x.device_mesh.shape)}",
+        shown(x),
         way_out,
     )
 

@@ -55,7 +55,10 @@ def register(name: str = NAME, spec: AttentionSpec | None = None, **captured: An
     from flashgen.frontends.diffusers.attention import Backend, backends, function_of
 
     dispatcher.check()
-    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+    if not isinstance(name, str):
+        what, given = "a backend has a name, the first argument", f"given a {type(name).__name__}"
+        _refuse(what, "name", given, 'register("near", spec)')
+    if not name.isidentifier() or name != name.lower():
         _refuse("diffusers has names of lower case for backends", "name", repr(name), NAME)
     if name in dispatcher.names() and name not in backends:
         _refuse("diffusers has a backend of this name", "name", repr(name), NAME)
@@ -68,8 +71,8 @@ def register(name: str = NAME, spec: AttentionSpec | None = None, **captured: An
 def unregister(name: str = NAME) -> None:
     """Takes a backend out of diffusers; diffusers' default is active where it was.
 
-    Models that were set to it need ``model.reset_attention_backend()``, else their next call fails
-    with a KeyError or a TypeError of diffusers.
+    Models that were set to it need ``model.reset_attention_backend()``, else their next call is an
+    InputError.
 
     Raises:
         InputError: `register` has not added it.

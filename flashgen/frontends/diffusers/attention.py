@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.calls.ops import Attention, attention
-from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
+from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
 from flashgen.frontends.flex.traced_mods import padded
 from flashgen.frontends.score_tensors import (
     GivenTensor,
@@ -77,6 +77,13 @@ def function_of(backend: str) -> Callable[..., Any]:
         """
         if not torch.compiler.is_compiling():
             refuse_jit_trace()
+        if backend not in backends:
+            refuse(
+                "the model is set to an attention backend that has been taken out of diffusers",
+                f"attention backend {backend!r} of diffusers",
+                f"registered: {', '.join(map(repr, backends)) or 'none'}",
+                f"model.reset_attention_backend(); or register({backend!r}) again",
+            )
         if _parallel_config is not None:
             _refuse(
                 "sequences divided over processes by diffusers",

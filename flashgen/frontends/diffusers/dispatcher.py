@@ -21,9 +21,6 @@ _NAMES = (
     "AttentionBackendName._member_names_",
     "AttentionBackendName._value2member_map_",
     "_AttentionBackendRegistry._active_backend",
-    "_AttentionBackendRegistry._backends",
-    "_AttentionBackendRegistry._constraints",
-    "_AttentionBackendRegistry._supported_arg_names",
     "_AttentionBackendRegistry.register",
     "_AttentionBackendRegistry.set_active_backend",
 )
@@ -66,13 +63,14 @@ def add(name: str, function: Callable[..., Any]) -> None:
 
 
 def remove(name: str) -> None:
-    """Removes a backend that was added; diffusers' default takes its place where it is active."""
+    """Removes the name of a backend that was added; diffusers' default is active where it was.
+
+    Models that were set to the backend keep calling its function, which stays in the table.
+    """
     backends, table = _names(), _table()
     member = backends(name)
     if table._active_backend is member:
         table.set_active_backend(backends(DIFFUSERS_ATTN_BACKEND))
-    for by_backend in (table._backends, table._constraints, table._supported_arg_names):
-        del by_backend[member]
     key = member._name_
     del backends._member_map_[key], backends._value2member_map_[name]
     backends._member_names_.remove(key)

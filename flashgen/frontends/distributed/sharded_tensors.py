@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.runtime.arguments.refusals import is_dtensor, shown
 from flashgen.frontends.distributed.exchange import Exchange, refuse
 from flashgen.frontends.distributed.sharding import Sharding
 
@@ -16,16 +17,10 @@ Tensor = torch.Tensor
 
 def check_local(operands: Mapping[str, Any]) -> None:
     """Refuses DTensors, whose placements say less than ``shard`` does and could contradict it."""
-    x: Any
     for name, x in operands.items():
-        if hasattr(x, "placements") and hasattr(x, "to_local"):  # without the import of DTensor
-            refuse(
-                "a distributed call takes the part of a tensor that this rank has",
-                name,
-                f"a DTensor of {tuple(x.shape)}, placements {x.placements} of the mesh "
-                f"{x.device_mesh.mesh_dim_names}",
-                f"{name}.to_local()",
-            )
+        if is_dtensor(x):
+            what = "a distributed call takes the part of a tensor that this rank has"
+            refuse(what, name, shown(x), f"{name}.to_local()")
 
 
 def check_sharded(

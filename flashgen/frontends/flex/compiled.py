@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +28,7 @@ from flashgen.frontends.flex import torch_hop
 from flashgen.frontends.flex.block_masks import LISTS
 from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.lifted_names import name_of, user_line
 from flashgen.frontends.flex.operation_results import transforms
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
@@ -352,6 +352,7 @@ class _GraphMod:
 
     Attributes:
         lines: the line of its function.
+        captured_names: the user's names of captured tensors by the ids of what stands for them.
     """
 
     def __init__(
@@ -361,6 +362,9 @@ class _GraphMod:
         tensor_of: Callable[[OpenFloat], Tensor],
     ) -> None:
         self.lines, self.__name__ = _source_of(module.graph)
+        given = [node for node in module.graph.nodes if node.op == "placeholder"]
+        own = zip(given[len(given) - len(lifted) :], lifted, strict=True)
+        self.captured_names = {id(x): name_of(node) for node, x in own if isinstance(x, Tensor)}
         self._module, self._lifted, self._tensor_of = module, lifted, tensor_of
 
     def __call__(self, *positions: Any) -> Any:
@@ -372,11 +376,9 @@ class _GraphMod:
 def _source_of(graph: fx.Graph) -> tuple[SourceLines, str]:
     """The place and the name of the function whose return made the last node of a graph."""
     for node in reversed(graph.nodes):
-        found = re.findall(r'File "(.*)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-        users = [each for each in found if not each[0].startswith(torch.__path__[0])]
-        if users:
-            file, line, name = users[-1]
-            return SourceLines(shown_path(file), int(line), ""), name
+        at = user_line(node)
+        if at is not None:
+            return SourceLines(shown_path(at.file), at.line, ""), at.name
     return SourceLines("<graph>", 0, ""), ""
 
 

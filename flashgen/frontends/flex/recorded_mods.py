@@ -105,6 +105,11 @@ class Notes:
         for tensor in recorder.read[len(self.names) :]:
             self.names.append("" if frame is None else _name_in(frame, tensor))
 
+    def name(self, recorder: Recorder, known: Any) -> None:
+        """Names tensors of a graph, whose code has no frame, by their ids."""
+        for place, tensor in enumerate(recorder.read if isinstance(known, dict) else ()):
+            self.names[place] = self.names[place] or known.get(id(tensor), "")
+
 
 def record(
     mask_mod: Mod | None,
@@ -168,6 +173,7 @@ def _recorded(
     result = recorder.noted(returned)
     if recorder.notes is not None:
         recorder.notes.add(recorder)
+        recorder.notes.name(recorder, getattr(mod, "captured_names", None))
     return Recorded(len(recorder.operations), result)
 
 

@@ -195,8 +195,10 @@ def make_mask(
         options: others of transformers, such as the model's config.
 
     Raises:
+        InputError: the model is divided over ranks that its heads cannot be divided over.
         SpecError: the mask function uses an operation that kernels cannot express.
     """
+    _check_heads(options.get("config"))
     lengths = batch_size, q_length, kv_length
     ranks, given = current(), attention_mask
     if ranks is not None:
@@ -224,6 +226,28 @@ def make_mask(
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
     return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padding=given)
+
+
+def _check_heads(config: Any) -> None:
+    """Refuses a plan of tensor parallelism that would leave a rank a part of a head.
+
+    The model's own projections would fail a moment later, by an error about shapes.
+    """
+    divided = getattr(config, "distributed_config", None)
+    ranks = getattr(divided, "tp_size", None) or 1
+    own = not isinstance(getattr(divided, "tp_plan", None), dict)
+    plan = (getattr(config, "base_model_tp_plan", None) or {}) if ranks > 1 and own else {}
+    for projection, name in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+        heads = getattr(config, name, None) or ranks
+        ways = [way for key, way in plan.items() if key.endswith(f"self_attn.{projection}_proj")]
+        if "colwise" in ways and heads % ranks and torch.distributed.is_initialized():
+            raise InputError(
+                "the heads of the model cannot be divided among the ranks of its plan",
+                where=f"{name} of the configuration, tensor parallelism of transformers",
+                numbers=f"{heads} heads, {ranks} ranks",
+                way_out=f"a tp_size that divides {heads}; or DistributedConfig(fsdp_size={ranks}), "
+                "which shards parameters alone",
+            )
 
 
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced

@@ -15,6 +15,7 @@ import sympy
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.shared.signature import (
     AXES,
+    KEY_HEADS,
     LAYOUT_NAMES,
     OFFSETS,
     PAGE_NAMES,
@@ -32,6 +33,7 @@ from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H
+from flashgen.spec.language.sympy_functions import FloorDiv
 from flashgen.spec.language.tensor import Tensor
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
@@ -41,6 +43,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
     """The signature of calls of ``spec``: sizes, options, scalars and tensors, without sympy."""
     assert spec.name is not None, "set when a spec is made"
     assert spec.head_dim_v is not None, "set when a spec is made"
+    divisible = _divisible(spec)
     return CallSignature(
         name=spec.name,
         head_dim=spec.head_dim,
@@ -60,45 +63,60 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         split=spec.split,
         paged=spec.paged,
         normalize=spec.normalizer,
-        divisible=_divisible(spec),
+        divisible=tuple(divisible),
+        group=divisible.get(AXES[1], 0),
     )
 
 
-def _divisible(spec: AttentionSpec) -> tuple[str, ...]:
-    """`CallSignature.divisible`."""
+def _divisible(spec: AttentionSpec) -> dict[str, int]:
+    """`CallSignature.divisible`, and for heads `CallSignature.group`."""
     if spec.block_sparse is not None and spec.block_sparse.is_static and spec.block_sparse.by_head:
-        return ()
+        return {}
     dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
-    indices = zip(AXES, (B, H), (BATCH, HEADS), strict=True)
-    found = (axis for axis, index, size in indices if _only_indexes(spec, dims, axis, index, size))
-    return tuple(found)
+    found = {}
+    for axis, index, size in zip(AXES, (B, H), (BATCH, HEADS), strict=True):
+        groups = _groups_read(spec, dims, axis, index, size)
+        if groups is not None and len(groups) < 2:
+            found[axis] = next(iter(groups), 0)
+    return found
 
 
-def _only_indexes(
+def _groups_read(
     spec: AttentionSpec,
     dims: Mapping[TensorSymbol, tuple[str | int, ...]],
     axis: str,
     index: sympy.Symbol,
     size: sympy.Symbol,
-) -> bool:
-    """Whether all that mask and score do with an index is to read the dimensions of its axis."""
+) -> set[int] | None:
+    """None unless all that mask and score do with an index is to read the dimensions of its axis.
+
+    Returns:
+        For heads the divisors by which the index is that of dimensions of key heads.
+    """
     waiting: list[sympy.Basic] = [spec.mask, spec.score]
     seen: set[sympy.Basic] = set()
+    groups: set[int] = set()
     while waiting:
         expr = waiting.pop()
         if expr in (index, size):
-            return False
+            return None
         if expr in seen:
             continue
         seen.add(expr)
-        if isinstance(expr, Element):
-            read = tuple(zip(dims[expr.tensor], expr.indices, strict=True))
-            if any(dim == axis and by != index for dim, by in read):
-                return False
-            waiting += (by for dim, by in read if dim != axis)
-        else:
+        if not isinstance(expr, Element):
             waiting += (expr.value,) if isinstance(expr, Let) else expr.args
-    return True
+            continue
+        for dim, by in zip(dims[expr.tensor], expr.indices, strict=True):
+            if dim == axis and by != index:
+                return None
+            if axis == AXES[1] and dim == KEY_HEADS:
+                divided, divisor = by.args if isinstance(by, FloorDiv) else (by, sympy.S.One)
+                if divided != index or not (divisor.is_Integer and divisor.is_positive):
+                    return None
+                groups.add(int(divisor))
+            elif dim != axis:
+                waiting.append(by)
+    return groups
 
 
 def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:

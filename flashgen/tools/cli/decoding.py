@@ -27,13 +27,21 @@ OTHER_PAGES = 3
 """Pages of a cache that hold no key of the call."""
 
 
-def sizes_of(arguments: DecodingArguments, shape: str) -> Shape:
+def sizes_of(arguments: DecodingArguments, shape: str, *specs: AttentionSpec) -> Shape:
     """The sizes of a call; with --decode, B,H,N has one query in each sequence.
 
     Raises:
-        InputError: the shape has another form, or the options do not go together.
+        InputError: the shape has another form, or the options and the specs do not go together.
     """
     sizes = parse_shape(shape)
+    paged = next((spec for spec in specs if spec.paged), None)
+    if paged is not None and (arguments.decode or isinstance(arguments, CallArguments)):
+        raise InputError(
+            "a spec with a paged cache is called with pages of a size",
+            where="option --page",
+            numbers=f"spec {paged.name} has paged=True, and no --page is given",
+            way_out="--decode --page 16; or the spec without paged=True",
+        )
     if not arguments.decode:
         for option in ("page", "split_size"):
             if getattr(arguments, option) is not None:

@@ -23,6 +23,8 @@ Number = int | float | bool
 def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
     """The spec of a file, with another dtype, other head dims and dropout where they are given.
 
+    With --page it is that of contiguous keys, which the command copies to pages of its own.
+
     Raises:
         SpecError: there is no such spec, or a change does not suit it.
     """
@@ -42,6 +44,8 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
+    if changed.paged and getattr(changes, "page", None):
+        changed = changed.replace(paged=False)
     return changed.replace(dropout=True) if getattr(changes, "dropout", False) else changed
 
 

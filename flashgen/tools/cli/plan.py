@@ -30,7 +30,7 @@ def plan(arguments: PlanArguments) -> None:
     With --world, what each rank of a distributed call does instead.
     """
     spec = changed_spec(arguments.path, arguments)
-    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE)
+    sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE, spec)
     arch, sram = arch_of(arguments.arch), arguments.sram
     if arguments.world is not None:
         _distributed(arguments, spec, arch, arguments.world, sizes)

@@ -22,7 +22,7 @@ _SECTOR = 32  # bytes
 def profile(arguments: ProfileArguments) -> None:
     """Executes one spec in the emulator and prints the profile of each kernel."""
     spec = changed_spec(arguments.path, arguments)
-    sizes = sizes_of(arguments, arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape, spec)
     with busy("loading torch"):
         from flashgen.tools.profile.roofline import check_plot, plot
     if arguments.plot is not None:

@@ -46,7 +46,7 @@ def report(arguments: ReportArguments) -> None:
     check_file(arguments.output, "--output")
     chosen = _sides(arguments)
     specs = [changed_spec(each.path, each) for each in chosen]
-    sizes = sizes_of(arguments, arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape, *specs)
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):

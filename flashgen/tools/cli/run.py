@@ -33,7 +33,7 @@ Row = tuple[str, str]
 def run(arguments: RunArguments) -> None:
     """Executes one spec on random operands, compares it with the oracle and prints a table."""
     spec = changed_spec(arguments.path, arguments)
-    sizes = sizes_of(arguments, arguments.shape)
+    sizes = sizes_of(arguments, arguments.shape, spec)
     with busy("loading torch"):
         from flashgen.calls.ops import run_forward
         from flashgen.tools.tune.measure import judge_of, on_gpu

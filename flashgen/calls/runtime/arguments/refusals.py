@@ -70,6 +70,10 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def shown(value: object) -> str:
     """A value that was given, for the text of an error."""
+    if is_dtensor(value):
+        x = cast(Any, value)
+        mesh = x.device_mesh.mesh_dim_names or tuple(x.device_mesh.shape)
+        return f"a DTensor of {shape_of(x)}, placements {x.placements} of the mesh {mesh}"
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"a nested tensor, {value.dtype}, on {value.device}"
     if isinstance(value, torch.Tensor):
