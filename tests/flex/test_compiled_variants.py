@@ -2,7 +2,8 @@
 
 Each is written from its description in attention-gym's or PyTorch's documentation. Forward and
 backward passes are compared with dense math in float64: the CPU path, and both code paths of the
-kernels in the emulator. torch's refusal of gradients on CPU tensors, in Python, is replaced.
+kernels in the emulator. Outputs are compared with those of torch's own kernel for the CPU too,
+which has no gradients. torch's refusal of gradients on CPU tensors, in Python, is replaced.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
 
+from flashgen.integrations.torch import unregister_flex
 from tests.support.compiled_flex import assert_same, compile, expected, operands
 from tests.support.flex_mods import noise
 from tests.support.tiers import one_in
@@ -201,3 +203,20 @@ def test_a_variant_runs_unchanged(registered, monkeypatch, name, path):
     inputs = operands(seq=SEQ)
     assert_same(function(*inputs, block_mask), expected(*inputs, score, mask), [*inputs, *learned])
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("error::flashgen.integrations.torch.FlashOperatorWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_the_output_of_torchs_own_kernel(registered, name):
+    mask, score, _ = VARIANTS[name]()
+    sizes = None, None, SEQ, SEQ
+    block_mask = mask and create_block_mask(mask, *sizes, device="cpu", BLOCK_SIZE=32)
+    attend = functools.partial(flex_attention, score_mod=score, block_mask=block_mask)
+    inputs = operands(seq=SEQ, learn=False)
+    with torch.no_grad():
+        found = torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
+        unregister_flex()
+        torch._dynamo.reset()
+        own = torch.compile(attend, fullgraph=True, backend="inductor")(*inputs)
+    torch.testing.assert_close(found, own, atol=1e-5, rtol=1e-4)
