@@ -85,13 +85,10 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 // Functions of floats that are one instruction.
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
-#define BINARY(name, op) DEVICE float name(float a, float b) { \
-  float y; asm(op " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
-// a / b within 2 units in the last place, for all floats.
-BINARY(fast_quotient, "div.full.f32")
+UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 // Base-2 logarithm. Its error is 2^-22, relative except for x between 1/2 and 2, where it is
 // absolute.
@@ -100,8 +97,14 @@ UNARY(fast_log2, "lg2.approx.f32")
 // Natural logarithm, with the errors of fast_log2.
 DEVICE float fast_log(float x) { return 0.693147181f * fast_log2(x); }
 
-// 1 / (1 + exp(-x)) with a relative error of about 1e-6.
-DEVICE float fast_sigmoid(float x) { return fast_quotient(1.0f, 1.0f + expf(-x)); }
+// 2^x with a relative error of 2^-22; 0 where that is subnormal.
+UNARY(fast_exp2, "ex2.approx.ftz.f32")
+
+// e^x with a relative error of 2^-22 + |x| 2^-24; 0 where that is subnormal.
+DEVICE float fast_exp(float x) { return fast_exp2(1.44269504f * x); }
+
+// 1 / (1 + exp(-x)) with the relative error of fast_exp, and 2^-22.
+DEVICE float fast_sigmoid(float x) { return rcp(1.0f + fast_exp(-x)); }
 
 struct ScoreHead {
   float log_seq_k;

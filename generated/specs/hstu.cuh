@@ -46,13 +46,13 @@ DEVICE ScoreHead score_head_values(const Params& p) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
-// Derivative by the score: ((1 - sigmoid(score + table[q - k]))*(score + table[q -
-// k])*sigmoid(score + table[q - k]) + sigmoid(score + table[q - k]))*(1/length)
+// Derivative by the score: ((sigmoid(score + table[q - k]) - sigmoid(score + table[q -
+// k])**2)*(score + table[q - k]) + sigmoid(score + table[q - k]))*(1/length)
 DEVICE Scored score_mod(const Params& p, const ScoreHead& score_head, float score, int q, int k) {
   const float score_plus_table_q_minus_k = score + read_table(p, q - k);
   const float t0 = fast_sigmoid(score_plus_table_q_minus_k);
   return {score_plus_table_q_minus_k * t0 * rcp(float(p.s_length)),
-      score_head.t1 * (score_plus_table_q_minus_k * t0 * (1.0f - t0) + t0)};
+      score_head.t1 * (score_plus_table_q_minus_k * (t0 - t0 * t0) + t0)};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
@@ -94,7 +94,7 @@ DEVICE Partials score_partials(
     const Params& p, const PartialsHead& partials_head, float score, int q, int k) {
   const float score_plus_table_q_minus_k = score + read_table(p, q - k);
   const float t0 = fast_sigmoid(score_plus_table_q_minus_k);
-  return {partials_head.t1 * (score_plus_table_q_minus_k * t0 * (1.0f - t0) + t0)};
+  return {partials_head.t1 * (score_plus_table_q_minus_k * (t0 - t0 * t0) + t0)};
 }
 
 // in sm_80 and sm_90a: captured

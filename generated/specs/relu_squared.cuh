@@ -22,12 +22,10 @@ DEVICE ScoreHead score_head_values(const Params& p) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
-// Derivative by the score: 2*maximum(0, score)*where(score > 0, 1, where(score == 0, 1/2,
-// 0))*(1/seq_k)
+// Derivative by the score: 2*maximum(0, score)*(1/seq_k)
 DEVICE Scored score_mod(const Params& p, const ScoreHead& score_head, float score) {
   const float max_0_score = maximum(0.0f, score);
-  return {max_0_score * max_0_score * rcp(float(p.seq_k)),
-      2.0f * max_0_score * score_head.t0 * (score > 0.0f ? 1.0f : score == 0.0f ? 0.5f : 0.0f)};
+  return {max_0_score * max_0_score * rcp(float(p.seq_k)), 2.0f * max_0_score * score_head.t0};
 }
 
 // in sm_80 and sm_90a: fused, dkdv

@@ -21,7 +21,7 @@ DEVICE ScoreHead score_head_values(const Params& p, int h) {
 
 // in sm_80 and sm_90a: forward
 DEVICE float score_mod(const ScoreHead& score_head, float score, int q, int k) {
-  return exp2f(score_head.rate_h * float(k - q)) * score;
+  return fast_exp2(score_head.rate_h * float(k - q)) * score;
 }
 
 // in sm_80 and sm_90a: forward, dq
@@ -46,7 +46,7 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
 // in sm_80 and sm_90a: fused, dkdv, dq
 // Derivative by the score: 2**((k - q)*rate[h])
 DEVICE Scored score_mod(const ScoreHead& score_head, float score, int q, int k) {
-  const float t0 = exp2f(score_head.rate_h * float(k - q));
+  const float t0 = fast_exp2(score_head.rate_h * float(k - q));
   return {score * t0, t0};
 }
 

@@ -37,11 +37,12 @@ DEVICE Range tile_full(const Params& p, int q_lo) {
 }
 
 // in sm_80 and sm_90a: fused, dkdv, dq
-// Derivative by the score: (1 - sigmoid(score - log(seq_k)))*sigmoid(score - log(seq_k))
+// Derivative by the score: sigmoid(score - log(seq_k)) - sigmoid(score - log(seq_k))**2
 DEVICE Scored score_mod(const ScoreHead& score_head, float score) {
   const float sigmoid_score_minus_log_seq_k = fast_sigmoid(score - score_head.log_seq_k);
   return {sigmoid_score_minus_log_seq_k,
-      sigmoid_score_minus_log_seq_k * (1.0f - sigmoid_score_minus_log_seq_k)};
+      sigmoid_score_minus_log_seq_k
+          - sigmoid_score_minus_log_seq_k * sigmoid_score_minus_log_seq_k};
 }
 
 // in sm_80 and sm_90a: fused, dkdv
