@@ -10,19 +10,18 @@
 //   weight of a score = sigmoid(score - log(seq_k))
 //   mask_mod  = q >= k
 //
-// plan      block_q 64  block_k 80  warps 4  stages 1  blocks per SM 3
-// limits    smem 28,672 of 166,912, smem_sm 89,088 of 167,936, registers 162 of 168
-// refused   block_k 96, blocks per SM 2: fits, but is slower by the model
-// refused   block_q 128 by 32 rows per warp, blocks per SM 2: fits, but is slower by the model
-// refused   block_q 128 by 8 warps, blocks per SM 1: fits, but is slower by the model
-// launch    grid (ceil(seq_q / 64), heads_q, batch)  block 128  dynamic shared memory 28,672 B
+// plan      block_q 128  block_k 80  warps 4  stages 1  blocks per SM 2
+// limits    smem 36,864 of 166,912, smem_sm 75,776 of 167,936, registers 244 of 255 (binds)
+// refused   block_k 96: needs 264 registers per thread, 255 allowed
+// refused   block_q 256 by 8 warps, blocks per SM 1: fits, but is slower by the model
+// launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 36,864 B
 
 // ---- plan: derived by the planner, recomputed by the asserts below -----------------------------
-constexpr int BLOCK_Q = 64;  // query rows per block
+constexpr int BLOCK_Q = 128;  // query rows per block
 constexpr int BLOCK_K = 80;  // keys per step of the main loop
 constexpr int HEAD_DIM = 64;  // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
-constexpr int ROW_GROUPS = 1;  // groups of 16 query rows that one warp owns
+constexpr int ROW_GROUPS = 2;  // groups of 16 query rows that one warp owns
 constexpr int ELEMENT_BYTES = 2;  // bfloat16
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
@@ -33,9 +32,9 @@ constexpr int VECTORS_V = HEAD_DIM_V * ELEMENT_BYTES / 16;  // per row of V and 
 
 // Byte offsets into dynamic shared memory. O is staged over Q, K and V.
 constexpr int SMEM_Q = 0;
-constexpr int SMEM_K = 8192;
-constexpr int SMEM_V = 18432;
-constexpr int SMEM_BYTES = 28672;
+constexpr int SMEM_K = 16384;
+constexpr int SMEM_V = 26624;
+constexpr int SMEM_BYTES = 36864;
 
 static_assert(BLOCK_Q == 16 * ROW_GROUPS * WARPS, "plan and code disagree: rows per warp");
 static_assert(SMEM_K >= SMEM_Q + 16 * VECTORS * BLOCK_Q, "plan and code disagree: Q tile");
@@ -344,7 +343,7 @@ DEVICE void multiply_rows(float (&s)[GROUPS][TILES][4], unsigned a_lane, unsigne
 }
 
 // ---- kernel ------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const unsigned smem_base = (unsigned)__cvta_generic_to_shared(smem);
@@ -434,8 +433,10 @@ sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
 
     // 5d. The score function, on every element.
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-      UNROLL for (int e = 0; e < 4; ++e) {
-        s[0][n][e] = score_mod(score_head, s[0][n][e] * p.scale);
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int e = 0; e < 4; ++e) {
+          s[g][n][e] = score_mod(score_head, s[g][n][e] * p.scale);
+        }
       }
     }
 
@@ -444,16 +445,19 @@ sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
       // A row's keys are one range, as bits: testing one costs less than comparing.
       const int thread = thread_index();
       const int column = k_start + thread % 4 * 2;
-      const int q_first = p.q_offset + q_start + thread / 32 * 16 + thread % 32 / 4;
-      UNROLL for (int r = 0; r < 2; ++r) {
-        const int q = q_first + 8 * r;
-        const Range keys = row_keys(p, q);
-        const int hi = columns_before(keys.hi - column);
-        UNROLL for (int first = 0; first < BLOCK_K / 4; first += 32) {
-          const unsigned outside = bits_from(hi - first);
-          UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
-            float& x = s[0][(first + i) / 2][2 * r + i % 2];
-            if (outside >> i & 1) x = 0.0f;
+      const int q_first =
+          p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int r = 0; r < 2; ++r) {
+          const int q = q_first + 16 * g + 8 * r;
+          const Range keys = row_keys(p, q);
+          const int hi = columns_before(keys.hi - column);
+          UNROLL for (int first = 0; first < BLOCK_K / 4; first += 32) {
+            const unsigned outside = bits_from(hi - first);
+            UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - first); ++i) {
+              float& x = s[g][(first + i) / 2][2 * r + i % 2];
+              if (outside >> i & 1) x = 0.0f;
+            }
           }
         }
       }
@@ -462,17 +466,21 @@ sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
     // 5f. Weights are P, rounded to the operand type, and O += P V
     UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
       FragmentA p_frag[ROW_GROUPS];
-      UNROLL for (int i = 0; i < 2; ++i) {
-        float(&x)[4] = s[0][2 * n + i];
-        UNROLL for (int e = 0; e < 4; ++e) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int i = 0; i < 2; ++i) {
+          float(&x)[4] = s[g][2 * n + i];
+          UNROLL for (int e = 0; e < 4; ++e) {
+          }
         }
+        p_fragment(p_frag[g], &s[g][2 * n]);
       }
-      p_fragment(p_frag[0], &s[0][2 * n]);
       UNROLL for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
         FragmentB v_frag[2];
         load_v<VECTORS_V>(v_frag, v_lane, 16 * n, d);
-        mma(o[0][2 * d], p_frag[0], v_frag[0]);
-        mma(o[0][2 * d + 1], p_frag[0], v_frag[1]);
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+          mma(o[g][2 * d], p_frag[g], v_frag[0]);
+          mma(o[g][2 * d + 1], p_frag[g], v_frag[1]);
+        }
       }
     }
   }
@@ -483,11 +491,13 @@ sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
   __syncthreads();
   const unsigned o_stage = smem_base + 16 * VECTORS_V * warp_row;
 
-  UNROLL for (int r = 0; r < 2; ++r) {
-    const int row = 8 * r + lane / 4;
-    UNROLL for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-      stage_pair<VECTORS_V>(o_stage, row, n, lane, o[0][n][2 * r],
-                            o[0][n][2 * r + 1]);
+  UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+    UNROLL for (int r = 0; r < 2; ++r) {
+      const int row = 16 * g + 8 * r + lane / 4;
+      UNROLL for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+        stage_pair<VECTORS_V>(o_stage, row, n, lane, o[g][n][2 * r],
+                              o[g][n][2 * r + 1]);
+      }
     }
   }
 

@@ -57,6 +57,7 @@ class FloatFunction(RealFunction):
         pole: the argument at which the value is -inf.
         most_instructions: of one call, for the limits of a kernel's size.
         instructions: as counted in kernels of float16, and of float32, for the time of a tile.
+        special: of the instructions, those of special-function units.
         is_costly: whether code computes it only on the paths that need it.
         interval: how its range over a tile follows from those of its arguments; None where nothing
             is known.
@@ -70,6 +71,7 @@ class FloatFunction(RealFunction):
     pole: ClassVar[int | None] = None
     most_instructions: ClassVar[int] = 8
     instructions: ClassVar[tuple[int, int]]
+    special: ClassVar[int] = 1
     is_costly: ClassVar[bool] = True
     interval: ClassVar[Monotone | Bounded | None] = None
 
@@ -176,6 +178,7 @@ class Sigmoid(FloatFunction):
     called = "sigmoid"
     cuda = ("sigmoid", "fast_sigmoid")
     instructions = (4, 17)
+    special = 2
     is_costly = False
     interval = Monotone(0.0, 1.125)
     form = staticmethod(lambda x: 1 / (1 + sympy.exp(-x)))
