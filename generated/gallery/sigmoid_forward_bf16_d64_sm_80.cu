@@ -467,11 +467,6 @@ sigmoid_forward_bf16_d64(const __grid_constant__ Params p) {
     UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
       FragmentA p_frag[ROW_GROUPS];
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
-        UNROLL for (int i = 0; i < 2; ++i) {
-          float(&x)[4] = s[g][2 * n + i];
-          UNROLL for (int e = 0; e < 4; ++e) {
-          }
-        }
         p_fragment(p_frag[g], &s[g][2 * n]);
       }
       UNROLL for (int d = 0; d < HEAD_DIM_V / 16; ++d) {
