@@ -29,8 +29,8 @@ DEAD_BOX_INSTRUCTIONS = 1
 # Counted. Instructions per score of a softmax that kernels of other weights have not, by whether
 # these are summed. Forward: the maximum, the multiply-add and exponential of P, and its sum.
 # Backward: the multiply-add and exponential, the difference from delta, and the product with P;
-# sums keep the difference, and multiply the weight and its gradient by the factor of their row.
-SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 1, False: 4}}
+# where weights are summed, they and dP - delta are multiplied by the factor of their row instead.
+SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 2, False: 4}}
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
 # (two rows).
