@@ -1,6 +1,7 @@
 """Work per score of the Hopper kernels against FlashAttention-3 and 4, counted, not timed.
 
     python benchmarks/work_per_score.py
+    python benchmarks/work_per_score.py --weights
 
 Compiles each variant at each head dim for sm_90a in bfloat16, counts the instructions of the
 consumers' main loop by class (benchmarks/instructions.py) and writes
@@ -13,6 +14,9 @@ sm_90, ptxas 13.4). Their forward kernels rescale O in every tile, which their f
 flashgen's kernels rescale only where a row maximum exceeds the threshold, which has a column of its
 own. Their backward kernels compare each key with the length, and all but one have no separate loop
 for unmasked tiles.
+
+With --weights it counts kernels of other weights than the softmax's instead, on both code paths, in
+the tiles of a softmax, and writes benchmarks/results/work_of_weights.json.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from benchmarks.instructions import Work, work_of  # noqa: E402
 from flashgen.kernels.compile.nvrtc import version  # noqa: E402
 from flashgen.kernels.pipeline import Build, build, build_backward  # noqa: E402
 from flashgen.kernels.planner import Tile  # noqa: E402
+from flashgen.kernels.planner.models.spec_terms import score_instructions  # noqa: E402
 
 ARCH, DTYPE = "sm_90a", "bfloat16"
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -188,13 +193,99 @@ def table_of(entries: list[dict[str, Any]]) -> Table:
     return table
 
 
+# ---- weights that are no exponentials ------------------------------------------------------------
+
+WEIGHTS = ("hstu", "sigmoid", "relu_squared", "power", "retention")
+RECORD_OF_WEIGHTS = RECORD.with_name("work_of_weights.json")
+TILES_OF_WEIGHTS = {
+    "sm_80": {"forward": Tile(80, 4, 2, 2), "backward": Tile(96, 8, 2, 1, 2, 2)},
+    "sm_90a": {"forward": Tile(96, 12, 1, 1), "backward": Tile(80, 8, 1, 1)},
+}
+# Of a softmax's instructions per score: the maximum, the multiply-add and the exponential, in place
+# of which a weight function stands. What is left are products, roundings, the sum, the difference
+# from delta and the product with dP.
+OF_SOFTMAX = {"forward": 3, "backward": 2}
+
+
+@dataclass(frozen=True)
+class WorkOfWeight:
+    """Instructions per score of a tile without a mask, causal, head dim 64, bfloat16.
+
+    Attributes:
+        function: those of the weight function, and in the backward pass of its slope, with its
+            share of what a row shares, as the planner counts them.
+        target: those of the softmax's kernel with this function in place of its exponential.
+        special: of `counted`, those of special-function units.
+    """
+
+    weight: str
+    arch: str
+    kernel: str
+    counted: float
+    special: float
+    function: int
+    target: float
+
+
+def works_of_weights() -> Iterator[WorkOfWeight]:
+    softmax = _loaded("causal")
+    for arch, tiles in TILES_OF_WEIGHTS.items():
+        for kernel, tile in tiles.items():
+            left = 0.0
+            for name in ("causal", *WEIGHTS):
+                spec = _loaded(name).replace(mask_mod=softmax.mask_mod, dtype=DTYPE)
+                if kernel == "forward":
+                    built = build(spec, arch, tile=tile)
+                else:
+                    made = build_backward(spec, arch, tiles={"fused": tile})
+                    (built,) = (each for each in made if each.plan.kernel == "fused")
+                work = work_of(built)
+                counted = work.per_score(work.full)
+                special = sum(i.base == "MUFU" for i in work.full) / work.scores
+                function = score_instructions(spec, built.plan.kernel)
+                if spec.is_softmax:
+                    left = counted - OF_SOFTMAX[kernel]
+                    function = OF_SOFTMAX[kernel]
+                numbers = (round(each, 2) for each in (counted, special))
+                yield WorkOfWeight(
+                    "softmax" if spec.is_softmax else name,
+                    arch,
+                    built.plan.kernel,
+                    *numbers,
+                    function,
+                    round(left + function, 2),
+                )
+
+
+def count_weights(output: Path) -> int:
+    works = list(works_of_weights())
+    record = {"dtype": DTYPE, "compiler": version(), "kernels": [asdict(each) for each in works]}
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    table = Table(title=f"thread-instructions per score, causal, d 64, {DTYPE}, unmasked tiles")
+    for column in ("path", "kernel", "weight", "counted", "special", "function", "at most"):
+        table.add_column(column)
+    for each in works:
+        numbers = f"{each.counted:.2f}", f"{each.special:.2f}", str(each.function)
+        table.add_row(each.arch, each.kernel, each.weight, *numbers, f"{each.target:.2f}")
+    Console(width=100).print(table)
+    missed = [each for each in works if each.counted > each.target]
+    for each in missed:
+        print(f"{each.weight}, {each.kernel}, {each.arch}: more than {each.target:.2f}")
+    if not missed:
+        print("every target is met")
+    return 1 if missed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--output", type=Path, default=RECORD)
+    parser.add_argument("--weights", action="store_true")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.weights:
+        return count_weights(options.output or RECORD_OF_WEIGHTS)
     entries = []
     for variant in VARIANTS:
         if variant.name not in options.variants:
@@ -210,7 +301,7 @@ def main() -> int:
         "kernels": entries,
         "rivals": [asdict(rival) for rival in RIVALS],
     }
-    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.output or RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     Console(width=100).print(table_of(entries))
     missed = [line for entry in entries for line in failures(entry)]
     print("\n".join(missed) if missed else "every target is met")

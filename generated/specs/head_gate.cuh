@@ -63,21 +63,20 @@ DEVICE float score_mod(const ScoreHead& score_head, float score) {
 
 // in sm_80 and sm_90a: captured, captured_exact
 struct PartialsHead {
-  float sigmoid_gate_h;
   float t0;
 };
 
 // What score_partials has in common for all scores of a head.
 DEVICE PartialsHead partials_head_values(const Params& p, int h) {
   const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
-  const float t0 = 1.0f - sigmoid_gate_h;
-  return {sigmoid_gate_h, t0};
+  const float t0 = sigmoid_gate_h - sigmoid_gate_h * sigmoid_gate_h;
+  return {t0};
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // Derivatives of score_mod by gate[h].
 DEVICE Partials score_partials(const PartialsHead& partials_head, float score) {
-  return {score * partials_head.sigmoid_gate_h * partials_head.t0};
+  return {score * partials_head.t0};
 }
 
 // in sm_80 and sm_90a: captured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cache
 
 import pytest
@@ -13,11 +14,14 @@ from benchmarks.sass import instructions, listing_of, waiting_exponentials
 from benchmarks.work_per_score import (
     HEAD_DIMS,
     RECORD,
+    RECORD_OF_WEIGHTS,
     SAME_TILE,
     SAME_TILE_BACKWARD,
     VARIANTS,
+    WEIGHTS,
     Variant,
     best_rival,
+    works_of_weights,
 )
 from flashgen.kernels.compile import compile
 from flashgen.kernels.compile.disassembly import find_nvdisasm
@@ -78,6 +82,28 @@ def test_the_notes_have_the_figures_of_the_record() -> None:
                 if noted:
                     found = recorded[prefix + variant, head_dim][figure]
                     assert noted == f"{found:.2f}", (name, head_dim)
+
+
+def test_no_weight_takes_more_than_its_function_in_place_of_the_exponential() -> None:
+    """The record; the notes have its figures."""
+    kernels = json.loads(RECORD_OF_WEIGHTS.read_text())["kernels"]
+    assert {each["weight"] for each in kernels} == {"softmax", *WEIGHTS}
+    assert all(each["counted"] <= each["target"] for each in kernels)
+    notes = (RECORD.parents[1] / "NOTES.md").read_text()
+    for name in ("softmax", *WEIGHTS):
+        of_kernel = [k for kind in ("forward", "fused") for k in kernels if k["kernel"] == kind]
+        own = [each for each in of_kernel if each["weight"] == name]
+        cells = (f"{each['counted']:.2f}, {each['target']:.2f}" for each in own)
+        assert f"| {name} | {' | '.join(cells)} |" in notes
+
+
+@pytest.mark.slow
+@needs_nvdisasm
+def test_the_record_of_weights_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.work_per_score.WEIGHTS", ("sigmoid",))
+    kernels = json.loads(RECORD_OF_WEIGHTS.read_text())["kernels"]
+    for each in works_of_weights():
+        assert asdict(each) in kernels
 
 
 @cache

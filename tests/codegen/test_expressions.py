@@ -111,6 +111,12 @@ def test_conditions_print_as_a_person_writes_them(mod: Any, text: str) -> None:
         (lambda s, b, h, q, k: s**-0.5, "rsqrtf(score)", "rsqrtf(score)"),
         (lambda s, b, h, q, k: s**1.5, "powf(score, 1.5f)", "powf(score, 1.5f)"),
         (lambda s, b, h, q, k: fg.sigmoid(s), "sigmoid(score)", "fast_sigmoid(score)"),
+        (lambda s, b, h, q, k: fg.exp(s), "expf(score)", "fast_exp(score)"),
+        (
+            lambda s, b, h, q, k: s * fg.exp2((k - q) / 8),
+            "exp2f(0.125f * float(k - q)) * score",
+            "fast_exp2(0.125f * float(k - q)) * score",
+        ),
         (
             lambda s, b, h, q, k: fg.where(q < k, s, -s),
             "q < k ? score : -score",

@@ -6,7 +6,9 @@ the dense form in float64. `make test` has a case of each kind; the others are `
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -217,6 +219,31 @@ def test_wrong_numbers_are_seen_by_the_error_rule(kernel: str, old: str, new: st
     call = Call(spec, Case(100, 130, 1, 2, 1).tensors(), {}, arch="sm_80")
     with planted(kernel, old, new), pytest.raises(AssertionError):
         call.judged_forward(split_size=0) if kernel == "forward" else call.judged_backward()
+
+
+@pytest.mark.parametrize("name", ["hstu", "retention"])
+def test_without_sums_rows_are_not_read_and_nothing_is_multiplied_by_their_factors(
+    name: str,
+) -> None:
+    for arch, deterministic in itertools.product(ARCHS, (False, True)):
+        for source in fg.emit(spec_of(name), arch, deterministic=deterministic).backward:
+            code = re.sub(r"//.*", "", source.text)
+            for field in ("rows", "lse", "dlse"):
+                assert f"p.{field}" not in code, source.name
+            assert not re.search(r"\b(base|minus_delta|delta)\[", code), source.name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_plans_count_what_a_weight_takes_in_place_of_a_softmax(arch: str) -> None:
+    softmax, linear = fg.AttentionSpec(causal), spec_of("linear")
+    of_softmax, of_linear = (fg.plan(spec, arch=arch) for spec in (softmax, linear))
+    assert of_softmax.quantities["special"] > 0 == of_linear.quantities["special"]
+    # The product with the scale, without a maximum, an exponent, an exponential and a sum.
+    assert of_linear.quantities["score_ops"] == 1 - 4
+    assert "weights: no maximum and no exponential of a softmax" in str(of_linear.explain())
+    assert not any("weights:" in note for note in of_softmax.notes)
+    sigmoid = fg.plan(spec_of("sigmoid"), arch=arch)
+    assert sigmoid.quantities["special_ops"] == 1  # ex2 and rcp, for one ex2
 
 
 def test_kernels_have_no_maximum_and_no_exponential_of_a_softmax() -> None:

@@ -239,6 +239,13 @@ def test_the_derivative_is_the_slope(name: str, at: float) -> None:
     )
 
 
+def test_powers_of_a_maximum_with_0_have_slopes_without_choices() -> None:
+    cube = score(lambda s, b, h, q, k: fg.maximum(s, 0) ** 3)
+    assert derivative(cube) == 3 * Maximum(0, SCORE) ** 2
+    other = derivative(score(lambda s, b, h, q, k: fg.maximum(s, 1) ** 2))
+    assert other.has(sympy.Piecewise)
+
+
 def test_equal_arguments_of_an_extremum_share_its_derivative() -> None:
     slope = derivative(Maximum(SCORE, 2))
     assert evaluate(slope, {SCORE: 2}) == 0.5

@@ -22,14 +22,14 @@ _CAPTURED = (
     f"{_DELTA}    dT = sum of P * (dP - delta) * dscore_mod / dT, for T of {{learned}}",
 )
 _OF_WEIGHTS = "W = {kept}{weight}{end}    P = {share}    dP = {z}dO V^T"
-_DS_OF_WEIGHTS = "delta = {delta}    dS = (dP - delta){over} * {name}'"
+_DS_OF_WEIGHTS = "{delta}dS = {above} * {name}'"
 _CAPTURED_WEIGHTS = (
     _OF_WEIGHTS,
-    "delta = {delta}    dT = sum of (dP - delta){over} * d{name} / dT, for T of {learned}",
+    "{delta}dT = sum of {above} * d{name} / dT, for T of {learned}",
 )
 _WEIGHTED = {
     "forward": ("S = {score}    W = {kept}{weight}{end}    O = {z}{share} V",),
-    "delta": ("delta = {delta}",),
+    "delta": ("{of_rows}",),
     "dkdv": (_OF_WEIGHTS, _DS_OF_WEIGHTS, _OF_KEYS),
     "fused": (_OF_WEIGHTS, _DS_OF_WEIGHTS, f"{_OF_KEYS}    {_OF_QUERIES}"),
     "dq": (_OF_WEIGHTS, _DS_OF_WEIGHTS, _OF_QUERIES),
@@ -238,7 +238,8 @@ def _words_of_weights(spec: AttentionSpec) -> dict[str, str]:
         "weight": "weight_mod(S)" if spec.weight_line is not None else "S",
         "name": name,
         "share": "W / rowsum(W)" if divided and not spec.adds_parts else "W",
-        "over": " / rowsum(W)" if divided else "",
-        "delta": "rowsum(dO * O)" if divided else "0",
+        "above": "(dP - delta) / rowsum(W)" if divided else "dP",
+        "delta": "delta = rowsum(dO * O)    " if divided else "",
+        "of_rows": "delta = rowsum(dO * O)" if divided else "zeros in the sums of dQ",
         "parts": "O = sum of O_s / sum of rowsum(W)_s" if divided else "O = sum of O_s",
     }

@@ -11,7 +11,7 @@ from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
 from flashgen.kernels.planner.models.panels_sm90 import rows_of_sums
-from flashgen.kernels.planner.models.spec_terms import folded_score
+from flashgen.kernels.planner.models.spec_terms import folded_score, spared_instructions
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.search import (
     Evaluated,
@@ -138,6 +138,13 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
         in_passes = "passes" in at
         folded = None if in_passes else folded_score(problem.spec, problem.kernel)
         yield f"score: {'; '.join(folded.notes) if folded else 'it is computed as written'}"
+    if not problem.spec.is_softmax:
+        spared = spared_instructions(problem.spec, problem.kernel)
+        ops, special = at["score_ops"], at["special_ops"]
+        yield (
+            f"weights: no maximum and no exponential of a softmax: score_ops {ops + spared} - "
+            f"{spared} = {ops}, special_ops {special + 1} - 1 = {special}"
+        )
     if "divided" in at:
         columns = f"{at['fma_columns']} of {at['block_k']} columns on FMA units"
         costs = f"{at['undivided']:.4f} clk with none, {at['divided']:.4f} with the best number"

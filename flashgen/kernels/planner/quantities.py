@@ -63,8 +63,10 @@ QUANTITIES = {
     "exposed": "share of what a warp does besides the busiest resource's work that nothing hides",
     "mask_stall": "instructions that take as long as one of a mask, which waits for the one before",
     "hbm_rate": "bytes per clock of global memory, per SM",
-    "score_ops": "instructions of score_mod per element, its derivative's included in backward",
-    "special_ops": "functions of score_mod per element that special-function units compute",
+    "score_ops": "instructions of score_mod per element, its derivative's included in backward, "
+    "or of weight_mod beyond those of a softmax",
+    "special_ops": "functions of score_mod per element that special-function units compute, or of "
+    "weight_mod beyond a softmax's exponential",
     "fma_columns": "columns of a tile whose exponentials are computed on FMA units",
     "undivided": "cost with all exponentials on special-function units",
     "divided": "least cost with the exponentials of some columns on FMA units",

@@ -96,7 +96,9 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         at["windows"] = window_bytes(
             problem.kernel, problem.spec.dtype, problem.learned, rows, tile.step
         )
-    at = _with_divided_exponentials(model, model.costs(model.needs(at)))
+    at = model.costs(model.needs(at))
+    if problem.spec.is_softmax:
+        at = _with_divided_exponentials(model, at)
     excesses = tuple(_excesses(problem, model, tile, at))
     return Evaluated(tile, model, at, float(at["cost"]), excesses)
 

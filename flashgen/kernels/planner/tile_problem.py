@@ -183,8 +183,9 @@ def problem_of(
         "factors": OPERANDS[spec.dtype].products,
         "tensor_rate": arch.tensor_rate(path.name),
         "l2_rate": arch.l2_bytes_per_clock,
-        "score_ops": spec_terms.score_instructions(spec, kernel),
-        "special_ops": spec_terms.special_functions(spec, kernel),
+        "score_ops": spec_terms.score_instructions(spec, kernel)
+        - spec_terms.spared_instructions(spec, kernel),
+        "special_ops": spec_terms.special_functions(spec, kernel) - (not spec.is_softmax),
         "fma_columns": 0,
         "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),

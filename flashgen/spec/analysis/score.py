@@ -134,13 +134,36 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     choices = [each for each in distinct(score) if isinstance(each, sympy.Piecewise)]
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
     hidden, sides = _with_named_sides(replaced(score, names), by)
-    found = sympy.diff(hidden, by)
+    found = _without_idle_shares(sympy.diff(hidden, by))
     values: dict[sympy.Basic, sympy.Basic] = {let: c for c, let in names.items()}
     for let in sides:
         value = replaced(let.value, values)
         if value != let.value:
             values[let] = Let(value)
     return replaced(found, values)
+
+
+def _without_idle_shares(slope: sympy.Expr) -> sympy.Expr:
+    """The slope without the derivatives of extrema with 0 that are multiplied by the extremum.
+
+    Where such a derivative is not 1, the extremum is 0 or NaN, and so is the product.
+    """
+    for product in distinct(slope):
+        if not isinstance(product, sympy.Mul):
+            continue
+        powers = (factor.as_base_exp() for factor in product.args)
+        bases = {base for base, exponent in powers if exponent.is_positive}
+        shares = {
+            extremum.fdiff(place)
+            for extremum in bases
+            if isinstance(extremum, Minimum | Maximum) and sympy.S.Zero in extremum.args
+            for place, arg in enumerate(extremum.args, 1)
+            if arg != 0 and len(extremum.args) == 2
+        }
+        if shares.intersection(product.args):
+            rest = (factor for factor in product.args if factor not in shares)
+            slope = replaced(slope, {product: sympy.Mul(*rest)})
+    return slope
 
 
 def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, list[Let]]:

@@ -57,6 +57,7 @@ class FloatFunction(RealFunction):
         pole: the argument at which the value is -inf.
         most_instructions: of one call, for the limits of a kernel's size.
         instructions: as counted in kernels of float16, and of float32, for the time of a tile.
+        special: of the instructions, those of special-function units.
         is_costly: whether code computes it only on the paths that need it.
         interval: how its range over a tile follows from those of its arguments; None where nothing
             is known.
@@ -70,6 +71,7 @@ class FloatFunction(RealFunction):
     pole: ClassVar[int | None] = None
     most_instructions: ClassVar[int] = 8
     instructions: ClassVar[tuple[int, int]]
+    special: ClassVar[int] = 1
     is_costly: ClassVar[bool] = True
     interval: ClassVar[Monotone | Bounded | None] = None
 
@@ -101,8 +103,8 @@ class Exp(FloatFunction):
     """e to the power x."""
 
     called = "exp"
-    cuda = ("expf", "expf")
-    instructions = (8, 8)
+    cuda = ("expf", "fast_exp")
+    instructions = (2, 8)
     interval = Monotone(least=0.0)
     form = staticmethod(sympy.exp)
     slope = staticmethod(lambda x: Exp(x))
@@ -175,7 +177,8 @@ class Sigmoid(FloatFunction):
 
     called = "sigmoid"
     cuda = ("sigmoid", "fast_sigmoid")
-    instructions = (9, 17)
+    instructions = (4, 17)
+    special = 2
     is_costly = False
     interval = Monotone(0.0, 1.125)
     form = staticmethod(lambda x: 1 / (1 + sympy.exp(-x)))
@@ -183,7 +186,7 @@ class Sigmoid(FloatFunction):
     def _eval_is_positive(self) -> Any:
         return self.args[0].is_real
 
-    slope = staticmethod(lambda x: Sigmoid(x) * (1 - Sigmoid(x)))
+    slope = staticmethod(lambda x: Sigmoid(x) - Sigmoid(x) ** 2)  # one multiply-add
 
 
 class Erf(FloatFunction):

@@ -52,6 +52,8 @@ HELPERS = frozenset(
         *(
             "int64",
             "fast_tanh",
+            "fast_exp",
+            "fast_exp2",
             "fast_log",
             "fast_log2",
             "sigmoid",

@@ -31,7 +31,7 @@ from flashgen.spec.language.float_operations import (
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.operations import LARGEST_REPEATED
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
-from flashgen.spec.language.symbols import PRODUCT, SCORE, is_int
+from flashgen.spec.language.symbols import PRODUCT, SCORE, K, Q, is_int
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
 from flashgen.spec.language.tensor_elements import Element, TensorRead
 
@@ -190,11 +190,16 @@ class FloatPrinter(IntegerPrinter):
             whole = self._float_power(base, exponent - _HALF)
             return self._product([whole, self._root(base)])
         if base == 2:
-            return self._call("exp2f", self._float(exponent)[0])
+            return self._power_of_two(exponent)
         if base.is_Rational and base.is_positive:
             binary = sympy.Rational(str(sympy.log(base, 2).evalf(17)))
-            return self._call("exp2f", self._float(FloatProduct(exponent, binary))[0])
+            return self._power_of_two(FloatProduct(exponent, binary))
         return self._call("powf", self._float(base)[0], self._float(exponent)[0])
+
+    def _power_of_two(self, exponent: sympy.Expr) -> Text:
+        """Fast where each score has its own; all scores of a head share the others."""
+        fast = self._approximates and not exponent.free_symbols.isdisjoint((SCORE, Q, K))
+        return self._call("fast_exp2" if fast else "exp2f", self._float(exponent)[0])
 
     def _rounded_power(self, base: Text, exponent: int) -> Text:
         if exponent == 1:

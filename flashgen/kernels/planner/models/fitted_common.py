@@ -15,6 +15,8 @@ READ_INSTRUCTIONS = 5
 # Counted. Instructions of a floor division or a remainder, and of a power with a variable exponent.
 DIVISION_INSTRUCTIONS = 8
 POWER_INSTRUCTIONS = 65
+# Counted. Instructions of a power of a number, for 16-bit operands: one product and ex2.
+EXP2_INSTRUCTIONS = 2
 
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
 # expression: comparisons with the ends of a row's range, and the replacement of the score.
@@ -23,6 +25,12 @@ MASKING_INSTRUCTIONS = 2
 LAYOUT_INSTRUCTIONS = 8
 # Counted. The same for a gathered tile that has a box without a live block of some rows.
 DEAD_BOX_INSTRUCTIONS = 1
+
+# Counted. Instructions per score of a softmax that kernels of other weights have not, by whether
+# these are summed. Forward: the maximum, the multiply-add and exponential of P, and its sum.
+# Backward: the multiply-add and exponential, the difference from delta, and the product with P;
+# where weights are summed, they and dP - delta are multiplied by the factor of their row instead.
+SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 2, False: 4}}
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
 # (two rows).

@@ -21,7 +21,7 @@ from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.float_functions import FloatFunction
-from flashgen.spec.language.float_operations import in_reals
+from flashgen.spec.language.float_operations import FloatPower, FloatQuotient, in_reals
 from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCALE, SCORE
@@ -43,10 +43,18 @@ def score_instructions(spec: AttentionSpec, kernel: str, *, folds: bool = True) 
         folds: whether factors are folded where they can be.
     """
     if spec.score == SCORE:
-        return 0
+        return 0 if spec.is_softmax else 1  # the product with the scale, which no exponent has
     code, folds = _code_of_score(spec, kernel, folds)
     # A score that is not folded is multiplied by the scale.
     return math.ceil(_per_score(code, spec, kernel) + len(code.block.results) - folds)
+
+
+def spared_instructions(spec: AttentionSpec, kernel: str) -> int:
+    """Instructions per score of a softmax that the models count and other weights have not."""
+    if spec.is_softmax:
+        return 0
+    kind = "forward" if kernel == "forward" else "backward"
+    return fitted_common.SOFTMAX_INSTRUCTIONS[kind][spec.sums_weights]
 
 
 def special_functions(spec: AttentionSpec, kernel: str) -> int:
@@ -59,7 +67,18 @@ def special_functions(spec: AttentionSpec, kernel: str) -> int:
     nodes = (
         node for each in (*own, *code.block.results) for node in sympy.preorder_traversal(each)
     )
-    return sum(isinstance(node, FloatFunction) for node in nodes)
+    return sum(_special(node, spec) for node in nodes)
+
+
+def _special(node: sympy.Basic, spec: AttentionSpec) -> int:
+    """The instructions of special-function units of a node of the score's code."""
+    if isinstance(node, FloatFunction):
+        return 1 if spec.is_softmax else node.special
+    if isinstance(node, FloatPower) and not spec.is_softmax:
+        return int(not node.args[1].is_number)
+    if isinstance(node, FloatQuotient) and not spec.is_softmax:
+        return int(SCORE in node.args[1].free_symbols)
+    return 0
 
 
 def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[LeveledCode, bool]:
@@ -147,7 +166,12 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         elif isinstance(node, FloorDiv | FloorMod):
             total += fitted_common.DIVISION_INSTRUCTIONS - 1
         if isinstance(node, sympy.Pow) and node.exp.free_symbols:
-            total += fitted_common.POWER_INSTRUCTIONS - 1
+            exp2 = fast and node.base.is_number
+            power = fitted_common.EXP2_INSTRUCTIONS if exp2 else fitted_common.POWER_INSTRUCTIONS
+            total += power - 1
+        elif isinstance(node, sympy.Pow) and node.exp.is_Integer and node.exp > 2:
+            bits = f"{int(node.exp):b}"  # repeated squaring
+            total += len(bits) + bits.count("1") - 3
         if isinstance(node, sympy.Add):  # a product and a sum are one instruction
             total -= min(sum(arg.is_Mul for arg in node.args), len(node.args) - 1)
     return total
