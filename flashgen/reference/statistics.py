@@ -26,6 +26,7 @@ def statistics(
     request: AuxRequest,
     *,
     exact: bool = True,
+    kept: bool = False,
     **call: Unpack[OracleArguments],
 ) -> dict[str, Tensor]:
     """The statistics of a call by their names in `AuxRequest`, and those that the spec names.
@@ -35,6 +36,8 @@ def statistics(
         q, k: as for `flashgen.reference.attention`.
         request: what is computed; the log-sum-exp is not.
         exact: whether everything is computed in float64, or in the operands' dtype.
+        kept: whether the weights start from a normaliser of the row that is rounded to float32, as
+            that which a call has returned; everything else is exact.
         call: the other arguments of the call. Dropout does not change statistics.
     """
     problem = problem_of(spec, q, k, k, exact=exact, **call)
@@ -61,7 +64,7 @@ def statistics(
         shape = batch * heads, seq_q, -(-seq_k // block)
         found["block_mass"] = torch.zeros(shape, dtype=problem.real)
     for part in problem.blocks():
-        scores, weights, kept = _scores_and_weights(problem, part)
+        scores, weights, live = _scores_and_weights(problem, part, kept)
         values = {
             "max_scores": scores,
             "entropy": torch.special.entr(weights),
@@ -74,14 +77,14 @@ def statistics(
                 value = evaluate(own[name].expr, at, problem.real).to(scores.dtype)
             else:
                 value = values[name]
-            value = value.expand_as(kept)
+            value = value.expand_as(live)
             if not value.shape[2]:
                 continue
             if kind == "max":
-                largest = value.masked_fill(~kept, -math.inf).amax(-1)
+                largest = value.masked_fill(~live, -math.inf).amax(-1)
                 found[name][part.pairs, part.rows] = largest.to(problem.real)
                 continue
-            value = value.masked_fill(~kept, 0)
+            value = value.masked_fill(~live, 0)
             if over == "keys":
                 found[name][part.pairs, part.rows] = value.sum(-1).to(problem.real)
             else:
@@ -93,8 +96,14 @@ def statistics(
     return {name: each.view(batch, heads, *each.shape[1:]) for name, each in found.items()}
 
 
-def _scores_and_weights(problem: OracleProblem, part: ScoreBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """The modified scores, the weights before dropout, and which of them are kept."""
+def _scores_and_weights(
+    problem: OracleProblem, part: ScoreBlock, rounded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The modified scores, the weights before dropout, and which of them are kept.
+
+    Args:
+        rounded: whether the normaliser of each row is rounded to float32.
+    """
     spec = problem.spec
     products = (part.q @ part.k.transpose(1, 2)) * problem.factor
     at = {**part.values, SCORE: products.to(problem.real)}
@@ -109,10 +118,16 @@ def _scores_and_weights(problem: OracleProblem, part: ScoreBlock) -> tuple[Tenso
             sink = part.sink.expand(*scores.shape[:2], 1)
             masked = torch.cat([masked, sink.to(masked.dtype)], -1)
         empty = (masked == -math.inf).all(-1, keepdim=True)
-        weights = torch.softmax(masked.masked_fill(empty, 0), -1)[..., : scores.shape[2]]
+        masked = masked.masked_fill(empty, 0)
+        if rounded:
+            lse = torch.logsumexp(masked, -1, keepdim=True).float()
+            weights = (masked - lse).exp()[..., : scores.shape[2]]
+        else:
+            weights = torch.softmax(masked, -1)[..., : scores.shape[2]]
         return scores, weights.masked_fill(~kept, 0), kept
     weights = problem.masked(problem.score(products, part), part)
     if spec.normalizer == "sum":
         total = weights.sum(-1, keepdim=True)
+        total = total.float().to(weights.dtype) if rounded else total
         weights = (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
     return scores, weights, kept
