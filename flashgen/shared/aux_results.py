@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashgen.shared.errors import called_by_users
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@called_by_users()
 class AuxRequest(NamedTuple):
     """What a call returns beside the output: ``op(q, k, v, return_aux=fg.AuxRequest(lse=True))``.
 
@@ -30,6 +33,7 @@ class AuxRequest(NamedTuple):
     block_mass: int | None = None
 
 
+@called_by_users()
 class AuxOutput(NamedTuple):
     """What a call returned beside the output; None where it was not asked for. All are float32.
 

@@ -13,7 +13,6 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.calls.ops import statistics as passes
 from flashgen.shared.errors import InputError, SpecError
 from tests.support.planted import caught, planted
 from tests.support.shapes import DTYPES, Case
@@ -438,7 +437,3 @@ def test_requests_that_cannot_be_served_are_refused(
     tensors = Case(9, 12, 1, 1, 1, "bfloat16").tensors()
     with pytest.raises(InputError, match=what):
         fg.attention(spec_of(name))(*tensors, **given)
-
-
-def test_most_columns_are_those_of_a_kernel() -> None:
-    assert passes.MOST_COLUMNS == 256
