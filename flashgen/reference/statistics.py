@@ -91,7 +91,8 @@ def statistics(
                 found[name][part.pairs, part.keys] += value.sum(-2).to(problem.real)
         if block:
             padding = -weights.shape[2] % block
-            mass = torch.nn.functional.pad(weights, (0, padding)).unflatten(2, (-1, block)).sum(-1)
+            padded = torch.nn.functional.pad(weights, (0, padding))
+            mass = padded.view(*padded.shape[:2], -1, block).sum(-1)
             found["block_mass"][part.pairs, part.rows, : mass.shape[2]] = mass.to(problem.real)
     return {name: each.view(batch, heads, *each.shape[1:]) for name, each in found.items()}
 

@@ -15,7 +15,12 @@ import torch
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.runtime.arguments.call import Call
-from flashgen.calls.runtime.arguments.refusals import refuse, shown, whole_number
+from flashgen.calls.runtime.arguments.refusals import (
+    is_dtensor,
+    refuse,
+    shown,
+    whole_number,
+)
 from flashgen.shared.aux_results import AuxOutput, AuxRequest
 from flashgen.shared.call import CallOptions, Operands
 from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, LAYOUT_NAMES, OFFSETS, ROWS
@@ -188,8 +193,8 @@ class Passes:
         operator = self._op.statistic_operator("entropy_slope", self._fields)
         q, k, *_ = self._operands
         captured = self._captured | {ROWS[1]: entropy - 1}
-        v = (torch.arange(_COLUMNS, device=k.device) == 0).to(k.dtype)
-        v = v.expand(*k.shape[:3], _COLUMNS)
+        first = torch.arange(_COLUMNS, device=k.device) == 0
+        v = _on_all_ranks(first.to(k.dtype), k).expand(*k.shape[:3], _COLUMNS)
         slopes = self._call(operator, q, k, v, captured, self._options._replace(split_size=0))[0]
         carrier = slopes[..., 0].float()  # finite: P (log P + H - 1)
         return entropy + (carrier - carrier.detach())
@@ -216,7 +221,8 @@ class Passes:
             while columns < min(blocks - first, MOST_COLUMNS):
                 columns *= 2
             own = torch.arange(first, first + columns, device=k.device)
-            v = (place[:, None] // block == own).to(k.dtype).expand(*k.shape[:3], columns)
+            live = (place[:, None] // block == own).to(k.dtype)
+            v = _on_all_ranks(live, k).expand(*k.shape[:3], columns)
             operator = self._op.statistic_operator("block_mass", self._fields, columns)
             options = self._options._replace(split_size=0)
             with torch.no_grad():
@@ -239,6 +245,16 @@ class Passes:
         scalars = tuple([self._scalars[name] for name in operator.scalars])
         options = options._replace(scalars=scalars)
         return dispatched_call(operator, Operands(q, k, v, tensors, None), options)
+
+
+def _on_all_ranks(value: Tensor, beside: Tensor) -> Tensor:
+    """The tensor, as a DTensor beside another one."""
+    if not is_dtensor(beside):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = beside.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _exchanged(captured: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import sympy
 
-from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, OFFSETS, ROWS
+from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, OFFSETS, ROWS, WHOLE
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.lets import Let, substituted
@@ -32,12 +32,6 @@ from flashgen.spec.language.tracing import weighed
 
 COLUMNS = 8
 """Columns of the V of calls that compute statistics, the fewest of a kernel."""
-
-LSE, SLOPE = ROWS
-
-_ROW_DIMS = ("row_batch", "row_heads", "rows")
-_LSE = Tensor.of_call(LSE, _ROW_DIMS, "float32")
-_SLOPE = Tensor.of_call(SLOPE, _ROW_DIMS, "float32")
 
 # Functions of the score and the weight, as those of `sum_over_keys`, and the normaliser of the row.
 _FUNCTIONS: dict[str, tuple[str, str, Callable[..., Value]]] = {
@@ -57,8 +51,9 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
             output has the gradients of the entropy; or, after a dot, one of the spec's own.
     """
     own = dict(spec.statistics).get(name[1:]) if name.startswith(".") else None
-    rows, row_scalars = _reads_of_rows(spec)
-    lse = _LSE[rows].expr
+    rows, dims, row_scalars = _reads_of_rows(spec)
+    of_lse, of_slope = (Tensor.of_call(each, dims, "float32") for each in ROWS)
+    lse = of_lse[rows].expr
     weight: sympy.Expr = WEIGHT
     over, normalize = "keys", "none"
     if own is not None:
@@ -68,7 +63,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         weight = function(Value(SCORE), Value(WEIGHT), Value(lse)).expr
     elif name == "entropy_slope":
         # u with du/ds = -P (log P + H), the derivative of the entropy H, where LSE is constant.
-        slope = Value(_SLOPE[rows].expr)
+        slope = Value(of_slope[rows].expr)
         weight = (-Value(WEIGHT) * (Value(SCORE) - Value(lse) + slope)).expr
     share = _share(spec, lse, divides=name != "sums")
     if name == "sums":
@@ -90,7 +85,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         statistics=(),
         name=f"{spec.name}_{name.removeprefix('.')}",
     )
-    tensors = tuple(each for each in (_LSE, _SLOPE) if each.symbol in read)
+    tensors = tuple(each for each in (of_lse, of_slope) if each.symbol in read)
     if tensors:
         made = with_options(
             made,
@@ -120,8 +115,11 @@ def _share(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Expr
     return weight
 
 
-def _reads_of_rows(spec: AttentionSpec) -> tuple[tuple[Value, ...], tuple[Scalar, ...]]:
-    """The indices of a score's row in tensors [batch, heads, seq_q], and the scalars in them."""
+def _reads_of_rows(
+    spec: AttentionSpec,
+) -> tuple[tuple[Value, ...], tuple[str, ...], tuple[Scalar, ...]]:
+    """The indices of a score's row in tensors [batch, heads, seq_q], the dims of these tensors, and
+    the scalars in the indices."""
     offsets = {tensor.name: tensor.symbol for tensor in spec.offsets}
     scalars: tuple[Scalar, ...] = ()
     if OFFSETS[0] in offsets:
@@ -134,7 +132,10 @@ def _reads_of_rows(spec: AttentionSpec) -> tuple[tuple[Value, ...], tuple[Scalar
     row, entry = Q - first, B
     if spec.packed:
         row, entry = row + Element(TensorSymbol(BOUNDARIES[0], "int32"), B), sympy.S.Zero
-    return (Value(entry), Value(H), Value(row)), scalars
+    # Calls on a part of a whole have some of its heads, and packed sequences one batch entry.
+    inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
+    batch, heads = "row_batch" if spec.packed else "batch", "row_heads" if inside else "heads"
+    return (Value(entry), Value(H), Value(row)), (batch, heads, "rows"), scalars
 
 
 def _without_sink(spec: AttentionSpec) -> AttentionSpec:
