@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from flashgen.kernels.pipeline import build as build
     from flashgen.kernels.pipeline import emit as emit
     from flashgen.kernels.visits.layout_path import plan as plan
+    from flashgen.shared.aux_results import AuxOutput as AuxOutput
+    from flashgen.shared.aux_results import AuxRequest as AuxRequest
     from flashgen.shared.config import debug as debug
     from flashgen.shared.errors import CertificateError as CertificateError
     from flashgen.shared.errors import CompileError as CompileError
@@ -80,6 +82,9 @@ if TYPE_CHECKING:
     from flashgen.spec.language.scalar import seq_q as seq_q
     from flashgen.spec.language.spec import AttentionSpec as AttentionSpec
     from flashgen.spec.language.spec_file import load as load
+    from flashgen.spec.language.statistics import max_over_keys as max_over_keys
+    from flashgen.spec.language.statistics import sum_over_keys as sum_over_keys
+    from flashgen.spec.language.statistics import sum_over_queries as sum_over_queries
     from flashgen.spec.language.tensor import Tensor as Tensor
     from flashgen.tools.views.visualize import visualize as visualize
 
@@ -87,6 +92,7 @@ if TYPE_CHECKING:
 # imports above are the same, for type checkers.
 _NAMES = {
     "": "distributed emulator",
+    "shared.aux_results": "AuxOutput AuxRequest",
     "shared.config": "debug",
     "shared.errors": "CertificateError CompileError EmulatorError ExportError FlashgenError "
     "InputError LaunchError PlanError RenderError SpecError",
@@ -98,6 +104,7 @@ _NAMES = {
     "spec.language.scalar": "Scalar batch heads seq_k seq_q",
     "spec.language.spec": "AttentionSpec",
     "spec.language.spec_file": "load",
+    "spec.language.statistics": "max_over_keys sum_over_keys sum_over_queries",
     "spec.language.tensor": "Tensor",
     "calls.ops": "Layout append_kv attention",
     "tools.views.visualize": "visualize",

@@ -135,7 +135,7 @@ def compare(
     baseline = known[exact.isfinite()]
     ordinary_rms, ordinary_max = _rms(baseline), _max(baseline)
     if kept is not None:
-        from_kept = (kept.double() - exact).abs()
+        from_kept = (kept.double() - exact)[exact.isfinite()].abs()
         ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(from_kept))
         ordinary_max = max(ordinary_max, _max(from_kept))
     if summands is not None:

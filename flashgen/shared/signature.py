@@ -34,6 +34,13 @@ SPLIT = "split_size"
 positions at which splits begin."""
 
 
+FIRST_ROW = "first_row"
+ROWS = ("row_lse", "row_slope")
+"""What the kernels of statistics read besides: the position of the first query, a run-time scalar,
+and captured tensors with a number for each row of queries: the normaliser that divides weights, and
+the part of the derivative of a statistic that all scores of a row share."""
+
+
 AXES = ("batch", "heads")
 """The first two dimensions of q by the names that they have in dims of captured tensors."""
 
@@ -159,7 +166,8 @@ class CallSignature:
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
-            or "none". The second result of a call is then that sum, or 0.
+            or "none". The second result of a call is then that sum, or 0; with "max", which only
+            statistics have, it is the largest weight, and the first has no meaning.
         divisible: those of `AXES` of which each part can be computed like a call of its own, with
             the same part of captured tensors: mask, score and block layout use the index only to
             read the dimensions of that name, each of which is read by it.
@@ -191,7 +199,7 @@ class CallSignature:
     @property
     def lse_of_nothing(self) -> float:
         """The second result of a row without keys, where there is no sink."""
-        return -math.inf if self.normalize == "softmax" else 0.0
+        return -math.inf if self.normalize in ("softmax", "max") else 0.0
 
     @property
     def boundaries(self) -> tuple[str, ...]:

@@ -141,6 +141,7 @@ CU_SEQLENS = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
     ("spec", "options", "what"),
     [
         (SPEC, {"method": "broadcast"}, "no such method"),
+        (SPEC, {"return_aux": fg.AuxRequest(lse=True)}, "returns no statistics"),
         (SPEC, {"shard": [[range(8), range(8, 32)]], "dropout_p": 0.1}, "multiples of 16"),
         (SPEC, {"shard": [[range(24)]]}, "rows of this rank's chunks"),
         (SPEC, {"q_offset": 2**31}, "positions larger than kernels support"),

@@ -136,6 +136,16 @@ def test_only_needed_gradients_of_learned_tensors_are_returned(p: float) -> None
     torch.testing.assert_close(*grads)
 
 
+def test_statistics_are_refused_but_the_lse_of_the_call_itself() -> None:
+    op = fg.load_export(exported("sliding_window"))
+    q, k, v = CASE.tensors(3)
+    captures = captures_of("sliding_window")
+    _, aux = op(q, k, v, **captures, return_aux=fg.AuxRequest(lse=True))
+    assert torch.equal(aux.lse, op(q, k, v, **captures, return_lse=True)[1])
+    with pytest.raises(InputError, match="no kernels of statistics"):
+        op(q, k, v, **captures, return_aux=fg.AuxRequest(entropy=True))
+
+
 def test_a_gradient_without_backward_kernels_is_refused() -> None:
     op = fg.load_export(exported("sliding_window"))
     q, k, v = (x.requires_grad_() for x in CASE.tensors(3))

@@ -169,8 +169,12 @@ def test_lse_and_auxiliary_outputs() -> None:
     close(aux.lse, wanted_lse)
     assert aux.max_scores is None
     assert fg.flex_attention(q, k, v, return_aux=AuxRequest())[1].lse is None
-    with pytest.raises(NotImplementedError, match="largest score"):
-        fg.flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))
+    aux = fg.flex_attention(q, k, v, softcap, mask, return_aux=AuxRequest(max_scores=True))[1]
+    scores = softcap((q @ k.mT / q.shape[3] ** 0.5).float(), 0, 0, 0, 0)
+    kept = causal_mask(0, 0, torch.arange(20)[:, None], torch.arange(30))
+    close(aux.max_scores, scores.masked_fill(~kept, -torch.inf).amax(-1))
+    assert aux.lse is None
+    assert not aux.max_scores.requires_grad
     with pytest.raises(ValueError, match="Cannot specify both return_lse and return_aux"):
         fg.flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))
 

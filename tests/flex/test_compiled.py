@@ -287,6 +287,28 @@ def test_auxiliary_results_are_those_of_torch(registered):
     assert_same([out, aux.lse], expected(q, k, v), [q, k, v])
 
 
+@pytest.mark.parametrize("own", [False, slow(True)])
+def test_the_largest_score_of_each_row_is_that_after_score_mod(registered, own):
+    q, k, v = operands()
+    mask = lambda b, h, q, k: (q > 3) & (q >= k)  # noqa: E731
+    score = lambda s, b, h, q, k: 2 * torch.tanh(s) + k * 0.01  # noqa: E731
+    block_mask = create_block_mask(mask, None, None, 40, 40, device="cpu")
+
+    def user(q, k, v):
+        if own:
+            request = AuxRequest(max_scores=True)
+            return fg.flex_attention(q, k, v, score, block_mask, return_aux=request)[1].max_scores
+        # below torch's Python, which refuses the request on CPU tensors
+        given = q, k, v, score, block_mask.as_tuple(), 0.25
+        return HOP(*given, {"BACKEND": "AUTO", "OUTPUT_MAX": True})[2] * math.log(2)
+
+    found = compile(user)[0](q, k, v)
+    rows, keys = torch.arange(40)[:, None], torch.arange(40)
+    scores = score((q @ k.mT) * 0.25, 0, 0, rows, keys)
+    wanted = scores.masked_fill(~mask(0, 0, rows, keys), -torch.inf).amax(-1)
+    torch.testing.assert_close(found, wanted.float(), atol=1e-5, rtol=1e-5)
+
+
 def test_rows_without_keys_are_zeros(registered):
     q, k, v = operands()
     mask = lambda b, h, q, k: (q > 3) & (q >= k)  # noqa: E731
@@ -409,19 +431,11 @@ def test_a_call_on_a_gpu_is_traced_without_one():
 # ---- what is not served --------------------------------------------------------------------------
 
 
-def with_largest_scores(tensors: list[Tensor]) -> Any:
-    """A call below torch's Python, which refuses them on CPU tensors."""
-    block_mask = torch_hop.empty_block_mask(*tensors[:2]).as_tuple()
-    score = lambda s, b, h, q, k: s  # noqa: E731
-    return HOP(*tensors, score, block_mask, 0.25, {"OUTPUT_MAX": True})
-
-
 def not_served() -> dict[str, Any]:
     def bessel(s, b, h, q, k):
         return torch.special.bessel_j0(s)
 
     return {
-        "largest score": with_largest_scores,
         "BACKEND TRITON": lambda t: flex_attention(*t, kernel_options={"BACKEND": "TRITON"}),
         "torch.float64": lambda t: flex_attention(*[x.double() for x in t]),
         "bessel_j0": lambda t: flex_attention(*t, bessel),

@@ -27,6 +27,7 @@ OF_FLASHGEN = {"ptx_emulator": ("flashgen.shared.errors", "flashgen.shared.tenso
 OUTSIDE = {
     "version": set(),
     "shared": set(),
+    "shared.aux_results": {"torch"},
     "shared.call": {"torch"},
     "shared.paged": {"torch"},
     "shared.dropout": {"numpy"},

@@ -240,11 +240,11 @@ def _weighted_tile(
     """`_query_tile` with weights that are no exponentials: plain sums, in one unit.
 
     Args:
-        results: rows of O, and of the sums of the weights.
+        results: rows of O, and of the sums of the weights, or of their maxima.
     """
     problem, (q, k, v), (out, sums) = of.problem, operands, results
     o = work.matrix("o", *out.shape).zero_()
-    sums.zero_()
+    sums.fill_(-math.inf if problem.spec.takes_maxima else 0.0)
     for run in of.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
@@ -252,7 +252,9 @@ def _weighted_tile(
         weights = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
         if weights is not p:
             p.copy_(weights)
-        if problem.spec.sums_weights:
+        if problem.spec.takes_maxima:
+            torch.maximum(sums, p.amax(-1, keepdim=True), out=sums)
+        elif problem.spec.sums_weights:
             sums.add_(p.sum(-1, keepdim=True))
         if problem.dropout_scale is not None:
             of.select(p, of.dropout_bits(rows, keys))
@@ -261,7 +263,7 @@ def _weighted_tile(
         o.baddbmm_(p, v[:, keys])
     if problem.dropout_scale is not None:
         o.mul_(problem.dropout_scale)
-    if problem.spec.sums_weights and not problem.spec.partial:
+    if problem.spec.normalizer == "sum" and not problem.spec.partial:
         o.div_(sums.masked_fill(sums == 0, math.inf))
     out.copy_(o)
 
@@ -277,7 +279,7 @@ def _scores(
 ) -> Tensor:
     """s' of a tile, or its weights; ``p`` itself, or the score function's result.
 
-    Where ``bits`` are 0, s' is -inf, and a weight is 0.
+    Where ``bits`` are 0, s' is -inf, and a weight is 0, or -inf where maxima are taken.
     """
     problem = of.problem
     scores = p
@@ -290,6 +292,6 @@ def _scores(
     found = of.grouped(p) if scores is p else scores
     selected = of.grouped(p).view(problem.bits)
     torch.bitwise_and(found.view(problem.bits), bits, out=selected)
-    if problem.spec.is_softmax:
+    if problem.spec.is_softmax or problem.spec.takes_maxima:
         selected.bitwise_or_(of.minus_infinity_where_not(bits))
     return p

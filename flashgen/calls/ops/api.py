@@ -15,9 +15,16 @@ from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
+from flashgen.calls.ops.statistics import call_with_statistics
 from flashgen.calls.runtime import backward, forward
 from flashgen.calls.runtime.arguments.call import Call
-from flashgen.calls.runtime.arguments.options import draw_rng, refuse_positional, refuse_return_lse
+from flashgen.calls.runtime.arguments.options import (
+    draw_rng,
+    refuse_exported_statistics,
+    refuse_positional,
+    refuse_return_lse,
+    refuse_two_requests,
+)
 from flashgen.calls.runtime.arguments.pages import check_positions_of_pages
 from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
@@ -26,6 +33,8 @@ from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
 from flashgen.shared.errors import SpecError
 
 if TYPE_CHECKING:
+    from flashgen.shared.aux_results import AuxOutput, AuxRequest
+    from flashgen.shared.signature import CallSignature
     from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -68,6 +77,15 @@ def attention(spec: AttentionSpec | None = None, *more: Any, **others: Any) -> A
     return _attention(spec)
 
 
+def _of_output(spec: Any) -> Any:
+    """What computes the output of a spec: its statistics do not change it."""
+    if not getattr(spec, "statistics", ()):
+        return spec
+    from flashgen.spec.language.statistic_specs import without_statistics
+
+    return without_statistics(spec)
+
+
 @functools.cache
 def _attention(spec: AttentionSpec) -> Attention:
     return Attention(spec)
@@ -81,15 +99,19 @@ class Attention:
 
     Attributes:
         spec: the variant that is computed.
+        own_statistics: of each statistic that the spec names: its name, what it is over, and what
+            it takes, as in `flashgen.spec.language.statistics.Statistic`.
     """
 
     def __init__(self, spec: AttentionSpec | CallProgram) -> None:
         self.spec: Any = spec
-        self._operator = operator_of(spec)
+        self._operator = operator_of(_of_output(spec))
         self._paged = self._operator.signature.paged
         self._weighs = self._operator.signature.normalize != "softmax"
         self._used = self._operator
         self._variants = SimpleNamespace()
+        own = getattr(spec, "statistics", ())
+        self.own_statistics = tuple((name, each.over, each.takes) for name, each in own)
 
     def __repr__(self) -> str:
         return f"flashgen.attention({self.spec!r})"
@@ -141,6 +163,11 @@ class Attention:
 
     @overload
     def __call__(
+        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_aux: AuxRequest, **rest: Any
+    ) -> tuple[Tensor, AuxOutput]: ...
+
+    @overload
+    def __call__(
         self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
     ) -> Tensor: ...
 
@@ -158,13 +185,14 @@ class Attention:
         whole: Mapping[str, int] | None = None,
         split_size: int | None = None,
         return_lse: bool = False,
+        return_aux: AuxRequest | None = None,
         dropout_p: float | Tensor = 0.0,
         rng: Tensor | None = None,
         backend: str | None = None,
         arch: str | None = None,
         deterministic: bool | None = None,
         **captures: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
         """Computes attention of q over k and v, with gradients for them and for learned tensors.
 
         The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
@@ -201,6 +229,8 @@ class Attention:
                 keys for paged=True and for few query rows, else 0. Gradients are those of any
                 other call. Not for packed keys.
             return_lse: whether to also return the log-sum-exp of each row.
+            return_aux: which statistics to return beside the output, as `flashgen.AuxOutput`, with
+                those that the spec names: a `flashgen.AuxRequest`, or PyTorch's.
             dropout_p: probability with which an element of P is dropped, in [0, 1), rounded to a
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
                 with dropout=True. Which elements depends on rng, batch entry, head and global
@@ -232,7 +262,8 @@ class Attention:
             out: [batch, heads_q, seq_q, head_dim_v], of q's dtype and with its axes in the memory
             order of q's. With return_lse a tuple (out, lse): lse is [batch, heads_q, seq_q],
             float32, natural logarithm. A row without a kept key has out 0 and lse -inf (or the
-            spec's sink), as has every row if seq_k is 0. Gradients flow through both.
+            spec's sink), as has every row if seq_k is 0. Gradients flow through both. With
+            return_aux a tuple (out, flashgen.AuxOutput).
 
         Raises:
             InputError: an argument has a wrong shape, dtype, device, stride, value or name; nothing
@@ -250,6 +281,19 @@ class Attention:
         operator = self._operator
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
+        if return_aux is not None:
+            if return_lse:
+                refuse_two_requests()
+            numbers = scale, q_offset, k_offset, backend, arch, deterministic, split_size
+            return call_with_statistics(
+                self,
+                return_aux,
+                Operands(q, k, v, (), rng),
+                CallOptions(*numbers, (), dropout_p),
+                captures,
+                h_offset=h_offset,
+                whole=whole,
+            )
         if q_offset is None:
             q_offset = 0
         traced = torch.compiler.is_compiling()
@@ -335,6 +379,40 @@ class Attention:
     @runs_while_traced
     def _name_of_variant(self, *fields: Any) -> str:
         """The name of a variant's operator, which becomes an attribute that Dynamo can guard."""
-        operator = operator_of(program_of(self.spec).variant(Variant(*fields)))
+        operator = operator_of(_of_output(program_of(self.spec).variant(Variant(*fields))))
+        setattr(self._variants, operator.name, operator)
+        return operator.name
+
+    # Statistics: `flashgen.calls.ops.statistics`.
+
+    @property
+    def signature(self) -> CallSignature:
+        """The arguments of calls."""
+        return self._operator.signature
+
+    def variant_of(self, *fields: Any) -> Operator:
+        """The operator of a variant of the spec; without fields, that of the spec."""
+        return self._variant(*fields) if fields else self._operator
+
+    def statistic_operator(self, name: str, fields: tuple[Any, ...], columns: int = 0) -> Operator:
+        """The operator that computes a statistic of a variant of the spec.
+
+        Args:
+            columns: the columns of V; 0 for the fewest.
+        """
+        known = self._name_of_statistic(name, fields, columns)
+        operator: Operator = getattr(self._variants, known)
+        return operator
+
+    @runs_while_traced
+    def _name_of_statistic(self, name: str, fields: tuple[Any, ...], columns: int) -> str:
+        from flashgen.spec.language.statistic_specs import statistic_spec, with_columns
+
+        program = program_of(self.spec)
+        spec = program.variant(Variant(*fields))
+        if isinstance(spec, CallProgram):
+            refuse_exported_statistics()
+        made = statistic_spec(spec, name)
+        operator = operator_of(with_columns(made, columns) if columns else made)
         setattr(self._variants, operator.name, operator)
         return operator.name

@@ -101,6 +101,14 @@ def checked(
         refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
     if return_lse is not False and (return_lse is not True or not op.spec.is_softmax):
         refuse_return_lse(return_lse)
+    if "return_aux" in captures:
+        refuse(
+            "a distributed call returns no statistics",
+            "return_aux",
+            "each rank sees some of the keys of its rows, and some of the queries of its keys",
+            "return_lse=True; or flashgen.attention on all keys, which method='all_to_all' divides "
+            "by heads",
+        )
     if type(reduce_learned) is not bool:
         what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"
         refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")

@@ -64,7 +64,9 @@ def flex_attention(
         enable_gqa: whether heads may be a multiple of heads_kv.
         return_lse: whether to return the log-sum-exp of each row too.
         kernel_options: options of PyTorch's kernels; accepted and ignored.
-        return_aux: a PyTorch AuxRequest; only lse can be requested.
+        return_aux: a PyTorch AuxRequest. The largest score of each row is that after score_mod, of
+            the keys that the mask keeps: float32 [batch, heads, seq_q], -inf in a row without keys,
+            without a gradient. It takes a further pass over the scores.
 
     Returns:
         out [batch, heads, seq_q, head_dim_v] of query's dtype; with return_lse a tuple (out, lse),
@@ -90,14 +92,15 @@ def flex_attention(
         check_returned(return_lse, return_aux)
     check_batch(query, key, block_mask)
     mask_mod = mask_mod_of(block_mask, query, key)
+    tensors, largest = (query, key, value), return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
-        out, lse = as_node((query, key, value), score_mod, block_mask, scale)
+        out, lse, max_scores = as_node(tensors, score_mod, block_mask, scale, largest)
     else:
-        out, lse = _attend((query, key, value), mask_mod, score_mod, block_mask, scale)
+        out, lse, max_scores = _attend(tensors, mask_mod, score_mod, block_mask, scale, largest)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 
@@ -108,7 +111,8 @@ def _attend(
     score_mod: Mod | None,
     block_mask: Any,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
+    max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, _ = tensors
     (batch, heads, seq_q), device = query.shape[:3], query.device
     sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
@@ -121,4 +125,4 @@ def _attend(
         warn_of_values((mask_mod, score_mod), found, reads_blocks)
     if blocks is not None:
         sparse, captures["layout"] = blocks.sparse, blocks.layout
-    return reading.attend(tensors, scale, captures, sparse)
+    return reading.attend(tensors, scale, captures, sparse, max_scores=max_scores)

@@ -243,14 +243,6 @@ def check_returned(return_lse: bool, return_aux: Any) -> None:
             numbers=f"given {shown(return_aux)}",
             way_out="torch.nn.attention.flex_attention.AuxRequest(lse=True)",
         )
-    if return_aux.max_scores:
-        _refuse(
-            FlexUnsupported,
-            "the kernels do not return the largest score of each row",
-            where="argument return_aux",
-            numbers=f"{return_aux}",
-            way_out="AuxRequest(lse=True)",
-        )
 
 
 def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:

@@ -43,6 +43,9 @@ Tensor = torch.Tensor
 _MARK = "flashgen"
 """The kernel option that marks the calls of flashgen's own flex_attention."""
 
+_LARGEST = "OUTPUT_MAX"
+"""torch's kernel option that asks for the largest score of each row."""
+
 _state = SimpleNamespace(registered=False, marked=False, follows_lists=True)
 _told = Told()
 
@@ -55,9 +58,8 @@ def register_flex(*, block_lists: bool = True) -> None:
     now on, with any of its backends, become operators of flashgen; so do calls outside of a
     compiled function. Captured tensors have gradients, integers that change are run-time scalars,
     and lengths may be dynamic. torch's own kernels compute what flashgen does not serve, and a
-    `FlashOperatorWarning` says so once for each reason: the largest scores of
-    ``AuxRequest(max_scores=True)``, a ``BACKEND`` in the kernel options, other dtypes than float16,
-    bfloat16 and float32, and mods with operations that a spec cannot express.
+    `FlashOperatorWarning` says so once for each reason: a ``BACKEND`` in the kernel options, other
+    dtypes than float16, bfloat16 and float32, and mods with operations that a spec cannot express.
 
     Functions that are compiled already keep the kernels that they have; torch.compiler.reset()
     compiles them anew. While flashgen is registered, torch keeps no programs with flex_attention
@@ -112,8 +114,9 @@ def as_node(
     score_mod: Callable[..., Any] | None,
     block_mask: Any,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that torch.compile traces, as one node of its graph.
+    max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and max_scores of a call that torch.compile traces, as one node of its graph.
 
     The arguments have been checked.
     """
@@ -123,16 +126,16 @@ def as_node(
         block_mask = torch_hop.empty_block_mask(query, key)
     if scale is None:
         scale = query.shape[3] ** -0.5
-    out, lse, _ = torch_hop.call(
+    out, lse, largest = torch_hop.call(
         query,
         key,
         value,
         _unchanged if score_mod is None else score_mod,
         block_mask.as_tuple(),
         scale,
-        {"BACKEND": "AUTO", _MARK: True},
+        {"BACKEND": "AUTO", _LARGEST: max_scores, _MARK: True},
     )
-    return out, lse
+    return out, lse, largest if max_scores else None
 
 
 def _unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -161,18 +164,22 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
         mask_mod_other_buffers: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors, lifted = (query, key, value), (score_mod_other_buffers, mask_mod_other_buffers)
+        asked = bool(kernel_options.get(_LARGEST))
+        given = tensors, lifted, score_mod, block_mask
         if _MARK in kernel_options:
-            out, lse = _attend_marked(tensors, lifted, score_mod, block_mask, float(scale))
-            return out, lse, lse.new_empty(0)
+            out, lse, largest = _attend_marked(*given, float(scale), asked)
+            return out, lse, lse.new_empty(0) if largest is None else largest
         if _state.registered:
             try:
                 number = float(scale)  # of a symbol the value, to which the graph is guarded
                 _check_served(tensors, number, kernel_options)
-                out, lse = _attend(tensors, lifted, score_mod, block_mask, number)
+                out, lse, largest = _attend(*given, number, asked)
             except (_NotServedError, SpecError) as refused:
                 _told.tell("flex_attention", *_reason(refused))
             else:
-                return out, lse / math.log(2), lse.new_empty(0)
+                nothing = lse.new_empty(0)
+                largest = nothing if largest is None else largest / math.log(2)
+                return out, lse / math.log(2), largest
         arguments = (*tensors, score_mod, block_mask, scale, kernel_options, *lifted)
         results: tuple[Tensor, Tensor, Tensor] = former(*arguments)
         return results
@@ -190,9 +197,7 @@ def _reason(refused: Exception) -> tuple[str, str]:
 def _check_served(tensors: Sequence[Tensor], scale: float, kernel_options: dict[str, Any]) -> None:
     query, *others = tensors
     reason = ""
-    if kernel_options.get("OUTPUT_MAX"):
-        reason = "the largest score of each row is asked for"
-    elif kernel_options.get("BACKEND", "AUTO") != "AUTO":
+    if kernel_options.get("BACKEND", "AUTO") != "AUTO":
         reason = f"its kernel options choose BACKEND {kernel_options['BACKEND']}"
     elif query.dtype not in DTYPES or any(tensor.dtype != query.dtype for tensor in others):
         reason = f"query, key and value have {', '.join(str(x.dtype) for x in tensors)}"
@@ -216,8 +221,9 @@ def _attend(
     score_mod: Any,
     block_mask: tuple[Any, ...],
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a call; ``lifted`` is what the score_mod and the mask_mod capture."""
+    max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The results of a call; ``lifted`` is what the score_mod and the mask_mod capture."""
     mods = _Mods(score_mod, block_mask[-1], *lifted)
     reading, found = mods.read(tensors)
     captures = mods.captures(reading, found, tensors[0])
@@ -232,7 +238,7 @@ def _attend(
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
         partial, full = dense_blocks(blocks)
         captures["layout"] = Layout.of(partial | full)
-    return reading.attend(tensors, scale, captures, sparse)
+    return reading.attend(tensors, scale, captures, sparse, max_scores=max_scores)
 
 
 _attend_marked = runs_while_traced(_attend)

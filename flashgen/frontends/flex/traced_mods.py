@@ -16,6 +16,7 @@ from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
 from flashgen.frontends.flex.tracer import DTYPES, CapturedTensor, Tracer
+from flashgen.shared.aux_results import AuxRequest
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
@@ -166,8 +167,10 @@ class TracedMods:
         scale: float | None,
         captures: Mapping[str, Any],
         block_sparse: BlockSparse | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse of a call.
+        *,
+        max_scores: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """out and lse of a call, and the largest score of each row where it is asked for.
 
         Args:
             tensors: query, key and value; key and value of batch 1 are those of all queries.
@@ -182,8 +185,15 @@ class TracedMods:
         query, key, value = padded(query), padded(key), padded(value)
         dims = int(query.shape[3]), int(value.shape[3])
         operator = self.operator(*dims, DTYPES[query.dtype], block_sparse)
-        out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
-        return (out[..., :dim_v] if dim_v % HEAD_DIM_STEP else out), lse
+        largest = None
+        if max_scores:
+            request = AuxRequest(lse=True, max_scores=True)
+            out, aux = operator(query, key, value, scale=scale, return_aux=request, **captures)
+            lse, largest = aux.lse, aux.max_scores
+            assert lse is not None, "it is asked for"
+        else:
+            out, lse = operator(query, key, value, scale=scale, return_lse=True, **captures)
+        return (out[..., :dim_v] if dim_v % HEAD_DIM_STEP else out), lse, largest
 
     def captures(
         self,

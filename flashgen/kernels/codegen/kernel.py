@@ -123,7 +123,10 @@ def kernel(
         softmax=spec.is_softmax,
         sums_weights=spec.sums_weights,
         # The weighted sums over some of a row's keys are divided when they have been merged.
-        divides=spec.sums_weights and not (spec.adds_parts and plan.kernel == "forward"),
+        divides=spec.sums_weights
+        and not spec.takes_maxima
+        and not (spec.adds_parts and plan.kernel == "forward"),
+        takes_maxima=spec.takes_maxima,
         counted_head=functools.partial(_counted_head, plan),
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),

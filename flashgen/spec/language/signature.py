@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import sympy
 
@@ -164,16 +165,16 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
     """
     if not dtypes:
         return spec
-    offsets = tuple(Tensor.of_offset(name, dtype) for name, dtype in dtypes)
+    offsets = tuple(Tensor.of_call(name, ("batch",), dtype) for name, dtype in dtypes)
     name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
-    return _with(spec, tensors=_before_layout(spec, offsets), name=name)
+    return with_options(spec, tensors=before_layout(spec, offsets), name=name)
 
 
 @functools.lru_cache(maxsize=1024)
 def packed_queries(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache for calls with the queries of all sequences one after another."""
-    tensors = _before_layout(spec, BOUNDARIES[:1])
-    return _with(spec, packed=True, tensors=tensors, name=f"{spec.name}_packed")
+    tensors = before_layout(spec, BOUNDARIES[:1])
+    return with_options(spec, packed=True, tensors=tensors, name=f"{spec.name}_packed")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,11 +185,10 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
-    own = {Scalar.of_whole(WHOLE[3]).expr: SEQ_K}  # split keys
-    changed = {name: substituted(getattr(spec, name), own) for name in ("mask", "score")}
-    whole = _with(spec, paged=False, packed=True, split=False, tensors=others, **changed)
-    tensors = _before_layout(whole, BOUNDARIES)
-    return _with(whole, tensors=tensors, name=f"{spec.name}_contiguous")
+    changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    whole = with_options(spec, paged=False, packed=True, split=False, tensors=others, **changed)
+    tensors = before_layout(whole, BOUNDARIES)
+    return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,8 +203,10 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
     seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
     if spec.packed or spec.paged:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
-    changed = {name: substituted(getattr(spec, name), seen) for name in ("mask", "score")}
-    return _with(spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed)
+    changed = _substituted(spec, seen)
+    return with_options(
+        spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -218,7 +220,7 @@ def partial(spec: AttentionSpec) -> AttentionSpec:
     """
     if spec.partial or (spec.out_dtype == "float32" and spec.is_softmax):
         return spec
-    return _with(spec, partial=True, name=f"{spec.name}_partial")
+    return with_options(spec, partial=True, name=f"{spec.name}_partial")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,11 +246,9 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
     whole = spec if inside else in_whole(spec)
     if spec.paged:
-        length = {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}
-        changed = {name: substituted(getattr(whole, name), length) for name in ("mask", "score")}
-        whole = _with(whole, **changed)
+        whole = with_options(whole, **_substituted(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}))
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
-    return _with(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
+    return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
 
 
 def refuse_backward(spec: AttentionSpec) -> None:
@@ -288,10 +288,22 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
         for tensor in spec.tensors
     }
     sink = None if spec.sink is None else tensors[spec.sink.name]
-    return _with(spec, tensors=tuple(tensors.values()), sink=sink)
+    return with_options(spec, tensors=tuple(tensors.values()), sink=sink)
 
 
-def _before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _substituted(
+    spec: AttentionSpec, values: Mapping[sympy.Symbol, sympy.Basic]
+) -> dict[str, object]:
+    """The expressions of a spec with others for symbols, as options of `with_options`."""
+    names = ("mask", "score", "modified")
+    found: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}
+    statistics = (
+        (name, replace(each, expr=substituted(each.expr, values))) for name, each in spec.statistics
+    )
+    return found | {"statistics": tuple(statistics)}
+
+
+def before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors of a spec with more of them; those of a block layout are the last ones."""
     layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
@@ -299,10 +311,10 @@ def _before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def _changed(spec: AttentionSpec, option: str, value: object) -> AttentionSpec:
-    return spec if getattr(spec, option) == value else _with(spec, **{option: value})
+    return spec if getattr(spec, option) == value else with_options(spec, **{option: value})
 
 
-def _with(spec: AttentionSpec, **options: object) -> AttentionSpec:
+def with_options(spec: AttentionSpec, **options: object) -> AttentionSpec:
     """A copy with other options, on which the traced expressions do not depend."""
     changed = copy.copy(spec)
     for option, value in options.items():

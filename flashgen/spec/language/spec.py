@@ -19,6 +19,7 @@ from flashgen.spec.language.block_layout import check_names as check_layout_name
 from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
+from flashgen.spec.language.statistics import statistics_of
 from flashgen.spec.language.symbols import SCORE, H
 from flashgen.spec.language.tensor import Tensor, divisor_of, sink_of
 from flashgen.spec.language.traced import Capture
@@ -90,6 +91,9 @@ class AttentionSpec:
             "batch", "heads" and "seq_q", in this order, for its element at the row. A row whose
             weights sum to 0 has an output of 0 and gradients of 0 with "sum". Sums of weights of
             both signs may cancel: the quotient is then ill-conditioned.
+        statistics: sums and maxima that calls with ``return_aux`` return beside the output, by
+            name, from `flashgen.sum_over_keys`, `sum_over_queries` and `max_over_keys`. Kernels of
+            the output do not depend on them. Calls give the tensors and scalars that they read.
         paged: whether keys and values are in the pages of a cache, with ``page_table`` and
             ``cache_seqlens`` in each call. Mods see the number of the sequence as b, positions in
             the sequence, and its number of keys as ``fg.seq_k``. For inference.
@@ -133,6 +137,7 @@ class AttentionSpec:
     paged: bool = False
     weight_mod: Mod | None = None
     normalize: Any = "softmax"  # a name or a Tensor
+    statistics: Any = None  # pairs of a name and a Statistic once the spec is made
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
@@ -170,7 +175,8 @@ class AttentionSpec:
         score = attempt(_traced, self.score_mod, trace_score)
         weight = attempt(_traced, self.weight_mod, trace_weight)
         divisor = attempt(divisor_of, self.normalize)
-        traces = mask, score, weight, divisor
+        statistics = attempt(statistics_of, self.statistics) or ()
+        traces = mask, score, weight, divisor, *(each for _, each in statistics)
         used = [c for trace in traces if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
         used += PAGES if self.paged is True else ()
@@ -200,6 +206,7 @@ class AttentionSpec:
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "scale": None if self.scale is None else float(self.scale),
             "sink": sink,
+            "statistics": statistics,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "name": self.name
             or name_of(
@@ -244,8 +251,14 @@ class AttentionSpec:
 
     @property
     def sums_weights(self) -> bool:
-        """Whether the output is divided by the sum of a row's weights."""
+        """Whether kernels sum the weights of each row, or take their maximum."""
         return self.normalizer != "none"
+
+    @property
+    def takes_maxima(self) -> bool:
+        """Whether kernels take the largest weight of each row in place of the sum, for a
+        statistic; the output has no meaning then."""
+        return self.normalizer == "max"
 
     @property
     def adds_parts(self) -> bool:
@@ -289,7 +302,12 @@ class AttentionSpec:
     def identity(self) -> tuple[object, ...]:
         """Everything that determines the emitted files: `computes` and the source locations."""
         lines = self.mask_line, self.score_line, self.weight_line
-        return (*self.computes, *lines, self.file)
+        return (
+            *self.computes,
+            *lines,
+            self.file,
+            *((name, *each.key) for name, each in self.statistics),
+        )
 
     @property
     def digest(self) -> str:

@@ -14,6 +14,10 @@ Q = sympy.Symbol("q", integer=True)
 K = sympy.Symbol("k", integer=True)
 SCORE = sympy.Symbol("score", real=True)
 
+WEIGHT = sympy.Symbol(".weight", real=True)
+"""The share of a key in the output, in functions of statistics; no scalar of a spec has this
+name."""
+
 # Kernels compute the score as ``SCALE * PRODUCT``, with an element of Q K^T. A spec may have
 # scalars with the names of dummies.
 SCALE = sympy.Symbol("scale", positive=True)

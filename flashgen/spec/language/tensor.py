@@ -14,7 +14,7 @@ from typing import NoReturn
 import sympy
 
 from flashgen.shared.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
-from flashgen.shared.signature import OFFSETS
+from flashgen.shared.signature import OFFSETS, ROWS
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
 from flashgen.spec.language.lets import lets_of, replaced
@@ -142,8 +142,8 @@ class Tensor(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.name in OFFSETS:
-            return Tensor.of_offset, (self.name, self.dtype)
+        if self.name in (*OFFSETS, *ROWS):
+            return Tensor.of_call, (self.name, self.dims, self.dtype)
         return Tensor, self.key
 
     @property
@@ -151,9 +151,9 @@ class Tensor(Capture):
         return self.name, self.dims, self.dtype, self.grad
 
     @staticmethod
-    def of_offset(name: str, dtype: str) -> Tensor:
-        """The tensor of a call's q_offset or k_offset, whose name no capture of a mod has."""
-        made = Tensor("offset", ("batch",), dtype)
+    def of_call(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
+        """One of `shared.signature.OFFSETS` or `ROWS`, whose names no capture of a mod has."""
+        made = Tensor("of_call", dims, dtype)
         made.name, made.symbol = name, TensorSymbol(name, dtype)
         return made
 

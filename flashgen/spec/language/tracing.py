@@ -23,7 +23,17 @@ from flashgen.spec.language.float_operations import (
 from flashgen.spec.language.lets import Let, distinct, lets_of, parts_of, substituted
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
-from flashgen.spec.language.symbols import LOWEST_LITERAL, SCORE, B, H, K, Q, is_condition, is_int
+from flashgen.spec.language.symbols import (
+    LOWEST_LITERAL,
+    SCORE,
+    WEIGHT,
+    B,
+    H,
+    K,
+    Q,
+    is_condition,
+    is_int,
+)
 from flashgen.spec.language.sympy_functions import Floor, Maximum, Minimum, Round, Select
 from flashgen.spec.language.traced import Capture, Traced, Value, as_expr
 from flashgen.spec.language.user_source import (
@@ -103,9 +113,22 @@ def trace_weight(weight_mod: Mod) -> TracedMod:
     return _traced_number(weight_mod, "weight_mod")
 
 
-def _traced_number(mod: Mod, role: str) -> TracedMod:
-    names = ("score", "b", "h", "q", "k")
-    trace = _run(mod, role, names, (SCORE, B, H, Q, K))
+def trace_statistic(mod: Mod) -> TracedMod:
+    """Trace ``function(score, weight, b, h, q, k)``: what a kept key adds to a statistic.
+
+    Raises:
+        SpecError: the function cannot be traced; the message names the user's file and line.
+    """
+    return _traced_number(mod, "the function of a statistic", "weight")
+
+
+def _traced_number(mod: Mod, role: str, *more: str) -> TracedMod:
+    """
+    Args:
+        more: "weight", if the mod takes the weight after the score.
+    """
+    names = ("score", *more, "b", "h", "q", "k")
+    trace = _run(mod, role, names, (SCORE, *([WEIGHT] if more else []), B, H, Q, K))
     if is_condition(trace.expr):
         raise SpecError(
             f"{role} returns a condition, not a number",
@@ -116,18 +139,21 @@ def _traced_number(mod: Mod, role: str) -> TracedMod:
     return trace
 
 
-def weighed(score: sympy.Expr, weight: sympy.Expr) -> sympy.Expr:
+def weighed(
+    score: sympy.Expr, weight: sympy.Expr, removed: sympy.Expr = sympy.S.Zero
+) -> sympy.Expr:
     """The weight of a score, and 0 where the score_mod has removed the score.
 
     Args:
         score: the modified score, an expression over SCORE.
         weight: the weight, an expression over SCORE, which stands for the modified score.
+        removed: what stands in place of the weight of a removed score.
     """
     value = Let(score) if score.args else score
     found = substituted(weight, {SCORE: value})
     if not _may_be_infinite(score):
         return found
-    return sympy.Piecewise((0, FloatEqual(value, -sympy.oo)), (found, True), evaluate=False)
+    return sympy.Piecewise((removed, FloatEqual(value, -sympy.oo)), (found, True), evaluate=False)
 
 
 _KEEP_FINITE = (

@@ -362,6 +362,24 @@ def refuse_return_lse(value: object) -> NoReturn:
     )
 
 
+def refuse_two_requests() -> NoReturn:
+    refuse(
+        "return_lse and return_aux cannot be given together",
+        "argument return_aux",
+        "return_lse True",
+        "return_aux=fg.AuxRequest(lse=True, ...), which returns the log-sum-exp too",
+    )
+
+
+def refuse_exported_statistics() -> NoReturn:
+    refuse(
+        "an exported operator has no kernels of statistics",
+        "argument return_aux",
+        "the export holds the kernels of the output and of its gradients",
+        "flashgen.attention(spec) with the compiler; return_lse=True needs no other kernel",
+    )
+
+
 def settled(deterministic: bool | None) -> bool:
     """Whether gradients must have the same bits in every run; None follows torch's switch.
 

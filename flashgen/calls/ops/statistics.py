@@ -1,0 +1,272 @@
+"""A call that returns statistics beside its output.
+
+The statistics are computed by further calls, of the specs that `statistic_spec` makes: for each one
+pass over the scores. A call and its statistics take the same way through torch, so that they can be
+compiled, mapped and traced alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.calls.ops.dispatched_call import dispatched_call
+from flashgen.calls.ops.operator import Operator
+from flashgen.calls.runtime.arguments.call import Call
+from flashgen.calls.runtime.arguments.refusals import (
+    is_dtensor,
+    refuse,
+    shown,
+    whole_number,
+)
+from flashgen.shared.aux_results import AuxOutput, AuxRequest
+from flashgen.shared.call import CallOptions, Operands
+from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, LAYOUT_NAMES, OFFSETS, ROWS
+
+if TYPE_CHECKING:
+    from flashgen.calls.ops.api import Attention
+
+Tensor = torch.Tensor
+
+MOST_COLUMNS = 256
+"""Blocks of keys whose mass one call computes: the columns of its V."""
+
+_COLUMNS = 8
+
+
+def call_with_statistics(
+    op: Attention,
+    request: Any,
+    operands: Operands,
+    options: CallOptions,
+    captures: Mapping[str, Any],
+    **part: Any,
+) -> tuple[Tensor, AuxOutput]:
+    """The output of a call and the statistics that are asked for.
+
+    Args:
+        request: an `AuxRequest`, or a value with some of its attributes, such as PyTorch's.
+        options: without scalars; the offsets may be tensors.
+        captures: the scalars and captured tensors by name.
+        part: h_offset and whole.
+
+    Raises:
+        InputError: as for the call; or a statistic is not available for it.
+    """
+    request = _checked(op, request)
+    names = request.max_scores or request.entropy or request.key_mass
+    softmax = op.signature.normalize == "softmax"
+    found: dict[str, Any] = {}
+    q, k, v, _, rng = operands
+    result: Any = op(  # type: ignore[call-overload]
+        *(q, k, v),
+        rng=rng,
+        return_lse=softmax,
+        **dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)),
+        **part,
+        **captures,
+    )
+    out, lse = result if softmax else (result, None)
+    if request.lse:
+        found["lse"] = lse
+    if names or op.own_statistics or request.block_mass:
+        passes = Passes(op, operands, options, captures, lse, **part)
+        if request.max_scores:
+            found["max_scores"] = passes.statistic("max_scores", takes="max")
+        if request.entropy:
+            found["entropy"] = passes.with_gradients(passes.statistic("entropy"))
+        if request.key_mass:
+            found["key_mass"] = passes.statistic("key_mass", over="queries")
+        if request.block_mass:
+            found["block_mass"] = passes.block_mass(request.block_mass)
+        found["statistics"] = {
+            name: passes.statistic(f".{name}", over, takes)
+            for name, over, takes in op.own_statistics
+        }
+    return out, AuxOutput(**found)
+
+
+_OPTIONS = (
+    *("scale", "q_offset", "k_offset", "backend", "arch", "deterministic", "split_size"),
+    "dropout_p",
+)
+
+
+def _checked(op: Attention, request: Any) -> AuxRequest:
+    missing = [name for name in ("lse", "max_scores") if not hasattr(request, name)]
+    if missing:
+        refuse(
+            "return_aux is not a request for results beside the output",
+            "argument return_aux",
+            f"given {shown(request)}",
+            "return_aux=fg.AuxRequest(lse=True)",
+        )
+    values = {x: getattr(request, x, None) for x in AuxRequest._fields}
+    block = whole_number(values["block_mass"]) if values["block_mass"] is not None else None
+    if (values["block_mass"] is not None and (block is None or block < 1)) or any(
+        value not in (None, False, True) for name, value in values.items() if name != "block_mass"
+    ):
+        refuse(
+            "a request names results by True, and block_mass by the keys of a block",
+            "argument return_aux",
+            f"given {request!r:.200}",
+            "return_aux=fg.AuxRequest(entropy=True, block_mass=64)",
+        )
+    truths = {name: bool(value) for name, value in values.items() if name != "block_mass"}
+    asked = AuxRequest(**truths, block_mass=block)
+    if op.signature.normalize != "softmax" and (asked.lse or asked.entropy):
+        refuse(
+            "weights that are no exponentials have no log-sum-exp and no entropy",
+            "argument return_aux",
+            f"given {request!r:.200}; the spec has a weight_mod or another divisor",
+            "max_scores, key_mass, block_mass, or fg.sum_over_keys(...) of the weights",
+        )
+    return asked
+
+
+class Passes:
+    """The calls that compute the statistics of one call."""
+
+    def __init__(
+        self,
+        op: Attention,
+        operands: Operands,
+        options: CallOptions,
+        captures: Mapping[str, Any],
+        lse: Tensor | None,
+        **part: Any,
+    ) -> None:
+        self._op = op
+        self._fields: tuple[Any, ...] = ()
+
+        def variant(*fields: Any) -> Operator:
+            self._fields = fields
+            return op.variant_of(*fields)
+
+        autocast = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+        q_offset = 0 if options.q_offset is None else options.q_offset
+        options = options._replace(q_offset=q_offset, dropout_p=0.0)
+        operator, operands, options = Call.of(
+            op.variant_of(), variant, operands, options, captures, autocast=autocast, **part
+        )
+        self._operands, self._options = operands, options
+        self._captured = dict(zip(operator.tensors, operands.captured, strict=True))
+        self._scalars = dict(zip(operator.scalars, options.scalars, strict=True))
+        self._scalars[FIRST_ROW] = options.q_offset
+        if lse is not None:
+            self._captured[ROWS[0]] = lse.detach()
+        elif op.signature.normalize == "sum":
+            self._captured[ROWS[0]] = self.statistic("sums")
+
+    def statistic(self, name: str, over: str = "keys", takes: str = "sum") -> Tensor:
+        """A statistic of each row of queries or, in [batch, heads_q, seq_k], of each key."""
+        operator = self._op.statistic_operator(name, self._fields)
+        q, k, *_ = self._operands
+        captured, options = self._captured, self._options
+        if over == "queries":
+            if operator.signature.paged:
+                refuse(
+                    "a paged cache has no statistics of keys",
+                    "argument return_aux",
+                    "the keys of a page can belong to several sequences",
+                    "block_mass of contiguous keys, statistics over keys; or fg.sum_over_keys",
+                )
+            q, k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1), q
+            captured = _exchanged(captured)
+            starts = options.k_offset, options.q_offset
+            options = options._replace(q_offset=starts[0], k_offset=starts[1], split_size=None)
+        if takes == "max":
+            options = options._replace(split_size=0)  # splits are merged by sums
+        v = k.new_zeros(_COLUMNS).expand(*k.shape[:3], _COLUMNS)
+        with torch.no_grad():
+            return self._call(operator, q.detach(), k.detach(), v, captured, options)[1]
+
+    def with_gradients(self, entropy: Tensor) -> Tensor:
+        """The entropy, whose gradients are those of the output of another call."""
+        tensors = (*self._operands[:2], *self._operands.captured)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return entropy
+        if self._op.signature.paged:
+            return entropy
+        operator = self._op.statistic_operator("entropy_slope", self._fields)
+        q, k, *_ = self._operands
+        captured = self._captured | {ROWS[1]: entropy - 1}
+        first = torch.arange(_COLUMNS, device=k.device) == 0
+        v = _on_all_ranks(first.to(k.dtype), k).expand(*k.shape[:3], _COLUMNS)
+        slopes = self._call(operator, q, k, v, captured, self._options._replace(split_size=0))[0]
+        carrier = slopes[..., 0].float()  # finite: P (log P + H - 1)
+        return entropy + (carrier - carrier.detach())
+
+    def block_mass(self, block: int) -> Tensor:
+        """The mass of each block of keys in each row: the weights times a matrix of zeros and ones,
+        with a column for each block."""
+        q, k, *_ = self._operands
+        if self._op.signature.paged:
+            refuse(
+                "a paged cache has no mass of blocks",
+                "argument return_aux",
+                f"block_mass {block}; pages lie anywhere in the cache",
+                "contiguous keys, in a batch entry for each sequence or with packed=True",
+            )
+        place = torch.arange(k.shape[2], device=k.device)
+        if BOUNDARIES[1] in self._captured:
+            ends = self._captured[BOUNDARIES[1]]
+            sequence = torch.searchsorted(ends[1:].contiguous(), place, right=True)
+            place = place - ends[sequence.clamp(max=len(ends) - 2)]
+        blocks, found = -(-k.shape[2] // block), []
+        for first in range(0, blocks, MOST_COLUMNS):
+            columns = _COLUMNS
+            while columns < min(blocks - first, MOST_COLUMNS):
+                columns *= 2
+            own = torch.arange(first, first + columns, device=k.device)
+            live = (place[:, None] // block == own).to(k.dtype)
+            v = _on_all_ranks(live, k).expand(*k.shape[:3], columns)
+            operator = self._op.statistic_operator("block_mass", self._fields, columns)
+            options = self._options._replace(split_size=0)
+            with torch.no_grad():
+                out = self._call(operator, q.detach(), k.detach(), v, self._captured, options)[0]
+            found.append(out[..., : blocks - first])
+        if not found:
+            return q.new_zeros(*q.shape[:3], 0, dtype=torch.float32)
+        return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+    def _call(
+        self,
+        operator: Operator,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Mapping[str, Tensor],
+        options: CallOptions,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = tuple([captured[name] for name in operator.tensors])
+        scalars = tuple([self._scalars[name] for name in operator.scalars])
+        options = options._replace(scalars=scalars)
+        return dispatched_call(operator, Operands(q, k, v, tensors, None), options)
+
+
+def _on_all_ranks(value: Tensor, beside: Tensor) -> Tensor:
+    """The tensor, as a DTensor beside another one."""
+    if not is_dtensor(beside):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = beside.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _exchanged(captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The captured tensors of the transposed problem, in which keys and queries change places."""
+    found = dict(captured)
+    for one, other in (BOUNDARIES, OFFSETS):
+        for name, own in ((one, other), (other, one)):
+            found.pop(own, None)
+            if name in captured:
+                found[own] = captured[name]
+    if LAYOUT_NAMES[0] in captured:
+        live, *lists = (captured[name] for name in LAYOUT_NAMES)
+        turned = live.transpose(2, 3), *lists[2:], *lists[:2]
+        found |= dict(zip(LAYOUT_NAMES, turned, strict=True))
+    return found
