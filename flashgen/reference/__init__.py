@@ -8,6 +8,7 @@ from flashgen.reference.gradients import (
 )
 from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import attention, same_dtype
+from flashgen.reference.tangents import same_dtype_tangents, tangents
 from flashgen.reference.verdict import (
     ABSOLUTE,
     GRADIENT_FACTOR,
@@ -33,4 +34,6 @@ __all__ = [
     "kept_gradients",
     "same_dtype",
     "same_dtype_gradients",
+    "same_dtype_tangents",
+    "tangents",
 ]

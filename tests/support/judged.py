@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.calls.runtime.calls import run_tangent
+from flashgen.calls.runtime.reports import TangentRun
 from flashgen.kernels.pipeline import Build
+from flashgen.kernels.planner import tangents_of
 from flashgen.reference import Verdict
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case
@@ -80,6 +83,24 @@ def forward_verdicts(
     return {name: reference.compare(*three) for name, *three in of}
 
 
+def tangent_verdicts(
+    found: Sequence[Tensor],
+    spec: fg.AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    along: Mapping[str, Tensor],
+    **numbers: Any,
+) -> dict[str, Verdict]:
+    """Of the tangents of out and lse; ``numbers``: those of `flashgen.reference.attention`."""
+    given = (spec, q, k, v, along)
+    exact = reference.tangents(*given, **numbers)
+    same = reference.same_dtype_tangents(*given, **numbers)
+    of = zip(("out", "lse"), found, exact, same, strict=True)
+    factor = reference.GRADIENT_FACTOR
+    return {name: reference.compare(*three, factor=factor) for name, *three in of}
+
+
 def judge_forward(
     found: Sequence[Tensor], spec: fg.AttentionSpec, *qkv: Tensor, **numbers: Any
 ) -> None:
@@ -136,6 +157,36 @@ class Call:
         results = (forward.out, forward.lse) if forward else self.results
         given = (*self.qkv, *results, *self.gradients)
         return run_backward(self.spec, *given, **self.numbers, **self.how | how)
+
+    @property
+    def movable(self) -> tuple[str, ...]:
+        """The names of all operands that can have a tangent."""
+        return tangents_of(self.spec)
+
+    @cached_property
+    def directions(self) -> dict[str, Tensor]:
+        """A random tangent for each of `movable`."""
+        given = dict(zip("qkv", self.qkv, strict=True)) | (self.numbers.get("tensors") or {})
+        return {name: like(given[name], 3 + n) for n, name in enumerate(self.movable)}
+
+    def tangent(
+        self, forward: ForwardRun | None = None, names: Sequence[str] | None = None, **how: Any
+    ) -> TangentRun:
+        """The tangents of the results along those of these operands, of all for None."""
+        results = (forward.out, forward.lse) if forward else self.results
+        along = {name: self.directions[name] for name in names or self.movable}
+        given = (*self.qkv, *results, along)
+        return run_tangent(self.spec, *given, **self.numbers, **self.how | how)
+
+    def judged_tangent(
+        self, forward: ForwardRun | None = None, names: Sequence[str] | None = None, **how: Any
+    ) -> TangentRun:
+        run = self.tangent(forward, names, **how)
+        along = {name: self.directions[name] for name in names or self.movable}
+        verdicts = tangent_verdicts((run.out, run.lse), self.spec, *self.qkv, along, **self.numbers)
+        wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
+        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
+        return run
 
     def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:
         """By the names of the results, or of the gradients."""

@@ -99,9 +99,7 @@ def kernel(
     offsets = spec.offsets if code else ()
     split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
     by_entry = bool(offsets) or paged
-    own = params_of(
-        spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving
-    )
+    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
     params = [*own, *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.kernels.codegen.functions import KEYS, SpecFunctions
+from flashgen.kernels.codegen.functions import SpecFunctions
 from flashgen.kernels.codegen.kernel import KernelCode, kernel
 from flashgen.kernels.codegen.params import head_in_whole
 from flashgen.kernels.codegen.readers import reader

@@ -264,7 +264,6 @@ class ScoreCode:
             distance=DISTANCE in parts.function.uses,
         )
 
-
     @staticmethod
     def moved(make: SpecFunctions, tangents: TangentAnalysis, fragment: str) -> ScoreCode:
         """The score's C++ with its tangent; ``fragment``: accumulators of a group of 8 columns."""

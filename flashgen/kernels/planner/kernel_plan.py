@@ -76,7 +76,8 @@ class Plan(LaunchRules):
             "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"; "convert_dk"
             and "convert_dv" where groups of heads are divided), "captured"
             (gradients of learned tensors) and "captured_exact" (the same with order-independent
-            sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured tensors, before all other kernels);
+            sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured
+            tensors, before all other kernels);
             "merge" (partial results, after all other kernels); or "append_kv" (new keys and values,
             written to a paged cache).
         arch: the architecture that the kernel is compiled for.
@@ -104,7 +105,7 @@ class Plan(LaunchRules):
             step uses first and last (Q; in "dq" K), else one.
         access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
-        smem_q_tangent, smem_k_tangent, smem_v_tangent: byte offsets of their tangents, in "tangent".
+        smem_q_tangent, smem_k_tangent, smem_v_tangent: those of their tangents, in "tangent".
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
             of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
         smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
