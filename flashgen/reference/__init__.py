@@ -8,7 +8,7 @@ from flashgen.reference.gradients import (
 )
 from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import attention, same_dtype
-from flashgen.reference.tangents import same_dtype_tangents, tangents
+from flashgen.reference.tangents import gradient_tangents, tangents
 from flashgen.reference.verdict import (
     ABSOLUTE,
     GRADIENT_FACTOR,
@@ -29,11 +29,11 @@ __all__ = [
     "compare",
     "errors_of_summands",
     "evaluate",
+    "gradient_tangents",
     "gradients",
     "judge_gradients",
     "kept_gradients",
     "same_dtype",
     "same_dtype_gradients",
-    "same_dtype_tangents",
     "tangents",
 ]

@@ -1,16 +1,22 @@
-"""Tangents of standard attention: those of the oracle, by torch's forward mode."""
+"""Tangents of standard attention and of its gradients, by forward mode through the oracle.
+
+A tangent is the derivative along given directions of the operands. That of the gradients is taken
+forward over reverse: forward mode through reverse mode through the whole matrix of scores.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
 from flashgen.reference.oracle import attention
 from flashgen.reference.problem import OracleArguments
+from flashgen.shared.call import ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -24,42 +30,98 @@ def tangents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    along: Mapping[str, Tensor],
+    moving: Tangents,
     *,
     exact: bool = True,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
-    """The tangents of `attention`'s results, in float64: the reference of all tangent passes.
+    """The tangents of out and lse: the reference of tangent passes, and their baseline.
 
     Args:
-        spec, q, k, v, call: as in `attention`.
-        along: the tangents of q, k, v and of learned tensors, by name, those that are not 0.
-        exact: as in `attention`.
-
-    Returns:
-        The tangents of out and lse, 0 for rows without a key.
-
-    Raises:
-        InputError: as in `attention`.
+        spec, q, k, v, exact, call: as in `attention`; without ``exact`` these are the tangents of
+            `same_dtype`.
+        moving: the tangents of q, k, v and of the learned tensors.
     """
-    with forward_ad.dual_level():
-
-        def moving(name: str, value: Tensor) -> Tensor:
-            if exact and value.is_floating_point():
-                value = value.double()
-            if name not in along:
-                return value
-            made: Tensor = forward_ad.make_dual(value, along[name].to(value.dtype))  # type: ignore[no-untyped-call]
-            return made
-
-        operands = [moving(name, value) for name, value in zip("qkv", (q, k, v), strict=True)]
-        given = call.get("tensors") or {}
-        call["tensors"] = {
-            name: moving(name, value) if name in along else value for name, value in given.items()
-        }
-        found = map(forward_ad.unpack_dual, attention(spec, *operands, exact=exact, **call))
-        out, lse = (torch.zeros_like(x) if tangent is None else tangent for x, tangent in found)
-        return out, lse
+    with _forward_mode():
+        duals, call["tensors"] = _duals(spec, (q, k, v), moving, call, exact)
+        out, lse = attention(spec, *duals[:3], exact=exact, **call)
+        return _tangent(out), _tangent(lse)
 
 
-same_dtype_tangents = functools.partial(tangents, exact=False)
+def gradient_tangents(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gradients: tuple[Tensor, Tensor | None],
+    moving: Tangents,
+    of_gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    exact: bool = True,
+    **call: Unpack[OracleArguments],
+) -> tuple[Tensor, ...]:
+    """The tangents of dq, dk, dv and of the gradients of learned tensors.
+
+    Args:
+        gradients: dout and dlse; a dlse of None stands for zeros.
+        of_gradients: the tangents of dout and dlse; None for zeros.
+        other arguments: as in `tangents`.
+    """
+    with _forward_mode(), torch.enable_grad():
+        duals, call["tensors"] = _duals(spec, (q, k, v), moving, call, exact, leaves=True)
+        results = attention(spec, *duals[:3], exact=exact, **call)
+        given = [
+            None if x is None else _dual(x.to(of.dtype), way)
+            for x, way, of in zip(
+                gradients, ResultTangents(*of_gradients)[:2], results, strict=True
+            )
+        ]
+        count = 1 if given[1] is None else 2
+        found = torch.autograd.grad(
+            results[:count], duals, given[:count], create_graph=True, allow_unused=True
+        )
+        return tuple(
+            torch.zeros_like(x) if each is None else _tangent(each)
+            for each, x in zip(found, duals, strict=True)
+        )
+
+
+def _duals(
+    spec: AttentionSpec,
+    operands: tuple[Tensor, Tensor, Tensor],
+    moving: Tangents,
+    call: Any,
+    exact: bool,
+    leaves: bool = False,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """q, k, v and the learned tensors with their tangents; and all captured tensors by name."""
+    tensors = dict(call.get("tensors") or {})
+    learned = [tensor.name for tensor in spec.tensors if tensor.grad]
+    ways: Sequence[Tensor | None] = (*moving[:3], *(moving.captured or (None,) * len(learned)))
+    given = [*operands, *(tensors[name] for name in learned)]
+    duals = []
+    for tensor, way in zip(given, ways, strict=True):
+        wide = tensor.detach().double() if exact else tensor.detach()
+        leaf = wide.clone().requires_grad_() if leaves else wide
+        duals.append(_dual(leaf, way))
+    return duals, {**tensors, **dict(zip(learned, duals[3:], strict=True))}
+
+
+def _dual(tensor: Tensor, way: Tensor | None) -> Tensor:
+    if way is None:
+        return tensor
+    dual: Tensor = forward_ad.make_dual(tensor, way.detach().to(tensor.dtype))  # type: ignore[no-untyped-call]
+    return dual
+
+
+def _tangent(tensor: Tensor) -> Tensor:
+    found = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return torch.zeros_like(tensor) if found is None else found.detach()
+
+
+@contextmanager
+def _forward_mode() -> Iterator[None]:
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        # A warning of torch itself, when it loads its forward-mode formulas.
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+        yield

@@ -66,6 +66,15 @@ class Tangents(NamedTuple):
     captured: tuple[Tensor | None, ...] = ()
 
 
+class ResultTangents(NamedTuple):
+    """The tangents of the results of a forward call and of their gradients; None for zeros."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of one call, forward and backward, for tools.

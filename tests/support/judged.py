@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from flashgen.calls.runtime.reports import TangentRun
 from flashgen.kernels.pipeline import Build
 from flashgen.kernels.planner import tangents_of
 from flashgen.reference import Verdict
+from flashgen.shared.call import Tangents
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case
 
@@ -83,24 +84,6 @@ def forward_verdicts(
     return {name: reference.compare(*three) for name, *three in of}
 
 
-def tangent_verdicts(
-    found: Sequence[Tensor],
-    spec: fg.AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    along: Mapping[str, Tensor],
-    **numbers: Any,
-) -> dict[str, Verdict]:
-    """Of the tangents of out and lse; ``numbers``: those of `flashgen.reference.attention`."""
-    given = (spec, q, k, v, along)
-    exact = reference.tangents(*given, **numbers)
-    same = reference.same_dtype_tangents(*given, **numbers)
-    of = zip(("out", "lse"), found, exact, same, strict=True)
-    factor = reference.GRADIENT_FACTOR
-    return {name: reference.compare(*three, factor=factor) for name, *three in of}
-
-
 def judge_forward(
     found: Sequence[Tensor], spec: fg.AttentionSpec, *qkv: Tensor, **numbers: Any
 ) -> None:
@@ -163,29 +146,30 @@ class Call:
         """The names of all operands that can have a tangent."""
         return tangents_of(self.spec)
 
-    @cached_property
-    def directions(self) -> dict[str, Tensor]:
-        """A random tangent for each of `movable`."""
+    def moving(self, names: Sequence[str] | None = None) -> Tangents:
+        """Random tangents of these operands; of all for None."""
         given = dict(zip("qkv", self.qkv, strict=True)) | (self.numbers.get("tensors") or {})
-        return {name: like(given[name], 3 + n) for n, name in enumerate(self.movable)}
-
-    def tangent(
-        self, forward: ForwardRun | None = None, names: Sequence[str] | None = None, **how: Any
-    ) -> TangentRun:
-        """The tangents of the results along those of these operands, of all for None."""
-        results = (forward.out, forward.lse) if forward else self.results
-        along = {name: self.directions[name] for name in names or self.movable}
-        given = (*self.qkv, *results, along)
-        return run_tangent(self.spec, *given, **self.numbers, **self.how | how)
+        q, k, v, *learned = (
+            like(given[name], 3 + n) if names is None or name in names else None
+            for n, name in enumerate(self.movable)
+        )
+        return Tangents(q, k, v, tuple(learned))
 
     def judged_tangent(
         self, forward: ForwardRun | None = None, names: Sequence[str] | None = None, **how: Any
     ) -> TangentRun:
-        run = self.tangent(forward, names, **how)
-        along = {name: self.directions[name] for name in names or self.movable}
-        verdicts = tangent_verdicts((run.out, run.lse), self.spec, *self.qkv, along, **self.numbers)
-        wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
-        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
+        """The tangents of the results along random ones of these operands, of all for None."""
+        results = (forward.out, forward.lse) if forward else self.results
+        given = self.spec, *self.qkv
+        moving = self.moving(names)
+        run = run_tangent(*given, *results, moving, **self.numbers, **self.how | how)
+        exact, same = (
+            reference.tangents(*given, moving, exact=exact, **self.numbers)
+            for exact in (True, False)
+        )
+        for name, *of in zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True):
+            verdict = reference.compare(*of, factor=reference.GRADIENT_FACTOR)
+            assert verdict.ok, f"{self.spec.name}, tangent of {name}: {verdict}"
         return run
 
     def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:

@@ -147,7 +147,7 @@ def run_tangent(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    tangents: Mapping[str, Tensor],
+    moving: Tangents,
     *,
     scalars: Mapping[str, object] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
@@ -167,7 +167,7 @@ def run_tangent(
 
     Args:
         out, lse: the results of the forward call.
-        tangents: by the names "q", "k", "v" and those of learned tensors, those that are not 0.
+        moving: the tangents of the operands.
         rng: seed and offset of the forward call; needed when dropout_p is not 0.
         tiles: {"tangent": tile} instead of the planner's tile.
         other arguments: those of the forward call, as in `run_forward`.
@@ -180,12 +180,9 @@ def run_tangent(
     program, operands, options = _call_of(
         spec, Operands(q, k, v, (), rng), options, scalars, tensors
     )
-    learned = program.signature.learned
-    of_learned = tuple(tangents.get(tensor.name) for tensor in learned)
-    given = Tangents(tangents.get("q"), tangents.get("k"), tangents.get("v"), of_learned)
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
-    call = tangent.prepare(program, operands, (out, lse), given, options, launch)
-    of_out, of_lse, record = call.run(operands, (out, lse), given)
+    call = tangent.prepare(program, operands, (out, lse), moving, options, launch)
+    of_out, of_lse, record = call.run(operands, (out, lse), moving)
     return TangentRun(of_out, of_lse, tangent.reports(record), record.copies)
 
 
