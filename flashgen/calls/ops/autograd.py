@@ -319,13 +319,14 @@ class Differentiate(torch.autograd.Function):
         of_results = OutputGradients(out, lse, dout, dlse)
         pairs = zip(ctx.needed, gradients[3:], strict=True)
         of_learned = tuple(x if needed else None for needed, x in pairs)
-        moving = Tangents(*gradients[:3], of_learned)
+        of_q, of_k, of_v = gradients[:3]
+        moving = Tangents(of_q, of_k, of_v, of_learned)
         found = push_gradients(operator, options, operands, of_results, moving)
         of_out, of_lse, dq, dk, dv, *learned = found
         rest = operator.among_captured(learned)
-        of_lse = None if dlse is None else of_lse
+        of_dlse = None if dlse is None else of_lse
         # What out and lse depend on is inside the tangents of the gradients.
-        return (None, None, None, dq, dk, dv, None, None, of_out, of_lse, None, *rest)
+        return (None, None, None, dq, dk, dv, None, None, of_out, of_dlse, None, *rest)
 
     @staticmethod
     def jvp(ctx: Any, _operator: Any, _options: Any, _needed: Any, *tangents: Any) -> Any:
@@ -333,7 +334,8 @@ class Differentiate(torch.autograd.Function):
         options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
         operands = Operands(q, k, v, tuple(captured), rng)
         of_results = OutputGradients(out, lse, dout, dlse)
-        moving = Tangents(*tangents[:3], operator.of_learned(tangents[8:]))
+        of_q, of_k, of_v = tangents[:3]
+        moving = Tangents(of_q, of_k, of_v, operator.of_learned(tangents[8:]))
         of_gradients = ResultTangents(*tangents[3:7])
         found = push_gradients(operator, options, operands, of_results, moving, of_gradients)
         dq, dk, dv, *learned = found[2:]

@@ -223,7 +223,8 @@ def _register_tangents(operator: Operator) -> None:
 
     def of(tensors: Any, by_name: Any) -> tuple[Operands, Any, Tangents, Any]:
         operands, (ways, results), floats = _values(operator, tensors, 2)
-        moving = Tangents(*ways[:3], tuple(ways[3:]))
+        of_q, of_k, of_v, *learned = ways
+        moving = Tangents(of_q, of_k, of_v, tuple(learned))
         return operands, tuple(results), moving, operator.options(by_name, floats)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
@@ -355,9 +356,7 @@ def _define(operator: Operator) -> None:
     moving = f"{operands}, Tensor?[] tangents, Tensor?[] results, {optional}, *, {numbers}"
     of_results = "Tensor out_tangent, Tensor lse_tangent"
     _library.define(f"{name}_tangent({moving}) -> ({of_results})", tags=tags)
-    _library.define(
-        f"{name}_backward_tangent({moving}) -> ({of_results}, {gradients})", tags=tags
-    )
+    _library.define(f"{name}_backward_tangent({moving}) -> ({of_results}, {gradients})", tags=tags)
 
 
 def _values(
@@ -373,9 +372,10 @@ def _values(
     gradients, (rng, *rest) = rest[:results], rest[results:]
     count = len(FLOATS) + len(operator.floats)
     operands = Operands(q, k, v, tuple(rest[count:]), rng)
+    own: Any = gradients
     if results != 2:
-        gradients = OutputGradients._make(gradients or (None,) * 4)
-    return operands, gradients, tuple(rest[:count])
+        own = OutputGradients._make(gradients or (None,) * 4)
+    return operands, own, tuple(rest[:count])
 
 
 def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:

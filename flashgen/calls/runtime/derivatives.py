@@ -93,11 +93,13 @@ def gradient_tangents(
         found = cpu.backward_tangent(
             call.spec, q, k, v, gradients, moving, of_gradients, call.arguments
         )
-    learned = [x for x, of in zip(operands.captured, call.signature.tensors, strict=True) if of.grad]
+    learned = [
+        x for x, of in zip(operands.captured, call.signature.tensors, strict=True) if of.grad
+    ]
     rounded = [x.to(of.dtype) for x, of in zip(found, (q, k, v, *learned), strict=True)]
     return (
-        in_memory_order_of(q, results[0].to(q.dtype)),
-        results[1],
+        in_memory_order_of(q, results[0].to(q.dtype, copy=True)),
+        results[1].clone(),
         *map(in_memory_order_of, (q, k, v), rounded[:3]),
         *rounded[3:],
     )
@@ -152,9 +154,7 @@ class _TiledCall(PreparedCall):
             call.scale, call.q_offset, call.k_offset, call.scalars, captured, call.dropout_p, rng
         )
 
-    def tangents(
-        self, results: tuple[Tensor, Tensor], moving: Tangents
-    ) -> tuple[Tensor, Tensor]:
+    def tangents(self, results: tuple[Tensor, Tensor], moving: Tangents) -> tuple[Tensor, Tensor]:
         """Those of out and lse, in the dtype of accumulators."""
         from flashgen.calls import cpu
 
