@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 
 import sympy
 
+from flashgen.shared.signature import tangent_names
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import derivative, derivatives
 from flashgen.spec.language.lets import elements_of, named
@@ -150,16 +151,8 @@ def directions_of(
 def tangent_tensors(spec: AttentionSpec) -> Mapping[str, Tensor]:
     """For the name of each learned tensor of ``spec``, the captured tensor that is its tangent.
 
-    It has the dims and the dtype of the tensor, and is named "<name>_tangent", with underscores
-    after it where the spec has a capture of that name.
+    It has the dims and the dtype of the tensor, and the name that `tangent_names` gives it.
     """
-    taken = {capture.name for capture in (*spec.tensors, *spec.scalars)}
-    found = {}
-    for tensor in spec.tensors:
-        if tensor.grad:
-            name = f"{tensor.name}_tangent"
-            while name in taken:
-                name += "_"
-            taken.add(name)
-            found[tensor.name] = Tensor(name, tensor.dims, tensor.dtype)
-    return found
+    learned = {tensor.name: tensor for tensor in spec.tensors if tensor.grad}
+    names = tangent_names(learned, (capture.name for capture in (*spec.tensors, *spec.scalars)))
+    return {name: Tensor(of, learned[name].dims, learned[name].dtype) for name, of in names.items()}
