@@ -8,7 +8,7 @@ from flashgen.reference.gradients import (
 )
 from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import attention, same_dtype
-from flashgen.reference.tangents import gradient_tangents, tangents
+from flashgen.reference.tangents import gradient_tangents, kept_tangents, tangents
 from flashgen.reference.verdict import (
     ABSOLUTE,
     GRADIENT_FACTOR,
@@ -17,6 +17,7 @@ from flashgen.reference.verdict import (
     Verdict,
     compare,
     judge_gradients,
+    judge_tangents,
 )
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "gradient_tangents",
     "gradients",
     "judge_gradients",
+    "judge_tangents",
     "kept_gradients",
+    "kept_tangents",
     "same_dtype",
     "same_dtype_gradients",
     "tangents",

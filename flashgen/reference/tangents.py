@@ -48,6 +48,27 @@ def tangents(
         return _tangent(out), _tangent(lse)
 
 
+def kept_tangents(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moving: Tangents,
+    **call: Unpack[OracleArguments],
+) -> tuple[Tensor, Tensor]:
+    """The exact tangents as a pass finds them that starts from an LSE in float32.
+
+    The rounding of LSE scales all P of a row, as in `flashgen.reference.gradients.gradients`.
+    Arguments and errors are those of `tangents`.
+    """
+    out, lse = tangents(spec, q, k, v, moving, **call)
+    if not spec.is_softmax:
+        return out, lse
+    of_rows = attention(spec, q, k, v, **call)[1]
+    error = torch.where(of_rows.isfinite(), of_rows - of_rows.float().double(), 0)
+    return out * error.exp()[..., None], lse
+
+
 def gradient_tangents(
     spec: AttentionSpec,
     q: Tensor,

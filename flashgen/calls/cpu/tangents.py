@@ -313,7 +313,8 @@ def _weighted_tile(
 ) -> tuple[Tensor, Tensor]:
     """`_query_tile` with weights that are no exponentials."""
     problem, (out, sums) = part.problem, given
-    x, moved_sums = torch.zeros_like(out), torch.zeros_like(sums)
+    divided = problem.spec.sums_weights
+    x, u, moved_sums = torch.zeros_like(out), torch.zeros_like(out), torch.zeros_like(sums)
     for run in part.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         bits = None if run.full else part.mask_bits(rows, keys)
@@ -324,16 +325,19 @@ def _weighted_tile(
             moved_sums = moved_sums + way.sum(-1, keepdim=True)
             part.select(way, kept)
             x = x + way @ of.v[:, keys]
-        if of.dv is not None:
+        if of.dv is not None or divided:
             part.select(w, bits)
             part.select(w, kept)
+        if of.dv is not None:
             x = x + w @ of.dv[:, keys]
+        if divided:  # W' O may cancel most of the sum, beyond the digits of a rounded O
+            u = u + w @ of.v[:, keys]
     if problem.dropout_scale is not None:
-        x = x * problem.dropout_scale
-    if not problem.spec.sums_weights:
+        x, u = x * problem.dropout_scale, u * problem.dropout_scale
+    if not divided:
         return x, torch.zeros_like(sums)
     share = shares_of(sums)
-    return share * (x - moved_sums * out), moved_sums
+    return share * (x - moved_sums * (share * u)), moved_sums
 
 
 def shares_of(sums: Tensor) -> Tensor:
