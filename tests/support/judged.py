@@ -163,28 +163,10 @@ class Call:
         given = self.spec, *self.qkv
         moving = self.moving(names)
         run = run_tangent(*given, *results, moving, **self.numbers, **self.how | how)
-        exact, same = (
-            reference.tangents(*given, moving, exact=exact, **self.numbers)
-            for exact in (True, False)
-        )
-        kept = self._from_rounded_out(results[0], exact), None
-        for name, *of in zip(("out", "lse"), (run.out, run.lse), exact, same, kept, strict=True):
-            *of, start = of
-            verdict = reference.compare(*of, factor=reference.GRADIENT_FACTOR, kept=start)
-            assert verdict.ok, f"{self.spec.name}, tangent of {name}: {verdict}"
+        verdicts = reference.judge_tangents((run.out, run.lse), *given, moving, **self.numbers)
+        wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
+        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
         return run
-
-    def _from_rounded_out(self, out: Tensor, exact: tuple[Tensor, Tensor]) -> Tensor | None:
-        """The exact tangent of out as it follows from a rounded one, where weights have a sum W.
-
-        It is (X - W' O) / W. With the softmax a reference keeps W' small.
-        """
-        if self.spec.is_softmax or not self.spec.sums_weights:
-            return None
-        of_out, of_sums = exact
-        own, sums = reference.attention(self.spec, *self.qkv, **self.numbers)
-        moved = torch.where(sums == 0, 0.0, of_sums / sums)
-        return of_out - moved[..., None] * (out.double() - own)
 
     def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:
         """By the names of the results, or of the gradients."""

@@ -90,7 +90,9 @@ class PreparedTangent(PreparedCall):
         if self.call.is_empty or not self.names:
             sink = self._of_sink(tangents)
             if sink is not None:  # all of LSE in rows without keys
-                of_lse = lse_without_keys(sink, (*of_lse.shape,), of_lse.dtype, self.call.first_head)
+                of_lse = lse_without_keys(
+                    sink, (*of_lse.shape,), of_lse.dtype, self.call.first_head
+                )
             return of_out, of_lse, TangentOutcome(self, EMPTY)
         if self.target.backend == "tiled":
             return self._on_cpu(operands, results, tangents)
