@@ -29,7 +29,9 @@ from tests.support.tiers import slow
 HEADS = ((2, 2), (2, 1), (3, 1))
 LENGTHS = ((70, 90), (113, 40), (33, 70), (20, 150), (1, 139))
 KINDS = (("float16", 16), ("bfloat16", 40), ("float16", 64), ("bfloat16", 24))
-TILES = {"tangent": Tile(16, 2, 2, 2)}
+# Smaller than the planned tiles, so that these problems have several, of all kinds.
+TILES = {"sm_80": {"tangent": Tile(16, 2, 2, 2)}, "sm_90a": {"tangent": Tile(32, 8, 1, 1)}}
+PATHS = tuple(TILES)
 FIRST = (
     "causal",
     "document",  # captured tensors in the mask
@@ -42,33 +44,53 @@ FIRST = (
 )
 
 
-def in_turn(number: int) -> Any:
-    path = SPECS[number]
-    return pytest.param(number, id=path.stem, marks=() if path.stem in FIRST else pytest.mark.slow)
+def in_turn(number: int) -> list[Any]:
+    """A spec on both paths; in `make test` the first ones, each on one path."""
+    name = SPECS[number].stem
+    first = PATHS[FIRST.index(name) % 2] if name in FIRST else None
+    return [
+        pytest.param(
+            number, path, id=f"{name}-{path}", marks=() if path == first else pytest.mark.slow
+        )
+        for path in PATHS
+    ]
 
 
-@pytest.mark.parametrize("number", [in_turn(number) for number in range(len(SPECS))])
-def test_the_tangents_of_every_spec_meet_the_error_rule(number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "arch"), [case for number in range(len(SPECS)) for case in in_turn(number)]
+)
+def test_the_tangents_of_every_spec_meet_the_error_rule(number: int, arch: str) -> None:
     dtype, head_dim = KINDS[number % len(KINDS)]
     heads, lengths = HEADS[number % len(HEADS)], LENGTHS[number % len(LENGTHS)]
     layout = LAYOUTS[number // 2 % len(LAYOUTS)]
     case = Case(*lengths, 1 + (number % 7 == 0), *heads, dtype, head_dim, None, layout)
-    call = example(SPECS[number], case, 0.17 * (number % 4 == 0), arch="sm_80")
-    run = call.judged_tangent(tiles=TILES)
+    call = example(SPECS[number], case, 0.17 * (number % 4 == 0), arch=arch)
+    run = call.judged_tangent(tiles=TILES[arch])
     assert run.reports[-1].kernel is not None
     check_gates(run.reports[-1].kernel)
+    assert run.reports[-1].kernel.plan.path == arch
 
 
 CAUSAL = fg.AttentionSpec(mask_mod=lambda b, h, q, k: q >= k, head_dim=64, name="causal")
 
 
 @pytest.mark.parametrize(
-    "names", [names for n in (1, 2) for names in combinations(("q", "k", "v"), n)], ids="".join
+    ("names", "arch"),
+    [
+        pytest.param(
+            names, arch, id=f"{''.join(names)}-{arch}", marks=pytest.mark.slow if n == turn else ()
+        )
+        for n in (1, 2)
+        for names in combinations(("q", "k", "v"), n)
+        for turn, arch in enumerate(PATHS, 1)
+    ],
 )
-def test_a_kernel_computes_only_what_the_given_tangents_need(names: tuple[str, ...]) -> None:
+def test_a_kernel_computes_only_what_the_given_tangents_need(
+    names: tuple[str, ...], arch: str
+) -> None:
     case = Case(70, 90, 1, 2, 1, "bfloat16", 16)
-    call = Call(sized(CAUSAL, case, 0.2), case.tensors(3), dropping(0.2), arch="sm_80")
-    run = call.judged_tangent(names=names, tiles=TILES)
+    call = Call(sized(CAUSAL, case, 0.2), case.tensors(3), dropping(0.2), arch=arch)
+    run = call.judged_tangent(names=names, tiles=TILES[arch])
     (built,) = [report.kernel for report in run.reports]
     assert built is not None
     check_gates(built)
@@ -78,28 +100,32 @@ def test_a_kernel_computes_only_what_the_given_tangents_need(names: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
+    ("dtype", "head_dim", "arch"),
     [
-        pytest.param(dtype, dim, marks=() if (dtype, dim) == ("float32", 40) else pytest.mark.slow)
+        pytest.param(
+            *(dtype, dim, arch),
+            marks=() if (dtype, dim, arch) == ("float32", 40, "sm_80") else pytest.mark.slow,
+        )
         for dtype in DTYPES
         for dim in (40, 64, 128, 256)
+        for arch in PATHS
     ],
 )
 def test_tangents_have_their_planned_tile_at_each_dtype_and_head_dim(
-    dtype: str, head_dim: int
+    dtype: str, head_dim: int, arch: str
 ) -> None:
     case = Case(65, 83, 1, 2, 1, dtype, head_dim)
-    call = Call(sized(CAUSAL, case), case.tensors(3), arch="sm_80")
+    call = Call(sized(CAUSAL, case), case.tensors(3), arch=arch)
     run = call.judged_tangent()
     assert run.reports[-1].kernel is not None
     check_gates(run.reports[-1].kernel)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_common_motion_of_all_keys_costs_no_accuracy(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "arch"), [("bfloat16", "sm_80"), ("float16", "sm_90a")])
+def test_the_common_motion_of_all_keys_costs_no_accuracy(dtype: str, arch: str) -> None:
     """A common tangent of all keys moves all scores of a row alike, and O not at all."""
     case = Case(40, 90, 1, 1, 1, dtype, 64)
-    call = Call(sized(CAUSAL, case), case.tensors(5), arch="sm_80")
+    call = Call(sized(CAUSAL, case), case.tensors(5), arch=arch)
     moving = call.moving(("k",))
     assert moving.k is not None
     errors = []
@@ -125,17 +151,22 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("dropout_p", [0.0, slow(0.2)])
-def test_tangents_of_other_weights_meet_the_error_rule(name: str, dropout_p: float) -> None:
+@pytest.mark.parametrize(
+    ("dropout_p", "arch"),
+    [(0.0, "sm_80"), slow(0.0, "sm_90a"), slow(0.2, "sm_80"), (0.2, "sm_90a")],
+)
+def test_tangents_of_other_weights_meet_the_error_rule(
+    name: str, dropout_p: float, arch: str
+) -> None:
     case = Case(70, 90, 1, 2, 1, "bfloat16", 16)
     spec = sized(CAUSAL.replace(name=name, **WEIGHTS[name]), case, dropout_p)
     rows = 0.5 + torch.rand((1, 2, 70), generator=torch.Generator().manual_seed(1))
     tensors = {"r": rows} if name == "linear_rows" else {}
     numbers = {"tensors": tensors} | dropping(dropout_p)
-    call = Call(spec, case.tensors(3), numbers, arch="sm_80")
+    call = Call(spec, case.tensors(3), numbers, arch=arch)
     forward = call.forward()
     for names in (None, ("v",), *((("r",),) if tensors else ())):
-        run = call.judged_tangent(forward, names, tiles=TILES)
+        run = call.judged_tangent(forward, names, tiles=TILES[arch])
         assert run.reports[-1].kernel is not None
         check_gates(run.reports[-1].kernel)
 
