@@ -20,12 +20,15 @@ from flashgen.kernels.planner import (
     BackwardPlan,
     BackwardPlanRequest,
     PlanRequest,
+    TangentPlanRequest,
     Tile,
     parts_pay,
     plan_forward,
     plan_merge,
     plan_minmax_table,
     plan_schemes,
+    plan_tangent,
+    tangents_of,
 )
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
@@ -45,6 +48,7 @@ __all__ = [
     "build_backward",
     "build_merge",
     "build_minmax_tables",
+    "build_tangent",
     "emit",
     "gradient_terms",
     "plan_backward_of_call",
@@ -52,6 +56,8 @@ __all__ = [
 
 MOST_SPARE_REGISTERS = 128
 """A kernel that spills although its plan leaves this many registers free keeps its spills."""
+
+Request = PlanRequest | BackwardPlanRequest | TangentPlanRequest
 
 _WAIT = "griddepcontrol.wait"
 
@@ -73,6 +79,22 @@ class Kernels:
     minmax_tables: tuple[Source, ...]
     forward: Source
     _backward: BackwardPlanRequest = field(repr=False, compare=False)
+
+    def tangent(self, tangents: tuple[str, ...] | None = None) -> Source:
+        """The file of the kernel that computes the tangents of the results, in forward mode.
+
+        Args:
+            tangents: the names of the tensors that have a tangent, of "q", "k", "v" and the learned
+                tensors, in this order; None for all of them.
+
+        Raises:
+            PlanError: no tile fits the architecture, or the names are others.
+            SpecError: the spec has no derivative, because it is a partial result.
+        """
+        of = self._backward
+        return _emit_tangent(
+            TangentPlanRequest(of.spec, of.arch, tangents or tangents_of(of.spec), of.sram)
+        )
 
     @functools.cached_property
     def backward(self) -> tuple[Source, ...]:
@@ -176,6 +198,16 @@ def _emit_backward(request: BackwardPlanRequest, wide: bool = False) -> tuple[So
     return sources
 
 
+@functools.lru_cache(maxsize=64)
+def _emit_tangent(request: TangentPlanRequest, wide: bool = False) -> Source:
+    chosen = replace(plan_tangent(request), integer_bits=64 if wide else 32)
+    config.log(1, str(chosen))
+    walk = codegen.walk_of_kernel(chosen.kernel)
+    source = codegen.tangent(request.spec, analysed(request.spec, walk), chosen)
+    config.log(4, source.text)
+    return source
+
+
 def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
     return tuple(sorted(tiles.items()))
 
@@ -235,7 +267,7 @@ def build(
     return _build_forward(request, _needs_wide(request, ranges))
 
 
-def _needs_wide(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges | None) -> bool:
+def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
     """Whether a kernel with 32-bit integers cannot serve a call."""
     if ranges is None or not _beyond_int32(request, ranges.rounded()):
         return False
@@ -243,10 +275,14 @@ def _needs_wide(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges |
 
 
 @functools.lru_cache(maxsize=1024)
-def _beyond_int32(request: PlanRequest | BackwardPlanRequest, ranges: CallRanges) -> str:
+def _beyond_int32(request: Request, ranges: CallRanges) -> str:
     """The first expression of these kernels that may exceed int32; "" where none may."""
-    backward = isinstance(request, BackwardPlanRequest)
-    sources = _emit_backward(request) if backward else (_emit_forward(request),)
+    if isinstance(request, BackwardPlanRequest):
+        sources = _emit_backward(request)
+    elif isinstance(request, TangentPlanRequest):
+        sources = (_emit_tangent(request),)
+    else:
+        sources = (_emit_forward(request),)
     found = (codegen.beyond_int32(source.assumptions, ranges) for source in sources)
     return next((text for text in found if text), "")
 
@@ -271,10 +307,20 @@ def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ..
     return _without_spills(emitted, dict(request.tiles), request)
 
 
+@override.cached(maxsize=512)
+def _build_tangent(request: TangentPlanRequest, wide: bool) -> Build:
+    kept = {"tangent"} if request.tile is not None else set()
+
+    def emitted(spare: Mapping[str, int]) -> tuple[Source]:
+        return (_emit_tangent(replace(request, spare_registers=spare.get("tangent", 0)), wide),)
+
+    return _without_spills(emitted, kept, request)[0]
+
+
 def _without_spills(
     emitted: Callable[[Mapping[str, int]], tuple[Source, ...]],
     kept: Container[str],
-    request: PlanRequest | BackwardPlanRequest,
+    request: Request,
 ) -> tuple[Build, ...]:
     """The kernels with the fewest spills: those that spill are planned again with spare registers.
 
@@ -369,6 +415,31 @@ def build_backward(
     in_parts = sizes is not None and divides_groups(request, sizes, memory)
     request = replace(request, in_parts=in_parts)
     return _build_backward(request, _needs_wide(request, ranges))
+
+
+def build_tangent(
+    spec: AttentionSpec,
+    arch: str = DEFAULT_ARCH,
+    tangents: tuple[str, ...] | None = None,
+    *,
+    sram: int | None = None,
+    tile: Tile | None = None,
+    ranges: CallRanges | None = None,
+) -> Build:
+    """The compiled kernel that computes the tangents of O and LSE.
+
+    As in ``build``, the plan is made again with spare registers where the compiler spills.
+
+    Args:
+        tangents: the names of the tensors that have a tangent, as for `Kernels.tangent`.
+        sram, tile, ranges: as for ``build``.
+
+    Raises:
+        PlanError, SpecError, RenderError, CompileError: as ``build`` and `Kernels.tangent`.
+    """
+    names = tangents or tangents_of(spec)
+    request = TangentPlanRequest(spec, arch, names, sram, tile=tile)
+    return _build_tangent(request, _needs_wide(request, ranges))
 
 
 def plan_backward_of_call(

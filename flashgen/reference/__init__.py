@@ -9,6 +9,7 @@ from flashgen.reference.gradients import (
 from flashgen.reference.interpret import evaluate
 from flashgen.reference.oracle import attention, same_dtype
 from flashgen.reference.statistics import statistics
+from flashgen.reference.tangents import gradient_tangents, kept_tangents, tangents
 from flashgen.reference.verdict import (
     ABSOLUTE,
     GRADIENT_FACTOR,
@@ -17,6 +18,7 @@ from flashgen.reference.verdict import (
     Verdict,
     compare,
     judge_gradients,
+    judge_tangents,
 )
 
 __all__ = [
@@ -29,10 +31,14 @@ __all__ = [
     "compare",
     "errors_of_summands",
     "evaluate",
+    "gradient_tangents",
     "gradients",
     "judge_gradients",
+    "judge_tangents",
     "kept_gradients",
+    "kept_tangents",
     "same_dtype",
     "same_dtype_gradients",
     "statistics",
+    "tangents",
 ]

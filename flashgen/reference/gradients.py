@@ -275,7 +275,7 @@ def _autograd(
         dead = torch.zeros_like(dead) if part.mask is None else ~part.mask
     sink = None
     if part.sink is not None:
-        sink = part.sink.expand(*scores.shape[:2], 1).clone().requires_grad_()
+        sink = part.sink.detach().expand(*scores.shape[:2], 1).clone().requires_grad_()
     out, lse = of_scores(problem, scores, v, part, sink)
 
     of, given = [out], [part.of_rows(dout).to(problem.work)]

@@ -232,7 +232,7 @@ class OracleProblem:
         """The sink of the heads ``h`` [n], as [n, 1, 1]."""
         if self.spec.sink is None:
             return None
-        sink = self.values[self.spec.sink.symbol].detach().reshape(-1).to(self.real)
+        sink = self.values[self.spec.sink.symbol].reshape(-1).to(self.real)
         logits = sink.expand(len(h)) if len(sink) == 1 else sink[h + self.first_head]
         return logits.view(-1, 1, 1)
 

@@ -16,6 +16,8 @@ from flashgen.reference.gradients import (
     same_dtype_gradients,
 )
 from flashgen.reference.problem import OracleArguments
+from flashgen.reference.tangents import kept_tangents, tangents
+from flashgen.shared.call import Tangents
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -204,6 +206,37 @@ def judged_gradients(
         verdict = compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept, summands=errors)
         judged[name] = Judged(verdict, exact, same)
     return judged
+
+
+def judge_tangents(
+    found: Sequence[Tensor],
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moving: Tangents,
+    **call: Unpack[OracleArguments],
+) -> dict[str, Verdict]:
+    """The verdicts on the tangents of out and lse; of out alone without a softmax.
+
+    Args:
+        found: the tangents.
+        other arguments: as in `tangents`, whose errors this function also raises.
+    """
+    of = (spec, q, k, v, moving)
+    names = ("out", "lse") if spec.is_softmax else ("out",)
+    rows = zip(
+        names,
+        found,
+        tangents(*of, **call),
+        tangents(*of, exact=False, **call),
+        kept_tangents(*of, **call),
+        strict=False,
+    )
+    return {
+        name: compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept)
+        for name, got, exact, same, kept in rows
+    }
 
 
 def _max(values: Tensor) -> float:

@@ -53,6 +53,28 @@ class OutputGradients(NamedTuple):
     dlse: Tensor | None = None
 
 
+class Tangents(NamedTuple):
+    """The tangents of the operands of a call, each like its operand; None where there is none.
+
+    Attributes:
+        captured: those of the learned tensors, in the order of the signature; () for none.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    captured: tuple[Tensor | None, ...] = ()
+
+
+class ResultTangents(NamedTuple):
+    """The tangents of the results of a forward call and of their gradients; None for zeros."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of one call, forward and backward, for tools.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -70,6 +70,22 @@ LAYOUT_NAMES = (
 
 LAYOUT_LISTS = LAYOUT_NAMES[1:]
 """The lists are computed from the live blocks; calls do not give them."""
+
+
+def tangent_names(learned: Iterable[str], captures: Iterable[str]) -> dict[str, str]:
+    """The name of the tangent of each learned tensor, which no other capture of its spec has.
+
+    It is "<name>_tangent", with underscores after it where that name is taken.
+    """
+    taken, found = set(captures), {}
+    for name in learned:
+        of = f"{name}_tangent"
+        while of in taken:
+            of += "_"
+        taken.add(of)
+        found[name] = of
+    return found
+
 
 _LIKE_A_FIELD = re.compile(r"_(?:size|stride)_[0-9]+_*\Z")
 
@@ -210,6 +226,12 @@ class CallSignature:
     def learned(self) -> tuple[TensorArgument, ...]:
         """The captured tensors that have a gradient."""
         return tuple(tensor for tensor in self.tensors if tensor.grad)
+
+    @cached_property
+    def tangent_names(self) -> dict[str, str]:
+        """By the names of learned tensors, those of their tangents among captured tensors."""
+        captures = [*(x.name for x in self.tensors), *(x.name for x in self.scalars)]
+        return tangent_names((x.name for x in self.learned), captures)
 
     @property
     def static_layout(self) -> BlockLayoutFacts | None:

@@ -188,24 +188,6 @@ def test_torch_func_grad_and_vjp_agree_with_backward(call):
     assert_near(pullback(2 * out), [t.double() for t in wanted])
 
 
-def second_by_create_graph(call, q, k, v):
-    (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
-    first.sum().backward()
-
-
-def second_by_func(call, q, k, v):
-    def first(x):
-        return torch.func.grad(lambda y: call(y, k.detach(), v.detach()).sum())(x).sum()
-
-    torch.func.grad(first)(q.detach())
-
-
-@pytest.mark.parametrize("second", [second_by_create_graph, second_by_func])
-def test_second_derivatives_are_refused(call, second):
-    with pytest.raises(InputError, match="cannot be differentiated again"):
-        second(call, *operands())
-
-
 def test_gradients_of_several_outputs_at_once_go_through_torch_func(call):
     q, k, v = operands()
     out = call(q, k, v)
@@ -237,34 +219,6 @@ def test_create_graph_alone_is_fine(call):
     q, k, v = operands()
     (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
     assert_near([first.detach()], exact(SPEC, (q, k, v), torch.ones_like(q))[:1])
-
-
-def forward_by_dual(call, q, k, v):
-    with torch.autograd.forward_ad.dual_level():
-        call(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
-
-
-def forward_by_dual_value(call, q, k, v):
-    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
-        call(q, k, torch.autograd.forward_ad.make_dual(v, torch.ones_like(v)))
-
-
-def forward_by_jvp(call, q, k, v):
-    torch.func.jvp(lambda x: call(q, x, v), (k,), (k,))
-
-
-def forward_over_reverse(call, q, k, v):
-    torch.func.jvp(torch.func.grad(lambda x: call(x, k, v).sum()), (q,), (q,))
-
-
-@pytest.mark.parametrize(
-    "forward", [forward_by_dual, forward_by_dual_value, forward_by_jvp, forward_over_reverse]
-)
-@pytest.mark.parametrize("learnt", [False, True])
-def test_forward_mode_is_refused(call, forward, learnt):
-    tensors = [t.detach().requires_grad_(learnt) for t in operands()]
-    with pytest.raises(InputError, match="no forward-mode derivative"):
-        forward(call, *tensors)
 
 
 def test_tensors_without_a_tangent_pass_within_a_dual_level(call):

@@ -222,6 +222,9 @@ USES = {
     "torch.autograd.forward_ad._current_level": Use(
         "asks whether forward-mode derivatives are taken", level_of_dual
     ),
+    "torch.autograd.forward_ad._set_fwd_grad_enabled": Use(
+        "turns forward mode on again for outer transforms", lambda enable: enable(True).__enter__
+    ),
     "torch.compiler._is_compiling_flag": Use(
         "reads graphs outside of the trace that asks", lambda flag: flag is False
     ),

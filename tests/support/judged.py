@@ -12,8 +12,12 @@ import torch
 import flashgen as fg
 from flashgen import reference
 from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.calls.runtime.calls import run_tangent
+from flashgen.calls.runtime.reports import TangentRun
 from flashgen.kernels.pipeline import Build
+from flashgen.kernels.planner import tangents_of
 from flashgen.reference import Verdict
+from flashgen.shared.call import Tangents
 from tests.support.examples import fitted, values_of
 from tests.support.shapes import Case
 
@@ -136,6 +140,33 @@ class Call:
         results = (forward.out, forward.lse) if forward else self.results
         given = (*self.qkv, *results, *self.gradients)
         return run_backward(self.spec, *given, **self.numbers, **self.how | how)
+
+    @property
+    def movable(self) -> tuple[str, ...]:
+        """The names of all operands that can have a tangent."""
+        return tangents_of(self.spec)
+
+    def moving(self, names: Sequence[str] | None = None) -> Tangents:
+        """Random tangents of these operands; of all for None."""
+        given = dict(zip("qkv", self.qkv, strict=True)) | (self.numbers.get("tensors") or {})
+        q, k, v, *learned = (
+            like(given[name], 1_000 + n) if names is None or name in names else None
+            for n, name in enumerate(self.movable)
+        )
+        return Tangents(q, k, v, tuple(learned))
+
+    def judged_tangent(
+        self, forward: ForwardRun | None = None, names: Sequence[str] | None = None, **how: Any
+    ) -> TangentRun:
+        """The tangents of the results along random ones of these operands, of all for None."""
+        results = (forward.out, forward.lse) if forward else self.results
+        given = self.spec, *self.qkv
+        moving = self.moving(names)
+        run = run_tangent(*given, *results, moving, **self.numbers, **self.how | how)
+        verdicts = reference.judge_tangents((run.out, run.lse), *given, moving, **self.numbers)
+        wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
+        assert not wrong, f"{self.spec.name}: " + "\n".join(f"{n}: {v}" for n, v in wrong.items())
+        return run
 
     def verdicts(self, run: ForwardRun | BackwardRun) -> dict[str, Verdict]:
         """By the names of the results, or of the gradients."""

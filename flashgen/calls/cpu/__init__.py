@@ -1,7 +1,8 @@
 """The tiled algorithms on CPU tensors, with whole tiles of a plan, in memory linear in N.
 
 The operator runs `forward` and `backward` on CPU tensors, and a small call without captured tensors
-in one step. Like the kernels, these functions skip
+in one step; `tangent` and `backward_tangent`, which derivatives beyond the first backward pass are
+made of, on tensors of any device. Like the kernels, these functions skip
 empty tiles, evaluate the mask on mixed tiles only, and recompute P in the backward pass from LSE
 and the seed of dropout.
 """
@@ -10,5 +11,7 @@ from flashgen.calls.cpu.backward import backward
 from flashgen.calls.cpu.forward import forward
 from flashgen.calls.cpu.parts import parts_of
 from flashgen.calls.cpu.problem import TileArguments
+from flashgen.calls.cpu.second import backward_tangent
+from flashgen.calls.cpu.tangents import tangent
 
-__all__ = ["TileArguments", "backward", "forward", "parts_of"]
+__all__ = ["TileArguments", "backward", "backward_tangent", "forward", "parts_of", "tangent"]

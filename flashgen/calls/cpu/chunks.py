@@ -28,6 +28,9 @@ ELEMENTS = OWNED_ROWS * WALKED_ROWS
 """The largest number of scores in a tile of a chunk; the workspace of a thread is a few such
 tensors. 512 KiB in float32, which fits in a core's cache."""
 
+ELEMENTS_OF_DEVICES = 64 * ELEMENTS
+"""The same on other devices, where an operation on few elements takes as long as its launch."""
+
 FEW_AT_ONCE = 1 << 16
 """Scores of a call that are computed without tiles: fewer operations matter more than memory."""
 
@@ -105,6 +108,7 @@ class Sizes:
     Attributes:
         first: the batch index of the first entry in mods: 0, or the number of a packed sequence or
             of a single batch entry.
+        on_cpu: whether the operands are on the CPU.
     """
 
     batch: int
@@ -113,6 +117,12 @@ class Sizes:
     seq_q: int
     seq_k: int
     first: int = 0
+    on_cpu: bool = True
+
+    @property
+    def most(self) -> int:
+        """The largest number of scores in a tile of a chunk."""
+        return ELEMENTS if self.on_cpu else ELEMENTS_OF_DEVICES
 
     @property
     def group(self) -> int:
@@ -144,7 +154,7 @@ class Chunk:
 
     def walked(self, owned: int) -> int:
         """The number of positions that a tile which owns ``owned`` positions walks at once."""
-        return ELEMENTS // (self.pairs * self.sizes.group * owned)
+        return self.sizes.most // (self.pairs * self.sizes.group * owned)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -215,11 +225,11 @@ class Chunk:
 
 
 def chunks(sizes: Sizes, tile: int) -> list[Chunk]:
-    """All pairs, in chunks whose tiles of ``tile`` elements have at most `ELEMENTS`.
+    """All pairs, in chunks whose tiles of ``tile`` elements have at most ``sizes.most``.
 
     There is a chunk for each thread where the call has enough scores and pairs.
     """
-    pairs = max(1, ELEMENTS // max(1, tile * sizes.group))
+    pairs = max(1, sizes.most // max(1, tile * sizes.group))
     if sizes.scores > FEW_AT_ONCE:
         pairs = min(pairs, -(-sizes.batch * sizes.heads_kv // torch.get_num_threads()))
     heads = min(pairs, sizes.heads_kv)

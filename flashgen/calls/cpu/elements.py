@@ -18,7 +18,7 @@ def inside(axis: int, tensor: Tensor, index: Tensor) -> Tensor:
     """The nearest index inside a dimension; a zero without dimensions where its length is 1."""
     size = tensor.shape[axis]
     if size == 1:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if index.is_floating_point():
         index = index.nan_to_num(0.0)
     return index.clamp(0, size - 1).to(torch.int64)
@@ -32,7 +32,7 @@ def read(dtype: torch.dtype, tensor: Tensor, *places: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
         tensor = tensor.as_strided((reach + 1,), (1,))
-    return torch.take(tensor, _sum_of(places, strides)).to(dtype)
+    return torch.take(tensor, _sum_of(places, strides).to(tensor.device)).to(dtype)
 
 
 def flat_index(tensor: Tensor, *places: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def add_at(total: Tensor, places: Tensor, tile: Tensor, factor: float) -> None:
 
     The order of summation is fixed: `index_put_` of float32 would add on several threads at once.
     """
-    summed = tile.sum_to_size(places.shape)
+    summed, places = tile.sum_to_size(places.shape), places.to(total.device)
     total.index_add_(0, places.reshape(-1), summed.reshape(-1), alpha=factor)
 
 

@@ -66,8 +66,10 @@ def chunks_of(problem: SequenceProblem, *, keep: bool = False) -> Iterator[Chunk
     """The chunks of a sequence, with their mods bound."""
     sizes = problem.entries, problem.sizes.heads_q, problem.sizes.seq_q, problem.sizes.seq_k
     numbers = numbers_of(problem.spec, sizes, problem.arguments.scalars)
-    q = torch.arange(problem.sizes.seq_q).add_(problem.queries.offset).view(1, -1, 1, 1)
-    k = torch.arange(problem.sizes.seq_k).add_(problem.keys.offset).view(1, 1, 1, -1)
+    device = problem.device
+    q = torch.arange(problem.sizes.seq_q, device=device).add_(problem.queries.offset)
+    k = torch.arange(problem.sizes.seq_k, device=device).add_(problem.keys.offset)
+    q, k = q.view(1, -1, 1, 1), k.view(1, 1, 1, -1)
     owned, walked = (problem.queries, problem.keys)[:: -1 if problem.backward else 1]
     tile = min(owned.block, owned.length) * min(max(WALKED_ROWS, walked.block), walked.length)
     rng = None
@@ -145,7 +147,7 @@ class ChunkScores:
                 (entries, heads + self.problem.first_head), live.shape[:2], strict=True
             )
         )
-        blocks = live[b, h].numpy()
+        blocks = live.cpu()[b, h].numpy()
         if self.problem.backward:
             return BlockLayoutTiles(blocks.swapaxes(1, 2), sparse.block_k, sparse.block_q)
         return BlockLayoutTiles(blocks, sparse.block_q, sparse.block_k)
@@ -195,6 +197,12 @@ class ChunkScores:
         numbers = [use.tensor for use in code.uses]
         return Modified(value, slope, tuple(zip(numbers, slopes, found, strict=True)))
 
+    def pushed(
+        self, program: Program, rows: slice, keys: slice, scores: Tensor, tangents: Tensor
+    ) -> list[Tensor]:
+        """The results of a program of scores and their tangents, [pairs, rows, group, keys]."""
+        return self._run(program, rows, keys, scores, tangents)
+
     def mask_bits(self, rows: slice, keys: slice) -> Tensor:
         """All bits set where the mask is true, else 0, in the integer dtype of the scores' width.
 
@@ -241,24 +249,31 @@ class ChunkScores:
             range(at_q + rows.start, at_q + rows.stop),
             range(at_k + keys.start, at_k + keys.stop),
         )
-        ones = torch.from_numpy(np.negative(kept.view(np.int8))).to(self.problem.bits)
+        ones = torch.from_numpy(np.negative(kept.view(np.int8)))
+        ones = ones.to(self.problem.device, self.problem.bits)
         return ones.view(*pairs.shape, *ones.shape[1:]).transpose(1, 2)
 
     def _run(
-        self, program: Program, rows: slice, keys: slice, scores: Tensor | None
+        self,
+        program: Program,
+        rows: slice,
+        keys: slice,
+        scores: Tensor | None,
+        tangents: Tensor | None = None,
     ) -> list[Tensor]:
         bound = self._bound.get(program)
         if bound is None:
             bound = program.bind(self._values(program))
             self._bound[program] = bound
-        found = bound(self._q[:, rows], self._k[..., keys], scores)
+        found = bound(self._q[:, rows], self._k[..., keys], scores, tangents)
         # A value that is the same for all scores of all tiles has no dimensions.
-        return [value if value.dim() else value.view(1, 1, 1, 1) for value in found]
+        device = self.problem.device
+        return [value if value.dim() else value.view(1, 1, 1, 1).to(device) for value in found]
 
     def _values(self, program: Program) -> dict[sympy.Symbol, Tensor]:
         values = {}
         if program.uses(B, H):
-            b, h = self.chunk.batch_and_head
+            b, h = (places.to(self.problem.device) for places in self.chunk.batch_and_head)
             values = {B: b[:, None, :, None], H: h[:, None, :, None]}
         for symbol in program.inputs:
             if symbol in self._numbers:

@@ -126,6 +126,7 @@ class SequenceProblem:
     """One call, or one packed sequence or batch entry of a call.
 
     Attributes:
+        device: that of the operands.
         real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
             operands.
         bits: the integer dtype of the same width.
@@ -153,13 +154,15 @@ class SequenceProblem:
         Args:
             q, k: the rows of ``sequence``.
         """
+        self.device = q.device
         self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
         self.programs = programs_of(spec, self.real)
         first, self.entries = sequence.place or (0, q.shape[0])
         self.sparse = spec.block_sparse
-        self.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], first)
+        lengths = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        self.sizes = Sizes(*lengths, first, on_cpu=q.device.type == "cpu")
         self.scale = arguments.scale
         self.plain = self.programs.score is None and spec.sink is None and spec.is_softmax
         self.backward = backward
@@ -196,7 +199,7 @@ class SequenceProblem:
             shape = sparse.shape(self.entries, self.heads, *ends)
             table = bytearray(sparse.table(*shape))
             live = torch.frombuffer(table, dtype=torch.bool) if table else torch.empty(0).bool()
-            live = live.view(shape)
+            live = live.view(shape).to(self.device)
         self.tensors[LAYOUT_TENSORS[0].symbol] = live
         return live
 

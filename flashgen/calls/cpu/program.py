@@ -9,11 +9,11 @@ from typing import Any
 import sympy
 import torch
 
-from flashgen.spec.language.symbols import SCORE, K, Q
+from flashgen.spec.language.symbols import SCORE, SCORE_TANGENT, K, Q
 
 Tensor = torch.Tensor
 
-VARYING = (Q, K, SCORE)
+VARYING = (Q, K, SCORE, SCORE_TANGENT)
 """The symbols whose values differ from tile to tile."""
 
 
@@ -52,8 +52,8 @@ class Program:
         """The program with all values computed that are equal for all tiles of a call.
 
         Args:
-            values: int64, real or bool tensors for every symbol in `inputs` except Q, K and SCORE,
-                and the captured tensors.
+            values: int64, real or bool tensors for every symbol in `inputs` except `VARYING`, and
+                the captured tensors.
         """
         registers = list(self.constants)
         for symbol, place in self.inputs.items():
@@ -70,15 +70,18 @@ class BoundProgram:
     program: Program
     registers: tuple[Tensor | None, ...]
 
-    def __call__(self, q: Tensor, k: Tensor, score: Tensor | None = None) -> list[Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, score: Tensor | None = None, tangent: Tensor | None = None
+    ) -> list[Tensor]:
         """The values of the expressions: bool, int64 or real, of a shape that broadcasts.
 
         Args:
             q, k: global positions, int64.
-            score: scores in the program's real dtype, for programs that use them.
+            score, tangent: scores and their tangents in the program's real dtype, for programs
+                that use them.
         """
         registers = list(self.registers)
-        for symbol, value in zip(VARYING, (q, k, score), strict=True):
+        for symbol, value in zip(VARYING, (q, k, score, tangent), strict=True):
             if symbol in self.program.inputs:
                 registers[self.program.inputs[symbol]] = value
         _execute(self.program.each, registers)

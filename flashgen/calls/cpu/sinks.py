@@ -15,9 +15,13 @@ from flashgen.calls.cpu.problem import exp_
 Tensor = torch.Tensor
 
 
-def logits(part: ChunkScores, rows: int) -> Tensor:
-    """The sink of ``rows`` query positions, [pairs, rows * group, 1]; one -inf without a sink."""
-    sink = part.problem.sink
+def logits(part: ChunkScores, rows: int, sink: Tensor | None = None) -> Tensor:
+    """The sink of ``rows`` query positions, [pairs, rows * group, 1]; one -inf without a sink.
+
+    Args:
+        sink: another tensor of its shape, such as its tangent.
+    """
+    sink = part.problem.sink if sink is None else sink
     if sink is None:
         return torch.tensor(-math.inf, dtype=part.problem.real)
     of_heads = sink.reshape(-1).to(part.problem.real)[_places(part, sink)]
@@ -49,12 +53,20 @@ def add_gradient(total: Tensor, part: ChunkScores, lse: Tensor, delta: Tensor) -
     """
     group, sink = part.problem.sizes.group, part.problem.sink
     assert sink is not None, "called for specs with a sink only"
-    logit = logits(part, part.problem.sizes.seq_q)
-    # A sink of -inf has weight 0; LSE of its rows can be -inf too.
-    weight = torch.exp(logit - lse).masked_fill_(logit == -math.inf, 0)
-    of_rows = weight.mul_(delta).view(part.chunk.pairs, -1, group)
-    places = _places(part, sink).flatten()
+    weight = weights(part, part.problem.sizes.seq_q, lse)
+    assert weight is not None, "there is a sink"
+    of_rows = (weight * delta).view(part.chunk.pairs, -1, group)
+    places = _places(part, sink).flatten().to(total.device)
     total.index_add_(0, places, of_rows.sum(1).flatten(), alpha=-1)
+
+
+def weights(part: ChunkScores, rows: int, lse: Tensor) -> Tensor | None:
+    """The sink's share of rows with this LSE, [pairs, rows * group, 1]; None without a sink."""
+    if part.problem.sink is None:
+        return None
+    logit = logits(part, rows)
+    # A sink of -inf has weight 0; LSE of its rows can be -inf too.
+    return torch.exp(logit - lse).masked_fill_(logit == -math.inf, 0)
 
 
 def _places(part: ChunkScores, sink: Tensor) -> Tensor:

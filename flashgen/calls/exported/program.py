@@ -293,6 +293,16 @@ class ExportedProgram(CallProgram):
                 return tuple(map(self._kernel, record.kernels))
         self._refuse_missing("backward kernels", arch, 16, wide)
 
+    def tangent(
+        self, arch: str, names: tuple[str, ...], launch: LaunchOptions, ranges: CallRanges
+    ) -> ExportedKernel:
+        raise InputError(
+            "an export has no kernel of tangents",
+            where=str(self.folder.path),
+            numbers=f"asked for the tangents of {', '.join(names)}",
+            way_out="the operator of the spec itself: flashgen.attention(spec)",
+        )
+
     def minmax_tables(self, arch: str) -> tuple[ExportedKernel, ...]:
         return tuple(map(self._kernel, self.record.tables.get(arch, ())))
 

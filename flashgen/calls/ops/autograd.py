@@ -1,20 +1,38 @@
-"""Gradients: the operator as an autograd.Function, and its backward pass as a second one.
+"""Derivatives: the operator, and the three passes that its derivatives consist of, as functions.
 
-The second function raises an error when it is differentiated: without it a gradient of a gradient
-would be wrong without an error. Forward mode raises an error too, because torch's default is a
-tangent of zeros.
+    function        computes                       its backward           its jvp
+    Attend          out, lse                       Differentiate          Push
+    Differentiate   the gradients                  PushGradients          PushGradients
+    Push            the tangents of out and lse    PushGradients and      refused
+                                                   Differentiate
+    PushGradients   the tangents of gradients      refused                refused
+
+Second derivatives are symmetric. The gradients by the inputs of `Differentiate`, for cotangents g
+of its outputs, are therefore the tangents of its outputs along g, and the gradient by dout is the
+tangent of out along g. Those of `Push` are the tangents of gradients whose dout is the cotangent
+of the tangent of out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.vmap import map_call
-from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.calls.runtime.arguments.refusals import is_dtensor
+from flashgen.shared.call import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Operands,
+    OutputGradients,
+    ResultTangents,
+    Tangents,
+)
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
@@ -52,8 +70,29 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
     )
 
 
-def _save(ctx: Any, operator: Operator, options: CallOptions, *tensors: Any) -> None:
-    """Saves the inputs of the backward pass; floats that are tensors are saved as tensors."""
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Calls go to the keys below autograd, and there to the outer transforms of torch.func.
+
+    `Function.apply` turns both kinds of derivatives off, which outer transforms may need.
+    """
+    with contextlib.ExitStack() as modes:
+        if _transforms_are_active():
+            modes.enter_context(torch.enable_grad())
+            modes.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        modes.enter_context(_C._AutoDispatchBelowAutograd())
+        yield
+
+
+def _save(
+    ctx: Any, operator: Operator, options: CallOptions, *tensors: Any, forward: bool = True
+) -> None:
+    """Saves what derivatives need; floats that are tensors are saved as tensors.
+
+    Args:
+        forward: whether forward mode may need it, before the call returns.
+    """
+    ctx.count = len(tensors)
     if options is not DEFAULT_OPTIONS:
         floats = operator.floats_of(options)
         saved = [value if isinstance(value, Tensor) else None for value in floats]
@@ -65,8 +104,26 @@ def _save(ctx: Any, operator: Operator, options: CallOptions, *tensors: Any) -> 
     ctx.operator = operator
     ctx.options = options
     ctx.save_for_backward(*tensors)
+    if forward:
+        ctx.save_for_forward(*tensors)
     # None stands for a gradient of zeros: most calls have no gradient of lse, which kernels skip.
     ctx.set_materialize_grads(False)
+
+
+def _saved(ctx: Any) -> tuple[CallOptions, list[Any]]:
+    """The options and the tensors that `_save` was given."""
+    operator: Operator = ctx.operator
+    options: CallOptions = ctx.options
+    tensors = list(ctx.saved_tensors)
+    saved = tensors[ctx.count :]
+    if saved:
+        floats = zip(saved, operator.floats_of(options), strict=True)
+        options = operator.with_floats(options, [x if t is None else t for t, x in floats])
+    return options, tensors[: ctx.count]
+
+
+def _primal(tensor: Any) -> Any:
+    return None if tensor is None else forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
 
 
 def gradients_of(
@@ -93,6 +150,7 @@ def gradients_of(
         _refuse_batched()
     elif (
         not torch.is_grad_enabled()
+        and forward_ad._current_level < 0
         and is_plain(q, k, v)
         and not q.is_meta
         and is_plain(*results[:3])
@@ -162,7 +220,7 @@ class Attend(torch.autograd.Function):
         operands = Operands(q, k, v, captured, rng)
         if is_plain(q, k, v) and are_plain(captured) and not q.is_meta:
             return operator.compute(operands, operator.numbers_in(options))
-        with _C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return operator.dispatch(operands, options)
 
     @staticmethod
@@ -174,16 +232,10 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, out, lse, rng, *captured = ctx.saved_tensors
+        operator: Operator = ctx.operator
+        options, (q, k, v, out, lse, rng, *captured) = _saved(ctx)
         if dout is None:
             dout = torch.zeros_like(out)
-        operator: Operator = ctx.operator
-        options: CallOptions = ctx.options
-        saved = captured[len(operator.tensors) :]
-        if saved:
-            del captured[len(operator.tensors) :]
-            floats = zip(saved, operator.floats_of(options), strict=True)
-            options = operator.with_floats(options, [x if t is None else t for t, x in floats])
         _, _, need_q, need_k, need_v, _, *needs = ctx.needs_input_grad
         operands = Operands(q, k, v, tuple(captured), rng)
         results = OutputGradients(out, lse, dout, dlse)
@@ -192,13 +244,16 @@ class Attend(torch.autograd.Function):
         return (None, None, *found[:3], None, *found[3:])
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise InputError(
-            "attention has no forward-mode derivative",
-            where="torch.func.jvp or torch.autograd.forward_ad",
-            numbers="q, k, v or a captured tensor carries a tangent",
-            way_out="reverse mode: backward(), torch.autograd.grad or torch.func.grad",
-        )
+    def jvp(
+        ctx: Any, _operator: Any, _options: Any, q: Any, k: Any, v: Any, _rng: Any, *captured: Any
+    ) -> tuple[Tensor, ...]:
+        operator: Operator = ctx.operator
+        options, tensors = _saved(ctx)
+        # Without their tangents: the function of the tangents is differentiated by itself.
+        own_q, own_k, own_v, out, lse, rng, *own = map(_primal, tensors)
+        operands = Operands(own_q, own_k, own_v, tuple(own), rng)
+        moving = Tangents(q, k, v, operator.of_learned(captured))
+        return push(operator, options, operands, (out, lse), moving)
 
 
 class AttendPlain(torch.autograd.Function):
@@ -216,7 +271,8 @@ class AttendPlain(torch.autograd.Function):
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
         results = operator.compute(Operands(q, k, v, captured, rng), options)
-        _save(ctx, operator, options, q, k, v, *results, rng, *captured)
+        dual = forward_ad._current_level >= 0
+        _save(ctx, operator, options, q, k, v, *results, rng, *captured, forward=dual)
         return results
 
     backward = Attend.backward
@@ -244,24 +300,47 @@ class Differentiate(torch.autograd.Function):
         if plain and not q.is_meta:
             options = operator.numbers_in(options)
             return operator.compute_backward(operands, results, options, needed)
-        with _C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return operator.dispatch_backward(operands, results, options, needed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        operator, options, needed, *tensors = inputs
+        _save(ctx, operator, options, *tensors)
+        ctx.needed = needed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise InputError(
-            "a gradient of attention cannot be differentiated again",
-            where="backward of a backward",
-            numbers="create_graph=True, torch.func.grad of grad, hessian and the like",
-            way_out="first derivatives only; torch's scaled_dot_product_attention has second "
-            "derivatives with the backend torch.nn.attention.SDPBackend.MATH",
-        )
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if all(each is None for each in gradients):
+            return (None,) * len(ctx.needs_input_grad)
+        operator: Operator = ctx.operator
+        options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
+        operands = Operands(q, k, v, tuple(captured), rng)
+        of_results = OutputGradients(out, lse, dout, dlse)
+        pairs = zip(ctx.needed, gradients[3:], strict=True)
+        of_learned = tuple(x if needed else None for needed, x in pairs)
+        of_q, of_k, of_v = gradients[:3]
+        moving = Tangents(of_q, of_k, of_v, of_learned)
+        found = push_gradients(operator, options, operands, of_results, moving)
+        of_out, of_lse, dq, dk, dv, *learned = found
+        rest = operator.among_captured(learned)
+        of_dlse = None if dlse is None else of_lse
+        # What out and lse depend on is inside the tangents of the gradients.
+        return (None, None, None, dq, dk, dv, None, None, of_out, of_dlse, None, *rest)
 
-    jvp = Attend.jvp
+    @staticmethod
+    def jvp(ctx: Any, _operator: Any, _options: Any, _needed: Any, *tangents: Any) -> Any:
+        operator: Operator = ctx.operator
+        options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
+        operands = Operands(q, k, v, tuple(captured), rng)
+        of_results = OutputGradients(out, lse, dout, dlse)
+        of_q, of_k, of_v = tangents[:3]
+        moving = Tangents(of_q, of_k, of_v, operator.of_learned(tangents[8:]))
+        of_gradients = ResultTangents(*tangents[3:7])
+        found = push_gradients(operator, options, operands, of_results, moving, of_gradients)
+        dq, dk, dv, *learned = found[2:]
+        shown = zip(ctx.needed, learned, strict=True)
+        return (dq, dk, dv, *(x if wanted else x.new_empty(0) for wanted, x in shown))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -284,8 +363,167 @@ class Differentiate(torch.autograd.Function):
         return map_call(operator.signature, call, size, dims, tensors, operands, learns)
 
 
+class Push(torch.autograd.Function):
+    """The tangents of out and lse of one operator.
+
+    The tensors are out, lse, rng, the operands and their tangents: q, k, v and all captured tensors
+    of the former, q, k, v and the learned tensors of the latter, where None stands for zeros.
+    """
+
+    @staticmethod
+    def forward(operator: Operator, options: CallOptions, *tensors: Any) -> tuple[Tensor, Tensor]:
+        operands, (out, lse), moving = _of_push(operator, tensors, 2)
+        if _are_plain_operands(tensors, operands.q):
+            options = operator.numbers_in(options)
+            return operator.compute_tangent(operands, (out, lse), moving, options)
+        with _below_autograd():
+            return operator.dispatch_tangent(operands, (out, lse), moving, options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        operator, options, *tensors = inputs
+        _save(ctx, operator, options, *tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        """For cotangents of the tangents of out and lse."""
+        needs = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * len(needs)
+        operator: Operator = ctx.operator
+        options, (*tensors, of_out, of_lse) = _saved(ctx)
+        operands, (out, lse), moving = _of_push(operator, tuple(tensors), 2)
+        dout = torch.zeros_like(out) if dout is None else dout
+        results = OutputGradients(out, lse, dout, dlse)
+        count = 3 + len(operator.tensors)
+        by_operands: Sequence[Any] = (None,) * count
+        if any(needs[5 : 5 + count]):
+            of_results = ResultTangents(of_out, of_lse)
+            found = push_gradients(operator, options, operands, results, moving, of_results)
+            by_operands = (*found[2:5], *operator.among_captured(found[5:]))
+        by_tangents: Sequence[Any] = (None,) * (3 + len(operator.learned))
+        if any(needs[5 + count :]):
+            need_q, need_k, need_v, *learned = needs[5 + count :]
+            wanted = (bool(need) for need in operator.among_captured(learned))
+            of = gradients_of(
+                operator, options, operands, results, (need_q, need_k, need_v, *wanted)
+            )
+            by_tangents = (*of[:3], *operator.of_learned(of[3:]))
+        return (None,) * 5 + (*by_operands, *by_tangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise InputError(
+            "attention has no forward mode over forward mode",
+            where="torch.func.jvp of jvp, jacfwd of jacfwd and the like",
+            numbers="a tangent of attention's results carries a tangent itself",
+            way_out="forward mode over reverse mode: torch.func.jvp(torch.func.grad(f), ...), "
+            "torch.func.hessian; or reverse mode over forward mode",
+        )
+
+
+class PushGradients(torch.autograd.Function):
+    """The tangents of out, lse and of all gradients of one operator.
+
+    The tensors are out, lse, dout, dlse, the tangents of these four, rng, the operands and their
+    tangents as in `Push`. The tangents of out and lse are computed where they are None.
+    """
+
+    @staticmethod
+    def forward(operator: Operator, options: CallOptions, *tensors: Any) -> tuple[Tensor, ...]:
+        operands, results, moving = _of_push(operator, tensors, 8)
+        gradients, of_gradients = OutputGradients(*results[:4]), ResultTangents(*results[4:])
+        given = operands, gradients, moving, of_gradients
+        if _are_plain_operands(tensors, operands.q):
+            return operator.compute_backward_tangent(*given, operator.numbers_in(options))
+        with _below_autograd():
+            return operator.dispatch_backward_tangent(*given, options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise InputError(
+            "a second derivative of attention cannot be differentiated again",
+            where="a third derivative",
+            numbers="a gradient of a gradient of a gradient, or forward mode over such",
+            way_out="first and second derivatives; torch's scaled_dot_product_attention has third "
+            "derivatives with the backend torch.nn.attention.SDPBackend.MATH",
+        )
+
+    jvp = backward
+
+
+def push(
+    operator: Operator,
+    options: CallOptions,
+    operands: Operands,
+    results: tuple[Tensor, Tensor],
+    moving: Tangents,
+) -> tuple[Tensor, ...]:
+    """The tangents of out and lse; differentiable."""
+    tensors = _for_push(operands, results, moving)
+    if _are_plain_operands(tensors, operands.q):
+        found: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
+        return found
+    _refuse_dtensors(operands.q)
+    return operator.dispatch_tangent(operands, results, moving, options)
+
+
+def push_gradients(
+    operator: Operator,
+    options: CallOptions,
+    operands: Operands,
+    gradients: OutputGradients,
+    moving: Tangents,
+    of_gradients: ResultTangents = ResultTangents(),  # noqa: B008
+) -> tuple[Tensor, ...]:
+    """The tangents of out, lse, dq, dk, dv and of the gradients of learned tensors."""
+    tensors = _for_push(operands, (*gradients, *of_gradients), moving)
+    if _are_plain_operands(tensors, operands.q):
+        found: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
+        return found
+    _refuse_dtensors(operands.q)
+    return operator.dispatch_backward_tangent(operands, gradients, moving, of_gradients, options)
+
+
+def _for_push(operands: Operands, results: Sequence[Any], moving: Tangents) -> tuple[Any, ...]:
+    """The tensors of `Push`, or with eight results those of `PushGradients`."""
+    q, k, v, captured, rng = operands
+    return (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
+
+
+def _of_push(
+    operator: Operator, tensors: tuple[Any, ...], count: int
+) -> tuple[Operands, tuple[Any, ...], Tangents]:
+    """The arguments of `_for_push` with ``count`` results."""
+    results, rng, (q, k, v, *rest) = tensors[:count], tensors[count], tensors[count + 1 :]
+    captured = tuple(rest[: len(operator.tensors)])
+    of_q, of_k, of_v, *learned = rest[len(operator.tensors) :]
+    return Operands(q, k, v, captured, rng), results, Tangents(of_q, of_k, of_v, tuple(learned))
+
+
+def _are_plain_operands(tensors: Sequence[Any], q: Tensor) -> bool:
+    given = [tensor for tensor in tensors if tensor is not None]
+    return is_plain(q, q, q) and are_plain(given) and not q.is_meta
+
+
+def _refuse_dtensors(q: Any) -> None:
+    if is_dtensor(q):
+        raise InputError(
+            "DTensors have no tangents and no second derivatives of attention",
+            where="a derivative of a call of DTensors",
+            numbers=f"q is a {type(q).__name__}",
+            way_out="first derivatives in reverse mode, or local tensors",
+        )
+
+
 # Function.apply first looks for transforms of torch.func, which takes several times as long as the
 # rest of the call. The functions below are for calls without transforms, or at one level of them.
 attend: Any = super(torch.autograd.Function, Attend).apply
 attend_plain: Any = super(torch.autograd.Function, AttendPlain).apply
 differentiate: Any = super(torch.autograd.Function, Differentiate).apply
+push_plain: Any = super(torch.autograd.Function, Push).apply
+push_gradients_plain: Any = super(torch.autograd.Function, PushGradients).apply

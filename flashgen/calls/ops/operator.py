@@ -13,7 +13,7 @@ import torch
 
 from flashgen.calls.native import calls as native_calls
 from flashgen.calls.native.calls import NativeCalls
-from flashgen.calls.runtime import backends, backward, forward
+from flashgen.calls.runtime import backends, backward, derivatives, forward
 from flashgen.calls.runtime.arguments.options import (
     check_rng,
     number_in,
@@ -24,7 +24,14 @@ from flashgen.calls.runtime.arguments.refusals import runs_while_traced
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.kernels.compile import override
 from flashgen.shared import config
-from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands, OutputGradients
+from flashgen.shared.call import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Operands,
+    OutputGradients,
+    ResultTangents,
+    Tangents,
+)
 from flashgen.shared.dtypes import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -62,7 +69,8 @@ class Operator:
         learned: indices of the learned tensors among the captured tensors.
         reads_floats: whether a captured tensor holds floats.
         takes_layout: whether each call gives the block layout.
-        overload, overload_backward: the operators in torch.ops; set by `registration`.
+        overload, overload_backward, overload_tangent, overload_backward_tangent: the operators in
+            torch.ops; set by `registration`.
         kernels: what the overloads compute for ordinary tensors; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
@@ -75,6 +83,8 @@ class Operator:
 
     overload: Any
     overload_backward: Any
+    overload_tangent: Any
+    overload_backward_tangent: Any
     of_this_rank: Any
     kernels: tuple[Any, Any]
     differentiate: Any
@@ -181,6 +191,45 @@ class Operator:
         )
         return result
 
+    def dispatch_tangent(
+        self,
+        operands: Operands,
+        results: tuple[Tensor, Tensor],
+        moving: Tangents,
+        options: CallOptions,
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor]
+        found = self._dispatch_moving(self.overload_tangent, operands, results, moving, options)
+        return found
+
+    def dispatch_backward_tangent(
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        moving: Tangents,
+        of_gradients: ResultTangents,
+        options: CallOptions,
+    ) -> tuple[Tensor, ...]:
+        results = *gradients, *of_gradients
+        found: tuple[Tensor, ...] = self._dispatch_moving(
+            self.overload_backward_tangent, operands, results, moving, options
+        )
+        return found
+
+    def _dispatch_moving(
+        self,
+        overload: Any,
+        operands: Operands,
+        results: Sequence[Any],
+        moving: Tangents,
+        options: CallOptions,
+    ) -> Any:
+        q, k, v, captured, rng = operands
+        p, scale, *floats = self.float_tensors(options)
+        ways = [*moving[:3], *(moving.captured or (None,) * len(self.learned))]
+        given = (q, k, v, *captured, *floats, ways, list(results), rng, p, scale)
+        return overload(*given, **self.keywords(options))
+
     # Direct calls.
 
     def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
@@ -245,6 +294,43 @@ class Operator:
             for i, wanted in learned
         )
         return (*results[:3], *rest)
+
+    def compute_tangent(
+        self,
+        operands: Operands,
+        results: tuple[Tensor, Tensor],
+        moving: Tangents,
+        options: CallOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the tangents of out and lse, for ordinary tensors."""
+        options = _with_probability(options)
+        return derivatives.tangents(self.spec, operands, results, moving, options)
+
+    def compute_backward_tangent(
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        moving: Tangents,
+        of_gradients: ResultTangents,
+        options: CallOptions,
+    ) -> tuple[Tensor, ...]:
+        """Computes the tangents of out, lse and of all gradients, for ordinary tensors."""
+        options = _with_probability(options)
+        given = operands, gradients, moving, of_gradients, options
+        return derivatives.gradient_tangents(self.spec, *given)
+
+    # The learned tensors among the captured tensors.
+
+    def of_learned(self, captured: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of values for all captured tensors that belong to the learned ones."""
+        return tuple([captured[index] for index in self.learned])
+
+    def among_captured(self, learned: Sequence[Any]) -> list[Any]:
+        """Values for the learned tensors, with None for the other captured tensors."""
+        found: list[Any] = [None] * len(self.tensors)
+        for index, value in zip(self.learned, learned, strict=True):
+            found[index] = value
+        return found
 
     # Calls without Python.
 

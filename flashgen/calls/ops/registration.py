@@ -25,7 +25,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flashgen.calls.ops import dtensors
-from flashgen.calls.ops.autograd import attend, differentiate, differentiate_native
+from flashgen.calls.ops.autograd import (
+    attend,
+    differentiate,
+    differentiate_native,
+    push_gradients_plain,
+    push_plain,
+)
 from flashgen.calls.ops.flops import register_flops
 from flashgen.calls.ops.operator import FLOATS, NEEDED, Operator
 from flashgen.calls.ops.vmap import map_call
@@ -35,7 +41,7 @@ from flashgen.calls.runtime.arguments.refusals import refuse, runs_while_traced
 from flashgen.calls.runtime.arguments.tensors import check_learned
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.runtime.programs import CallProgram, program_of
-from flashgen.shared.call import Operands, OutputGradients
+from flashgen.shared.call import Operands, OutputGradients, ResultTangents, Tangents
 from flashgen.shared.dtypes import SCALAR_DTYPES
 from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import CallSignature
@@ -68,7 +74,7 @@ def operator_of(spec: AttentionSpec | CallProgram) -> Operator:
         operator = _operators.get(spec)
         if operator is None:
             operator = _operators[spec] = Operator(spec, free_name(spec))
-            operator.overload, operator.overload_backward = register(operator)
+            register(operator)
         return operator
 
 
@@ -81,9 +87,8 @@ def register_hashed_name(spec: AttentionSpec | CallProgram) -> None:
     with _lock:
         name = f"{program.signature.name}_{program.digest[:8]}"
         if operator_of(spec).name != name and not _is_used(name):
-            _names.update((name, f"{name}_backward"))
-            again = Operator(spec, name)
-            again.overload, again.overload_backward = register(again)
+            _names.update(_family(name))
+            register(Operator(spec, name))
 
 
 def free_name(spec: AttentionSpec | CallProgram) -> str:
@@ -99,18 +104,23 @@ def free_name(spec: AttentionSpec | CallProgram) -> str:
             f"{program.signature.name}_{digest[:length]}" for length in range(8, len(digest) + 1)
         )
         name = next(name for name in hashed if not _is_used(name))
-    _names.update((name, f"{name}_backward"))
+    _names.update(_family(name))
     return name
+
+
+def _family(name: str) -> tuple[str, ...]:
+    """The names of the operators of one spec."""
+    return name, f"{name}_backward", f"{name}_tangent", f"{name}_backward_tangent"
 
 
 def _is_used(name: str) -> bool:
     """Whether an operator has this name, or torch.ops.flashgen has an attribute of its own."""
     own = hasattr(torch.ops.flashgen, name) and name not in _names
-    return own or not _names.isdisjoint((name, f"{name}_backward"))
+    return own or not _names.isdisjoint(_family(name))
 
 
-def register(operator: Operator) -> tuple[Any, Any]:
-    """Defines the forward and the backward operator in torch. Returns their overloads."""
+def register(operator: Operator) -> None:
+    """Defines the operators of a spec in torch, and sets the overloads of ``operator``."""
     global _library
     if _library is None:
         _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -196,9 +206,103 @@ def register(operator: Operator) -> tuple[Any, Any]:
     torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
     torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
     register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
+    operator.overload, operator.overload_backward = overload, overload_backward
+    _register_tangents(operator)
     if "torch.distributed.tensor" in sys.modules:
         serve_dtensors(operator)
-    return overload, overload_backward
+
+
+def _register_tangents(operator: Operator) -> None:
+    """Defines the operators of the tangent passes, which derivatives other than gradients are made
+    of.
+
+    They take the tangents of q, k, v and of the learned tensors as one list, and out and lse with
+    all that belongs to them as another one.
+    """
+    signature = operator.signature
+
+    def of(tensors: Any, by_name: Any) -> tuple[Operands, Any, Tangents, Any]:
+        operands, (ways, results), floats = _values(operator, tensors, 2)
+        of_q, of_k, of_v, *learned = ways
+        moving = Tangents(of_q, of_k, of_v, tuple(learned))
+        return operands, tuple(results), moving, operator.options(by_name, floats)
+
+    def kernel(*tensors: Any, **by_name: Any) -> Any:
+        operands, results, moving, options = of(tensors, by_name)
+        options = operator.numbers_in(options)
+        return operator.compute_tangent(operands, results, moving, options)
+
+    def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands, results, moving, options = of(tensors, by_name)
+        gradients, ways = OutputGradients(*results[:4]), ResultTangents(*results[4:])
+        options = operator.numbers_in(options)
+        return operator.compute_backward_tangent(operands, gradients, moving, ways, options)
+
+    def autograd_by(function: Any) -> Any:
+        def autograd(*tensors: Any, **by_name: Any) -> Any:
+            (q, k, v, captured, rng), results, moving, options = of(tensors, by_name)
+            given = (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
+            with _one_level():
+                return function(operator, options, *given)
+
+        return autograd
+
+    def fake(*tensors: Any, **by_name: Any) -> Any:
+        operands, _, _, options = of(tensors, by_name)
+        check_traced(signature, operands, options.scalars)
+        q = operands.q
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return empty_rows(q, signature.head_dim_v), lse
+
+    def fake_backward(*tensors: Any, **by_name: Any) -> Any:
+        operands = of(tensors, by_name)[0]
+        rows = (empty_rows(tensor, tensor.shape[3]) for tensor in operands[:3])
+        learned = operator.of_learned(operands.captured)
+        return *fake(*tensors, **by_name), *rows, *(x.new_empty(x.shape) for x in learned)
+
+    def rule(overload: Any, learns: bool) -> Any:
+        """The rule of torch.vmap."""
+
+        def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+            def flat(arguments: Any) -> tuple[Any, ...]:
+                q, k, v, ways, results, rng, *rest = _sorted(operator, arguments, 2)
+                ways = (None,) * (3 + len(operator.learned)) if ways is None else ways
+                results = (None,) * count if results is None else results
+                return (q, k, v, *ways[:3], *results, rng, *rest, *ways[3:])
+
+            count = 2 if overload is operator.overload_tangent else 8
+
+            def call(*given: Any) -> Any:
+                q, k, v, *rows = given[: 6 + count]
+                ways, results = rows[:3], rows[3:]
+                own, rest = given[6 + count : 9 + count], given[9 + count :]
+                floats, rest = rest[: len(operator.floats)], rest[len(operator.floats) :]
+                captured, learned = rest[: len(operator.tensors)], rest[len(operator.tensors) :]
+                lists = [*ways, *learned], list(results)
+                return overload(q, k, v, *captured, *floats, *lists, *own, **by_name)
+
+            dims, given = (flat(each) for each in (in_dims, tensors))
+            size, mapped = info.batch_size, 2 if count == 2 else 5
+            return map_call(signature, call, size, dims, given, 6 + count, learns, mapped)
+
+        return batched
+
+    operators = (
+        ("tangent", kernel, autograd_by(push_plain), fake, False),
+        (
+            *("backward_tangent", kernel_backward, autograd_by(push_gradients_plain)),
+            *(fake_backward, bool(operator.learned)),
+        ),
+    )
+    for suffix, compute, autograd, meta, learns in operators:
+        name = f"{operator.name}_{suffix}"
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, compute, device)
+        _library.impl(name, autograd, "Autograd")
+        torch.library.register_fake(f"flashgen::{name}", meta, lib=_library)
+        overload = getattr(torch.ops.flashgen, name).default
+        setattr(operator, f"overload_{suffix}", overload)
+        torch.library.register_vmap(f"flashgen::{name}", rule(overload, learns), lib=_library)
 
 
 @runs_while_traced
@@ -249,21 +353,29 @@ def _define(operator: Operator) -> None:
         f"{name}({operands}, {optional}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
     )
     _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
+    moving = f"{operands}, Tensor?[] tangents, Tensor?[] results, {optional}, *, {numbers}"
+    of_results = "Tensor out_tangent, Tensor lse_tangent"
+    _library.define(f"{name}_tangent({moving}) -> ({of_results})", tags=tags)
+    _library.define(f"{name}_backward_tangent({moving}) -> ({of_results}, {gradients})", tags=tags)
 
 
 def _values(
     operator: Operator, tensors: tuple[Any, ...], results: int = 0
-) -> tuple[Operands, OutputGradients, tuple[Tensor | None, ...]]:
+) -> tuple[Operands, Any, tuple[Tensor | None, ...]]:
     """The operands, the results with their gradients and the floats from positional arguments.
 
     Args:
-        results: 4 in the backward operator; with 0, the second value has nothing.
+        results: 4 in the backward operator; with 0, the second value has nothing. 2 in those of
+            tangent passes, with the two lists as they are given.
     """
     q, k, v, *rest = _sorted(operator, tensors, results)
     gradients, (rng, *rest) = rest[:results], rest[results:]
     count = len(FLOATS) + len(operator.floats)
     operands = Operands(q, k, v, tuple(rest[count:]), rng)
-    return operands, OutputGradients._make(gradients or (None,) * 4), tuple(rest[:count])
+    own: Any = gradients
+    if results != 2:
+        own = OutputGradients._make(gradients or (None,) * 4)
+    return operands, own, tuple(rest[:count])
 
 
 def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:

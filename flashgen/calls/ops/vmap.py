@@ -26,16 +26,20 @@ def map_call(
     arguments: Sequence[Any],
     operands: int,
     learns: bool = False,
+    mapped_results: int = 3,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Computes a mapped call of the forward or of the backward operator.
+    """Computes a mapped call of one of the operators of a spec.
 
     Args:
         call: the operator at the next lower level of mapping, with arguments like ``arguments``.
         size: length of the mapped dimension.
         dims: the mapped dimension of each of ``arguments``; None where all samples share it.
         arguments: the operands, rng, dropout_p, then other floats and the captured tensors.
-        operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse.
+        operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse; more in
+            tangent passes.
         learns: whether gradients of captured tensors are needed.
+        mapped_results: the results that have batch entries; the others are those of captured
+            tensors.
 
     Returns:
         The results with the mapped dimension first, and its index, 0, for each.
@@ -71,7 +75,9 @@ def map_call(
     batch = int(first[0].shape[1 if is_mapped[0] else 0])  # batch entries of one sample
     parts = call(*folded, None, None, *others)
     results = tuple(
-        part.reshape(size, batch, *part.shape[1:]) if index < 3 else part.expand(size, *part.shape)
+        part.reshape(size, batch, *part.shape[1:])
+        if index < mapped_results
+        else part.expand(size, *part.shape)
         for index, part in enumerate(parts)
     )
     return results, (0,) * len(results)

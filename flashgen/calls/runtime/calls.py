@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.calls.runtime import backward, forward
+from flashgen.calls.runtime import backward, forward, tangent
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.call import check as check_call
 from flashgen.calls.runtime.arguments.options import draw_rng
 from flashgen.calls.runtime.arguments.refusals import refuse, shown
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
-from flashgen.calls.runtime.reports import BackwardRun, ForwardRun
-from flashgen.shared.call import CallOptions, CheckedCall, LaunchOptions, Operands, OutputGradients
+from flashgen.calls.runtime.reports import BackwardRun, ForwardRun, TangentRun
+from flashgen.shared.call import (
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    OutputGradients,
+    Tangents,
+)
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Tile
@@ -131,6 +138,52 @@ def run_backward(
     (dq, dk, dv, *learned), record = call.run(operands, gradients)
     reports = backward.reports(record)
     return BackwardRun(dq, dk, dv, reports, record.copies, call.deterministic, tuple(learned))
+
+
+def run_tangent(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    moving: Tangents,
+    *,
+    scalars: Mapping[str, object] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
+    dropout_p: float | Tensor = 0.0,
+    rng: Tensor | None = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    sram: int | None = None,
+    tiles: Mapping[str, Tile] | None = None,
+    check_memory: bool = True,
+    order_seed: int | None = None,
+) -> TangentRun:
+    """Computes the tangents of the results along those of the operands, and reports how it ran.
+
+    Args:
+        out, lse: the results of the forward call.
+        moving: the tangents of the operands.
+        rng: seed and offset of the forward call; needed when dropout_p is not 0.
+        tiles: {"tangent": tile} instead of the planner's tile.
+        other arguments: those of the forward call, as in `run_forward`.
+
+    Raises:
+        InputError: an argument is wrong; nothing has run then.
+        FlashgenError: planning, compiling or running failed.
+    """
+    options = CallOptions(scale, q_offset, k_offset, backend, arch, dropout_p=dropout_p)
+    program, operands, options = _call_of(
+        spec, Operands(q, k, v, (), rng), options, scalars, tensors
+    )
+    launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
+    call = tangent.prepare(program, operands, (out, lse), moving, options, launch)
+    of_out, of_lse, record = call.run(operands, (out, lse), moving)
+    return TangentRun(of_out, of_lse, tangent.reports(record), record.copies)
 
 
 def check(

@@ -162,6 +162,16 @@ class CallProgram(abc.ABC):
         """
 
     @abc.abstractmethod
+    def tangent(
+        self, arch: str, names: tuple[str, ...], launch: LaunchOptions, ranges: CallRanges
+    ) -> LaunchableKernel:
+        """The kernel that computes the tangents of a call's results.
+
+        Args:
+            names: the names of the tensors that have a tangent.
+        """
+
+    @abc.abstractmethod
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         """The kernels that make the min/max tables of captured tensors."""
 
@@ -288,6 +298,14 @@ class SpecProgram(CallProgram):
             sizes=sizes,
             memory=memory,
         )
+
+    def tangent(
+        self, arch: str, names: tuple[str, ...], launch: LaunchOptions, ranges: CallRanges
+    ) -> LaunchableKernel:
+        from flashgen.kernels.pipeline import build_tangent
+
+        tile = launch.tiles.get("tangent")
+        return build_tangent(self.spec, arch, names, sram=launch.sram, tile=tile, ranges=ranges)
 
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_minmax_tables

@@ -129,6 +129,21 @@ class ForwardRun:
 
 
 @dataclass(frozen=True)
+class TangentRun:
+    """The tangents of the results of a call, with their reports.
+
+    Attributes:
+        out, lse: the tangents of these results, in their shapes and dtypes.
+        reports, copies: as in `BackwardRun`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    reports: tuple[Report, ...]
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class BackwardRun:
     """The gradients of a call, with their reports.
 

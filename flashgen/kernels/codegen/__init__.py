@@ -11,6 +11,7 @@ from flashgen.kernels.codegen.forward import forward
 from flashgen.kernels.codegen.integer_ranges import beyond_int32
 from flashgen.kernels.codegen.source import Param, Source
 from flashgen.kernels.codegen.streaming import append_kv, merge, minmax_table
+from flashgen.kernels.codegen.tangent import tangent
 
 __all__ = [
     "Param",
@@ -21,5 +22,6 @@ __all__ = [
     "forward",
     "merge",
     "minmax_table",
+    "tangent",
     "walk_of_kernel",
 ]

@@ -34,6 +34,10 @@ _WEIGHTED = {
     "fused": (_OF_WEIGHTS, _DS_OF_WEIGHTS, f"{_OF_KEYS}    {_OF_QUERIES}"),
     "dq": (_OF_WEIGHTS, _DS_OF_WEIGHTS, _OF_QUERIES),
     "merge": ("{parts}",),
+    "tangent": (
+        "W = {kept}{weight}{end}    P = {share}    for tangents x' of each x:",
+        "O' = {z}P' V + {z}P V'",
+    ),
     "captured": _CAPTURED_WEIGHTS,
     "captured_exact": (*_CAPTURED_WEIGHTS, "sums of whole numbers: the same bits each time"),
 }
@@ -57,6 +61,10 @@ _FORMULAS = {
         "with page and slot of each token from slot_mapping, or from page_table and cache_seqlens",
     ),
     "minmax_table": ("table = the minimum and the maximum of every range of spans",),
+    "tangent": (
+        "S = {score}    P = {kept}exp(S - LSE){end}    for tangents x' of each x:",
+        "O' = {z}P (S' - LSE') V + {p} V'    LSE' = rowsum(P S')",
+    ),
     "captured": _CAPTURED,
     "captured_exact": (*_CAPTURED, "sums of whole numbers: the same bits each time"),
 }
@@ -89,6 +97,9 @@ def banner(
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
+    elif plan.kernel == "tangent":
+        loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
+        again = f'flashgen.emit({loaded}, arch="{plan.arch}").tangent({plan.tangents!r})'
     elif spec.file is not None:
         again = f"flashgen emit {spec.file} --arch {plan.arch}"
     else:
@@ -102,7 +113,7 @@ def banner(
     if plan.kernel == "append_kv":
         of = f"any dtype and head dim, {plan.access_bytes} B at once"
     origin = spec.file or spec.mask_line or spec.score_line or "made in Python"
-    alone = plan.kernel in ("forward", "minmax_table", "merge", "append_kv")
+    alone = plan.kernel in ("forward", "tangent", "minmax_table", "merge", "append_kv")
     what = plan.kernel if alone else f"backward, {plan.kernel}"
     how = '"plan"' if plan.kernel == "forward" else ""
     if not alone and not shared:

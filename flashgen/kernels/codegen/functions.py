@@ -29,6 +29,7 @@ from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.analysis.score import ScoreAnalysis
 from flashgen.spec.analysis.sharing import is_costly, share, share_evaluated
+from flashgen.spec.analysis.tangents import TangentAnalysis
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import BOUNDARIES, PAGES, AttentionSpec
 from flashgen.spec.language.symbols import (
@@ -173,13 +174,19 @@ class SpecFunctions:
         direction: Direction = KEYS,
         *,
         wide: bool = False,
+        more_tensors: tuple[Tensor, ...] = (),
     ) -> None:
+        """
+        Args:
+            more_tensors: tensors that functions may read besides those of the spec.
+        """
         names = {s: text.split()[1] for s, text in PARAMETERS.items()} | FIELDS
         for scalar in spec.scalars:
             field = f"p.s_{scalar.name}"
             names[scalar.expr] = f"({field} != 0)" if scalar.dtype == "bool" else field
         self.spec = spec
         self.direction = direction
+        self._readable = (*spec.read_tensors, *more_tensors)
         self.mask: MaskAnalysis = analysis.mask
         self.score: ScoreAnalysis = analysis.score
         self.printer = CPrinter(names, spec.dtype, wide=wide)
@@ -200,7 +207,7 @@ class SpecFunctions:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the functions made so far read, min/max tables included."""
         used = self.printer.tensors | {symbol for symbol, _, _ in self.printer.extremes}
-        return tuple(t for t in self.spec.read_tensors if t.symbol in used)
+        return tuple(t for t in self._readable if t.symbol in used)
 
     @property
     def readers(self) -> tuple[DeviceFunction, ...]:
@@ -246,6 +253,12 @@ class SpecFunctions:
         code = folded.code_with_slope if folded else None
         code = code or self.score.value_and_derivative
         return self._scoring("score_mod", "Scored", why, code)
+
+    def score_mod_and_tangent(self, tangents: TangentAnalysis) -> FunctionInParts:
+        """score_mod with its tangent; common subexpressions are computed once."""
+        derived = comment(f"Its tangent: {python_text(tangents.tangent)}")
+        why = [*self._source(self.spec.score_line), *derived]
+        return self._scoring("score_mod", "Moved", why, tangents.value_and_tangent)
 
     def score_partials(self) -> FunctionInParts:
         """The derivatives of score_mod by the elements of learned tensors that it reads."""

@@ -29,6 +29,7 @@ from flashgen.kernels.codegen.readers import (
 )
 from flashgen.kernels.codegen.source import Param, Source, kernel_name
 from flashgen.kernels.codegen.spec_function import SpecFunction
+from flashgen.kernels.codegen.text import DeviceFunction
 from flashgen.kernels.codegen.tidy import simplified, tidy, used
 from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
@@ -38,6 +39,7 @@ from flashgen.shared.launch_facts import SPAN
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.spec.language.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class KernelCode:
         score: the score of an element, and its derivative in backward kernels.
         more: functions besides those of walk and score.
         partials: the derivatives by learned tensors, in the kernel that sums their gradients.
+        tensors: tensors that the kernel itself reads, each with the function that does.
     """
 
     functions: SpecFunctions
@@ -57,6 +60,7 @@ class KernelCode:
     score: ScoreCode
     more: tuple[SpecFunction, ...] = ()
     partials: object = None
+    tensors: tuple[tuple[Tensor, DeviceFunction], ...] = ()
 
     @property
     def printed(self) -> tuple[SpecFunction, ...]:
@@ -80,6 +84,9 @@ def kernel(
     tensors = code.functions.tensors if code else ()
     readers = code.functions.readers if code else ()
     tables = code.functions.tables if code else ()
+    for tensor, function in code.tensors if code else ():
+        if function.name not in {each.name for each in readers}:
+            tensors, readers = (*tensors, tensor), (*readers, function)
     sink, logit = spec.sink if plan.sink_bytes else None, None
     if sink is not None:
         head = head_in_whole(spec, head_of(plan))
@@ -92,7 +99,7 @@ def kernel(
     offsets = spec.offsets if code else ()
     split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
     by_entry = bool(offsets) or paged
-    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts)
+    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
     params = [*own, *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]

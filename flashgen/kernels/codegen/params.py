@@ -83,6 +83,10 @@ _DELTA_ROWS = (
     Param("dlse", "const float*", f"{_PER_ROW}; null: zeros"),
     Param("rows", "float*", _ROWS),
 )
+_TANGENT_ROWS = (
+    Param("lse", "const float*", _LSE),
+    Param("lse_tangent", "float*", f"{_PER_ROW}, that of LSE"),
+)
 _ZEROS = (
     Param("dq_sum", "float*", "the sums of dQ, filled with zeros"),
     Param("sum_vectors", "long long", "16-byte vectors of these sums; 0: there are no sums"),
@@ -116,6 +120,7 @@ _FIRST = {
     "delta": (("o", "do"), (*_DELTA_ROWS, *_ZEROS)),
     **dict.fromkeys(CONVERT_KERNELS, ((), ())),
     "merge": (("o",), _MERGE_ROWS),
+    "tangent": (("q", "k", "v", "o", "o_tangent"), _TANGENT_ROWS),
 }
 _BACKWARD = (("q", "k", "v", "do"), _BACKWARD_ROWS)
 _GRADIENTS = {
@@ -127,18 +132,25 @@ _GRADIENTS = {
 
 
 def params_of(
-    spec: AttentionSpec, role: str, path: CodePath, *, in_parts: bool = False
+    spec: AttentionSpec,
+    role: str,
+    path: CodePath,
+    *,
+    in_parts: bool = False,
+    moving: tuple[str, ...] = (),
 ) -> tuple[Param, ...]:
     """The fields that a kernel of this role may use, in order: tensors, strides, numbers.
 
-    Operands that TMA copies are tensor maps, which have their strides in them. ``in_parts`` is as
-    in `flashgen.kernels.planner.Plan`.
+    Operands that TMA copies are tensor maps, which have their strides in them. ``in_parts`` and
+    ``moving`` are as in `flashgen.kernels.planner.Plan`.
     """
     by_tma = path.copies_by_tma and role not in STREAMING_KERNELS
     first, rows = _FIRST.get(role, _BACKWARD)
+    first = (*first[:3], *map(tangent_field, moving), *first[3:]) if moving else first
     gradients = () if in_parts else _GRADIENTS.get(role, ())
-    written = ("o", *gradients) if role in ("forward", "merge") else gradients
-    mapped = {name for name in first if by_tma and name not in written}
+    written = ("o", *gradients) if role in ("forward", "merge") else (*gradients, "o_tangent")
+    in_rows = (*written, "o") if role == "tangent" else written  # read or written row by row
+    mapped = {name for name in first if by_tma and name not in in_rows}
     params = [
         _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
     ]
@@ -229,14 +241,23 @@ def _of_pages(param: Param) -> Param:
     return dataclasses.replace(param, what=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
 
 
+def tangent_field(name: str) -> str:
+    """The name of the field with the tangent of an operand or a result."""
+    return f"{name}_tangent"
+
+
+def _shape(name: str) -> str:
+    return _SHAPES[name.removeprefix("d").removesuffix(tangent_field(""))]
+
+
 def _map(name: str) -> Param:
-    what = f"{_SHAPES[name.removeprefix('d')]}, read by TMA"
+    what = f"{_shape(name)}, read by TMA"
     return Param(name, "TensorMap", what, f"{name}_map")
 
 
 def _tensor(name: str, *, written: bool) -> Param:
     cpp_type = "Element*" if written else "const Element*"
-    return Param(name, cpp_type, _SHAPES[name.removeprefix("d")], _cpp_name(name))
+    return Param(name, cpp_type, _shape(name), _cpp_name(name))
 
 
 def _strides(*tensors: str) -> list[Param]:

@@ -143,7 +143,8 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
-    place = role if role == "forward" else f"backward_{role}"
+    place = role if role in ("forward", "tangent") else f"backward_{role}"
+    place += "".join(f"_{name}" for name in plan.tangents)
     place += "_parts" if plan.in_parts else ""
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""

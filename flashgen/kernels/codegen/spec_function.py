@@ -17,6 +17,7 @@ from flashgen.spec.language.symbols import (
     Q_HI,
     Q_LO,
     SCORE,
+    SCORE_TANGENT,
     B,
     H,
     K,
@@ -30,6 +31,7 @@ TILE_END = sympy.Symbol(".tile_end", integer=True)
 # Function parameters in the order of a signature, with their C++ type.
 PARAMETERS: dict[sympy.Symbol, str] = {
     SCORE: "float score",
+    SCORE_TANGENT: "float score_tangent",
     PRODUCT: "float product",
     DISTANCE: "float distance",
     B: "int b",

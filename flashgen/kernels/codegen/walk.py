@@ -29,6 +29,7 @@ from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import EVERYTHING, row_interval
+from flashgen.spec.analysis.tangents import TangentAnalysis
 from flashgen.spec.language.symbols import DISTANCE, PRODUCT, H, Q
 
 NEXT_LIVE = "The mask's bounds are not exact: each tile is classified before it is loaded."
@@ -262,6 +263,18 @@ class ScoreCode:
             shift=shift,
             distance=DISTANCE in parts.function.uses,
         )
+
+    @staticmethod
+    def moved(make: SpecFunctions, tangents: TangentAnalysis, fragment: str) -> ScoreCode:
+        """The score's C++ with its tangent; ``fragment``: accumulators of a group of 8 columns."""
+        make.printer.score_is_product = True
+        parts = make.score_mod_and_tangent(tangents)
+        of_element = f"{fragment}[e] * p.scale"
+        call = parts.function.call(
+            score=of_element, score_tangent=of_element.replace("s[", "moved[", 1), h="h"
+        )
+        uses_q = any(Q in function.uses for function in parts.functions)
+        return ScoreCode(parts.functions, call, "here.value", uses_q, parts.at(h="h"), "1.0f")
 
 
 # With a scale outside these bounds all scores are equal, or one of them is above all others.

@@ -8,10 +8,17 @@ from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_for
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.parts_of_groups import parts_pay, times_of_parts
-from flashgen.kernels.planner.requests import NO_TILES, BackwardPlanRequest, PlanRequest
+from flashgen.kernels.planner.requests import (
+    NO_TILES,
+    BackwardPlanRequest,
+    PlanRequest,
+    TangentPlanRequest,
+    tangents_of,
+)
 from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
 from flashgen.kernels.planner.split_keys import plan_splits, split_of_call
 from flashgen.kernels.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
+from flashgen.kernels.planner.tangent_pass import plan_tangent
 from flashgen.kernels.planner.tile_problem import Tile
 from flashgen.kernels.planner.traffic import (
     backward_traffic,
@@ -24,6 +31,7 @@ __all__ = [
     "BackwardPlanRequest",
     "Plan",
     "PlanRequest",
+    "TangentPlanRequest",
     "Tile",
     "backward_traffic",
     "choose_heads",
@@ -39,6 +47,8 @@ __all__ = [
     "plan_minmax_table",
     "plan_schemes",
     "plan_splits",
+    "plan_tangent",
     "split_of_call",
+    "tangents_of",
     "times_of_parts",
 ]

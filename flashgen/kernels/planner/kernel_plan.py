@@ -42,6 +42,9 @@ _TITLES = {
     "smem_q": "Q",
     "smem_k": "K",
     "smem_v": "V",
+    "smem_q_tangent": "Q's tangent",
+    "smem_k_tangent": "K's tangent",
+    "smem_v_tangent": "V's tangent",
     "smem_do": "dO",
     "smem_rows": "LSE and delta",
     "smem_p": "P",
@@ -73,7 +76,8 @@ class Plan(LaunchRules):
             "fused" (dK, dV and dQ at once), "convert_dq" (dQ from the sums of "fused"; "convert_dk"
             and "convert_dv" where groups of heads are divided), "captured"
             (gradients of learned tensors) and "captured_exact" (the same with order-independent
-            sums); "minmax_table" (min/max tables of captured tensors, before all other kernels);
+            sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured
+            tensors, before all other kernels);
             "merge" (partial results, after all other kernels); or "append_kv" (new keys and values,
             written to a paged cache).
         arch: the architecture that the kernel is compiled for.
@@ -101,6 +105,7 @@ class Plan(LaunchRules):
             step uses first and last (Q; in "dq" K), else one.
         access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
+        smem_q_tangent, smem_k_tangent, smem_v_tangent: those of their tangents, in "tangent".
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
             of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
         smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
@@ -124,6 +129,8 @@ class Plan(LaunchRules):
         blocks_per_sm: resident thread blocks per SM that the launch bounds request.
         heads_per_tile: query heads whose rows share a forward tile, one head after the other; they
             share K and V. Where they cannot divide its rows, the last rows belong to no head.
+        tangents: of "tangent", the names of the tensors that have a tangent, in the order of
+            `requests.tangents_of`; else ().
         sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
             which "delta" fills with zeros and "convert_dq" reads, or of those that "convert_dk" and
             "convert_dv" read; None where there are no sums.
@@ -152,6 +159,9 @@ class Plan(LaunchRules):
     quantities: Quantities = field(repr=False, compare=False)
     column_warps: int = 1
     score_warps: int = 1
+    smem_q_tangent: int = 0
+    smem_k_tangent: int = 0
+    smem_v_tangent: int = 0
     smem_do: int = 0
     smem_rows: int = 0
     smem_p: int = 0
@@ -167,11 +177,22 @@ class Plan(LaunchRules):
     key_stride: int = 1
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
+    tangents: tuple[str, ...] = ()
 
     @property
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """Those of q, k and v whose tangents "tangent" reads."""
+        return tuple(name for name in "qkv" if self.quantities.get(f"{name}_moves"))
+
+    @property
+    def scores_move(self) -> bool:
+        """Whether scores have tangents, in "tangent"."""
+        return bool(self.quantities.get("scores_move"))
 
     @property
     def heads_per_lane(self) -> int:
@@ -427,6 +448,9 @@ class Plan(LaunchRules):
             ("k", (panel, keys, 1)),
             ("v", (panel_v, keys, 1)),
         )
+        if self.kernel == "tangent":
+            moving = ((f"{name}_tangent", box) for name, box in found if name in self.moving)
+            return (*found, *moving)
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
 
     @property

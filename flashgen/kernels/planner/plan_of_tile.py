@@ -48,7 +48,8 @@ def plan_of_tile(
     refused = _refusals(problem, found) if policy == "derived" else ()
     binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
     # The sink of split keys counts once, in the merge.
-    sink = spec.sink if problem.kernel == "forward" and not spec.split else None
+    reads_sink = problem.kernel in ("forward", "tangent") and not spec.split
+    sink = spec.sink if reads_sink else None
     parts = {part.name: int(part(at)) for part in found.model.parts}
     offsets, end = {}, 0
     for name, size in parts.items():
@@ -84,6 +85,7 @@ def plan_of_tile(
         key_stride=int(at.get("key_stride", 1)),
         in_parts=False,
         of_parts=None,
+        tangents=problem.tangents,
         partial=spec.partial or (spec.split and at["e"] == 2),
         sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),
@@ -121,6 +123,8 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
     )
     if problem.path != arch.code_path:
         why = "TMA takes addresses and strides in multiples of 16 bytes"
+        if problem.kernel == "tangent":
+            why = "the kernel of tangents has no form for this one"
         if at["e"] not in arch.code_path.itemsizes:
             why = "float32 is split into parts of bfloat16, which mma.sync multiplies"
         yield f"{problem.path} path: {why}"

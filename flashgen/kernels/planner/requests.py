@@ -107,6 +107,45 @@ class BackwardPlanRequest:
                 )
 
 
+@dataclass(frozen=True)
+class TangentPlanRequest:
+    """The arguments of `flashgen.kernels.planner.plan_tangent`.
+
+    Attributes:
+        tangents: the names of the tensors that have a tangent, of "q", "k", "v" and the learned
+            tensors, in this order.
+        spare_registers, tile: as for `flashgen.plan`.
+
+    Raises:
+        PlanError: an option is wrong.
+    """
+
+    spec: AttentionSpec
+    arch: str
+    tangents: tuple[str, ...]
+    sram: int | None = None
+    spare_registers: int = 0
+    tile: Tile | None = None
+
+    def __post_init__(self) -> None:
+        _check_target(self.spec, self.arch)
+        _check_sram(self.sram)
+        _check_tile(self.tile, "tile")
+        able = tangents_of(self.spec)
+        if not self.tangents or self.tangents != tuple(x for x in able if x in self.tangents):
+            raise PlanError(
+                "tangents are not names of tensors that have one",
+                where="tangents=...",
+                numbers=f"given {self.tangents!r}",
+                way_out=f"some of {', '.join(able)}, in this order",
+            )
+
+
+def tangents_of(spec: AttentionSpec) -> tuple[str, ...]:
+    """The names of all tensors of a spec that can have a tangent, in their order."""
+    return "q", "k", "v", *(tensor.name for tensor in spec.tensors if tensor.grad)
+
+
 def _check_target(spec: object, arch: object) -> None:
     """Checks the types of what is planned for."""
     for argument, value, kind, example in (

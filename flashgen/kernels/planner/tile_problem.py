@@ -91,6 +91,7 @@ class TileProblem:
         strides: whether a block may own keys that are apart: its queries are bounded on one side
             at most, so that they are hardly more for it.
         learned: the elements of learned tensors to which each score adds for itself.
+        tangents: of the kernel of tangents, the names of the tensors that have one.
     """
 
     spec: AttentionSpec = field(compare=False)
@@ -103,6 +104,7 @@ class TileProblem:
     layout: BlockSparse | None = None
     records: bool = False
     strides: bool = False
+    tangents: tuple[str, ...] = ()
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -156,11 +158,13 @@ def problem_of(
     spare_registers: int = 0,
     kernel: str = "forward",
     heads_per_tile: int = 1,
+    tangents: tuple[str, ...] = (),
 ) -> TileProblem:
     """The problem of one kernel of a spec. Arguments as in `flashgen.kernels.planner.plan`."""
     itemsize, path = ITEMSIZE[spec.dtype], arch.code_path
     vectors = access_bytes == VECTOR
-    if itemsize not in path.itemsizes or (path.copies_by_tma and not vectors):
+    lacks_kernel = (kernel, itemsize) not in MODELS[path.name]
+    if lacks_kernel or (path.copies_by_tma and not vectors):
         path = PATHS[path.fallback]
     model = MODELS[path.name][kernel, itemsize]
     limit = arch.smem_per_block if sram is None else sram
@@ -190,6 +194,8 @@ def problem_of(
         "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),
     }
+    if kernel == "tangent":
+        given |= spec_terms.moved(spec, tangents)
     learned = spec_terms.added_by_scores(spec, kernel)
     by_tma = path.copies_by_tma
     tells = by_tma and kernel == "forward"
@@ -201,4 +207,7 @@ def problem_of(
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)
     own = (layout, records, strides)
-    return TileProblem(spec, kernel, arch, path, Quantities(given), heads_per_tile, learned, *own)
+    numbers = Quantities(given)
+    return TileProblem(
+        spec, kernel, arch, path, numbers, heads_per_tile, learned, *own, tangents=tangents
+    )

@@ -26,6 +26,7 @@ from flashgen.spec.language.symbols import (
     Q_HI,
     Q_LO,
     SCORE,
+    SCORE_TANGENT,
     K,
     Q,
 )
@@ -55,7 +56,7 @@ MOST_VALUES = {Level.HEAD: 32, Level.QUERY: 6, Level.KEY: 6}
 # A position, or the ends of the positions of a tile.
 _QUERIES = frozenset((Q, Q_LO, Q_HI))
 _KEYS = frozenset((K, K_LO, K_HI))
-_SCORES = frozenset((SCORE, PRODUCT, DISTANCE, APART))
+_SCORES = frozenset((SCORE, SCORE_TANGENT, PRODUCT, DISTANCE, APART))
 _POSITIONS = _QUERIES | _KEYS | _SCORES
 
 # One instruction, or a few: computing these again costs no more than a register.

@@ -23,6 +23,9 @@ name."""
 SCALE = sympy.Symbol("scale", positive=True)
 PRODUCT = sympy.Dummy("product", real=True)
 
+# The tangent of the score: the derivative along the tangents of q and k.
+SCORE_TANGENT = sympy.Dummy("score_tangent", real=True)
+
 # ``K - Q`` as a float, which kernels add up without a conversion for each score.
 DISTANCE = sympy.Dummy("distance", real=True)
 

@@ -59,6 +59,8 @@ BACKWARD_REGISTERS = {
     ("captured", 2): (60, 4),
     ("captured", 4): (80, 8),
 }
+# Tangents, in the same way.
+TANGENT_REGISTERS = {2: (56, 8), 4: (72, 12)}
 # For each accumulator element of S and dP, for values that are being made or used. A fragment of
 # float32 is three times as large as one of 16 bits. Random bits are made for several elements.
 BACKWARD_PENDING = {2: 1 / 8, 4: 1 / 2}
@@ -82,6 +84,8 @@ INDEX_REGISTERS = 10
 # products around it, and the rounding or splitting of what becomes an operand.
 BY_KEYS_INSTRUCTIONS = {2: "5", 4: "23 - 5.5*exchanged"}
 BY_QUERIES_INSTRUCTIONS = {2: "4.3", 4: "15"}
+# Tangents: P, P times the distance of a score's tangent from the row's reference, and their sum.
+TANGENT_INSTRUCTIONS = {2: "6", 4: "20"}
 # Per step: addresses, loads of LSE and delta, barriers.
 BY_KEYS_STEP_INSTRUCTIONS = 170
 BY_QUERIES_STEP_INSTRUCTIONS = 110

@@ -74,7 +74,11 @@ def time_alone(tensor: str = "tensor", between: str = "issue") -> Formula:
 
 
 def rates(
-    kernel: str, computed: str = "1", tensor: str = "tensor", special: str = "1 + special_ops"
+    kernel: str,
+    computed: str = "1",
+    tensor: str = "tensor",
+    special: str = "1 + special_ops",
+    of_step: str = "d_qk + d_v",
 ) -> tuple[Formula, ...]:
     """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
 
@@ -82,8 +86,9 @@ def rates(
         computed: the number of times that each score is computed.
         tensor: the clocks of the products at the rate that kernels reach.
         special: the functions of a score that the special-function units compute.
+        of_step: the elements of each row of a step that a block reads.
     """
-    formulas = [Formula("l2", f"e*(d_qk + d_v)/{sides(kernel)[0]}/l2_rate", "clk")]
+    formulas = [Formula("l2", f"e*({of_step})/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
         formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
     formulas.append(Formula("special", f"{computed}*({special})/{SPECIAL_PER_CLOCK}", "clk"))

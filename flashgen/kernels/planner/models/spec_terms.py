@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 
 import sympy
@@ -138,6 +138,19 @@ def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
     if found is None:
         return None
     return found if kernel == "forward" or found.code_with_slope is not None else None
+
+
+def moved(spec: AttentionSpec, tangents: Collection[str]) -> dict[str, Number]:
+    """Which of the operands and of the scores of a call have a tangent, as numbers: 0 or 1.
+
+    Args:
+        tangents: the names of the tensors that have one.
+    """
+    of_product = SCORE in spec.score.free_symbols
+    learned = {tensor.name for tensor in spec.tensors if tensor.symbol in spec.score.free_symbols}
+    moves = {f"{name}_moves": int(of_product and name in tangents) for name in ("q", "k")}
+    scores = any(moves.values()) or not learned.isdisjoint(tangents)
+    return {**moves, "v_moves": int("v" in tangents), "scores_move": int(scores)}
 
 
 def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:

@@ -1,0 +1,200 @@
+"""The tangents of a call's results and of its gradients, by the tiled algorithms on any device.
+
+Second derivatives are these two passes: the tangent of the forward pass, and that of the backward
+pass. There are no kernels of the second one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.arguments.tensors import check_gradients
+from flashgen.calls.runtime.memory_layout import in_memory_order_of
+from flashgen.calls.runtime.prepared_call import PreparedCall, without_autocast
+from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
+from flashgen.shared.call import (
+    DEFAULT_LAUNCH,
+    CallOptions,
+    Operands,
+    OutputGradients,
+    ResultTangents,
+    Tangents,
+)
+
+if TYPE_CHECKING:
+    from flashgen.calls.cpu import TileArguments
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+
+class TiledDerivativeWarning(UserWarning):
+    """A derivative of a call on a GPU is computed without kernels."""
+
+
+def tangents(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    results: tuple[Tensor, Tensor],
+    moving: Tangents,
+    options: CallOptions,
+) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse along those of the operands.
+
+    Args:
+        results: out and lse of the forward call.
+
+    Raises:
+        InputError: an argument is wrong, or the backend has no such pass.
+        SpecError: the spec has no derivatives.
+    """
+    call = _TiledCall(spec, operands, moving, options)
+    out, lse = call.tangents(results, moving)
+    return in_memory_order_of(operands.q, out.to(operands.q.dtype)), lse
+
+
+def gradient_tangents(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    gradients: OutputGradients,
+    moving: Tangents,
+    of_gradients: ResultTangents,
+    options: CallOptions,
+) -> tuple[Tensor, ...]:
+    """The tangents of out and lse, those of dq, dk, dv and of each learned tensor's gradient.
+
+    Args:
+        gradients: out and lse of the forward call, and their gradients.
+        of_gradients: the tangents of these. Those of out and lse are computed where they are not
+            given.
+
+    Raises:
+        InputError: an argument is wrong, or the backend has no such pass.
+        SpecError: the spec has no derivatives.
+    """
+    from flashgen.calls import cpu
+
+    call = _TiledCall(spec, operands, moving, options)
+    q, k, v = operands[:3]
+    check_gradients(q, v, gradients)
+    if of_gradients.out is None or of_gradients.lse is None:
+        out, lse = call.tangents(gradients[:2], moving)  # in float32
+        of_gradients = of_gradients._replace(out=out, lse=lse)
+    assert of_gradients.out is not None and of_gradients.lse is not None  # noqa: PT018
+    results = of_gradients.out, of_gradients.lse
+    with without_autocast():
+        found = cpu.backward_tangent(
+            call.spec, q, k, v, gradients, moving, of_gradients, call.arguments
+        )
+    learned = [
+        x for x, of in zip(operands.captured, call.signature.tensors, strict=True) if of.grad
+    ]
+    rounded = [x.to(of.dtype) for x, of in zip(found, (q, k, v, *learned), strict=True)]
+    return (
+        in_memory_order_of(q, results[0].to(q.dtype, copy=True)),
+        results[1].clone(),
+        *map(in_memory_order_of, (q, k, v), rounded[:3]),
+        *rounded[3:],
+    )
+
+
+class _TiledCall(PreparedCall):
+    """A checked call with its tangents, for the tiled algorithms."""
+
+    arguments: TileArguments
+
+    def __init__(
+        self,
+        spec: AttentionSpec | CallProgram,
+        operands: Operands,
+        moving: Tangents,
+        options: CallOptions,
+    ) -> None:
+        q, k, _, captured, rng = operands
+        program = program_of(spec).of_dtype(getattr(q, "dtype", None))
+        program.refuse_backward()
+        call = check(program.signature, operands, options)
+        if not isinstance(program, SpecProgram):
+            refuse(
+                "an export has no tangents and no second derivatives",
+                "a derivative of an exported operator",
+                f"program {program.signature.name}",
+                "the operator of the spec itself: flashgen.attention(spec)",
+            )
+        _check(program, operands, moving)
+        target = program.target(options.backend, options.arch, q.device)
+        if target.backend == "emulator":
+            refuse(
+                "the emulator has no kernels of this derivative",
+                "argument backend",
+                "backend 'emulator'",
+                "backend='tiled', the default for CPU tensors",
+            )
+        if target.backend == "gpu":
+            warn_of_tiles()
+        super().__init__(program, call, target, DEFAULT_LAUNCH)
+        given = rng.contiguous() if self.drops and rng is not None else None
+        self.operands = operands
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        self.arguments = self._arguments(by_name, given)
+
+    def _arguments(self, captured: dict[str, Tensor], rng: Tensor | None) -> TileArguments:
+        """With the default tiles: a derivative has no kernel whose tiles it could follow."""
+        from flashgen.calls.cpu import TileArguments
+
+        call = self.call
+        return TileArguments(
+            call.scale, call.q_offset, call.k_offset, call.scalars, captured, call.dropout_p, rng
+        )
+
+    def tangents(self, results: tuple[Tensor, Tensor], moving: Tangents) -> tuple[Tensor, Tensor]:
+        """Those of out and lse, in the dtype of accumulators."""
+        from flashgen.calls import cpu
+
+        with without_autocast():
+            operands = self.operands[:3]
+            return cpu.tangent(self.spec, *operands, results, moving, self.arguments)
+
+
+def _check(program: CallProgram, operands: Operands, moving: Tangents) -> None:
+    for name, tensor, tangent in _pairs(program, operands, moving):
+        given, wanted = ((x.shape, x.dtype, x.device) for x in (tangent, tensor))
+        if given != wanted:
+            refuse(
+                f"the tangent of {name} does not belong to it",
+                f"the tangent of {name}",
+                f"shape {tuple(given[0])}, {given[1]}, on {given[2]}; expected "
+                f"{tuple(wanted[0])}, {wanted[1]}, on {wanted[2]}",
+                f"a tensor like {name}",
+            )
+
+
+def _pairs(
+    program: CallProgram, operands: Operands, moving: Tangents
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The name of each tensor that has a tangent, the tensor and the tangent."""
+    tensors = program.signature.tensors
+    learned = [(of.name, x) for of, x in zip(tensors, operands.captured, strict=True) if of.grad]
+    given: Any = [*zip(("q", "k", "v"), operands[:3], strict=True), *learned]
+    ways = (*moving[:3], *(moving.captured or (None,) * len(learned)))
+    for (name, tensor), tangent in zip(given, ways, strict=True):
+        if tangent is not None:
+            yield name, tensor, tangent
+
+
+@functools.cache
+def warn_of_tiles() -> None:
+    """Once in a process."""
+    warnings.warn(
+        "this derivative of attention is computed by tiled algorithms of PyTorch operations, in "
+        "memory linear in the sequence length, but slower than the kernels of the other passes",
+        TiledDerivativeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,281 @@
+"""One call of the tangent pass: checks, the choice of a kernel, its build, and its launch.
+
+The pass computes the tangents of the results of a forward call along tangents of its operands. It
+starts from the results themselves, as the backward pass does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.calls.runtime import memory_layout
+from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bind_arguments import bind, ranges_of
+from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.kernel_arguments import pointers_of
+from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
+from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.calls.runtime.reports import Report
+from flashgen.calls.sinks import lse_without_keys
+from flashgen.shared.call import (
+    DEFAULT_LAUNCH,
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    Tangents,
+)
+from flashgen.shared.signature import CallSignature
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+OPERANDS = ("q", "k", "v")
+
+
+class TangentOutcome(NamedTuple):
+    """The facts of one `PreparedTangent.run`, from which `reports` makes Reports on demand."""
+
+    call: PreparedTangent
+    reason: str
+    launches: tuple[KernelRun, ...] = ()
+    copies: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+
+
+class PreparedTangent(PreparedCall):
+    """A checked call of the tangent pass.
+
+    Attributes:
+        names: the names of the tensors that have a tangent, in the order of a kernel's plan.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec | CallProgram,
+        call: CheckedCall,
+        target: Target,
+        names: tuple[str, ...],
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+    ) -> None:
+        super().__init__(spec, call, target, launch)
+        self.names = names
+        path = self.program.path_of_pass(target, backward=True, deterministic=True)
+        self._open_arch, self._open_why = path.arch, path.why
+        self._bound: dict[tuple[Any, ...], tuple[BoundKernel, MinMaxTables | None, str]] = {}
+
+    def run(
+        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+        """The tangents of out and of lse, and a record.
+
+        Args:
+            results: out and lse of the forward call.
+        """
+        q, k, v, captured, rng = operands
+        out, lse = results
+        of_out = empty_rows(q, v.shape[3])
+        of_lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self.signature.packed or self.call.is_empty or not self.names:
+            of_out.zero_()  # kernels do not write rows outside all sequences
+        if self.call.is_empty or not self.names:
+            sink = self._of_sink(tangents)
+            if sink is not None:  # all of LSE in rows without keys
+                of_lse = lse_without_keys(
+                    sink, (*of_lse.shape,), of_lse.dtype, self.call.first_head
+                )
+            return of_out, of_lse, TangentOutcome(self, EMPTY)
+        if self.target.backend == "tiled":
+            return self._on_cpu(operands, results, tangents)
+        scaled, factor = self._scaled(tangents)
+        read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "o": out}
+        read |= {f"{name}_tangent": getattr(scaled, name) for name in OPERANDS}
+        copies = _readable(read)
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        moved = self.signature.tangent_names
+        given = zip(self.signature.learned, scaled.captured, strict=False)
+        by_name |= {moved[x.name]: each for x, each in given if each is not None}
+        tensors: dict[str, Tensor | None] = {
+            **read,
+            "lse": lse.contiguous(),
+            "o_tangent": of_out,
+            "lse_tangent": of_lse,
+            "rng": rng,
+            **pointers_of(by_name),
+        }
+        bound, tables, reason = self._bind(tensors, by_name)
+        done: list[KernelRun] = []
+        if tables is not None:
+            made, done = tables.run(self.target, by_name, self.launch)
+            tensors |= made
+        start = time.perf_counter()
+        counters = bound.run(self.target, tensors, self.launch)
+        done.append(KernelRun(bound.build, counters, time.perf_counter() - start))
+        built, self._built = self._built, 0.0
+        if factor is not None:
+            of_out.mul_(factor)
+            of_lse.mul_(factor)
+        return of_out, of_lse, TangentOutcome(self, reason, tuple(done), copies, built)
+
+    def _of_sink(self, tangents: Tangents) -> Tensor | None:
+        """The tangent of the sink; None where it has none."""
+        sink = self.signature.sink
+        learned = zip(self.signature.learned, tangents.captured, strict=False)
+        return next((given for x, given in learned if sink and x.name == sink.name), None)
+
+    def _on_cpu(
+        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+        from flashgen.calls import cpu
+
+        start = time.perf_counter()
+        q, k, v, captured, rng = operands
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        with without_autocast():
+            arguments = self._tile_arguments(by_name, rng, backward=True)
+            of_out, of_lse = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
+            of_out = in_memory_order_of(q, of_out.to(q.dtype))
+        run = KernelRun(None, None, time.perf_counter() - start)
+        return of_out, of_lse, TangentOutcome(self, CPU_REASON, (run,))
+
+    def _scaled(self, tangents: Tangents) -> tuple[Tangents, Tensor | None]:
+        """The tangents, those of a float16 call divided by a power of two, and this power.
+
+        Results are linear in all tangents together. The largest of them is then about 1: products
+        with V are of float16 numbers, which would overflow, or lose their bits.
+        """
+        if self.signature.dtype != "float16":
+            return tangents, None
+        given = [each for each in (*tangents[:3], *tangents.captured) if each is not None]
+        most = torch.stack([each.detach().abs().amax().float() for each in given]).amax()
+        usable = (most > 0) & (most < float("inf"))
+        power = torch.exp2(torch.floor(torch.log2(torch.where(usable, most, 1.0))))
+
+        def divided(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor / power
+
+        q, k, v, captured = tangents
+        learned = tuple(map(divided, captured))
+        return Tangents(divided(q), divided(k), divided(v), learned), power
+
+    def _bind(
+        self, tensors: dict[str, Tensor | None], captured: dict[str, Tensor]
+    ) -> tuple[BoundKernel, MinMaxTables | None, str]:
+        rows = {name: tensors[name] for name in (*OPERANDS, *(f"{x}_tangent" for x in OPERANDS))}
+        present = {name: tensor for name, tensor in rows.items() if tensor is not None}
+        arch, why = memory_layout.path_for(self._open_arch, self._open_why, **present)
+        key = (arch, *(tensor.stride() for tensor in present.values()))
+        key += (*tensors["o"].stride(), *(t.stride() for t in captured.values()))  # type: ignore[union-attr]
+        found = self._bound.get(key)
+        if found is not None:
+            return found
+        start = time.perf_counter()
+        launch, signature = self.launch, self.signature
+        ranges = ranges_of(self.call, signature)
+        build = self.program.tangent(arch, self.names, launch, ranges)
+        self._built = time.perf_counter() - start
+        if build.facts.path != arch and arch == self._open_arch:
+            why = f"the kernel of tangents is of path {build.facts.path}"
+        bound = bind(build, self.call, tensors, captured, packed=signature.packed)
+        tables = None
+        if captured:
+            tables = MinMaxTables(self.program, self.target.arch, captured, (bound,))
+        self._bound[key] = found = bound, tables, why
+        return found
+
+
+def _readable(read: dict[str, Tensor | None]) -> tuple[str, ...]:
+    """Copies the tensors that kernels cannot read, in place in ``read``; a reason for each copy."""
+    copies = []
+    for name, tensor in read.items():
+        if tensor is None:
+            continue
+        if tensor.is_neg():
+            tensor = read[name] = tensor.resolve_neg()
+        argument = "out" if name == "o" else name
+        why = memory_layout.row_obstacle(argument, tensor)
+        why = why or memory_layout.base_obstacle(argument, tensor)
+        if why is not None:
+            read[name] = tensor.clone(memory_format=torch.contiguous_format)
+            copies.append(f"{argument} was copied: {why}")
+    return tuple(copies)
+
+
+def names_of(signature: CallSignature, tangents: Tangents) -> tuple[str, ...]:
+    """The names of the tensors that have a tangent in a call."""
+    learned = zip(signature.learned, tangents.captured, strict=False)
+    return (
+        *(name for name in OPERANDS if getattr(tangents, name) is not None),
+        *(tensor.name for tensor, given in learned if given is not None),
+    )
+
+
+def reports(record: TangentOutcome) -> tuple[Report, ...]:
+    """The Reports of a call, one per launch."""
+    target, launches = record.call.target, record.launches
+    ran = Report(
+        target.backend if launches else "none",
+        target.arch,
+        16 if launches and record.reason is not CPU_REASON else 0,
+        record.reason,
+        build_seconds=record.build_seconds,
+        arch_reason=target.arch_reason,
+    )
+    ranges = ranges_of(record.call.call, record.call.signature)
+    return tuple(
+        replace(ran.of_run(*run), integers="" if run.build is None else run.build.integers(ranges))
+        for run in launches
+    ) or (ran,)
+
+
+def prepare(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    results: tuple[Tensor, Tensor],
+    tangents: Tangents,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+) -> PreparedTangent:
+    """Checks a call and chooses its backend, architecture and kernel.
+
+    Raises:
+        InputError: an argument is wrong.
+        SpecError: the spec has no derivatives.
+        PlanError: the generation of the GPU is not supported.
+    """
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    program.refuse_backward()
+    signature = program.signature
+    call = check(signature, operands, options)
+    values = dict(zip((x.name for x in signature.tensors), operands.captured, strict=False))
+    for name, tangent, model in (
+        *((name, getattr(tangents, name), getattr(operands, name)) for name in OPERANDS),
+        *(
+            (tensor.name, given, values[tensor.name])
+            for tensor, given in zip(signature.learned, tangents.captured, strict=False)
+        ),
+    ):
+        if tangent is not None and (
+            tangent.shape != model.shape
+            or tangent.dtype != model.dtype
+            or tangent.device != model.device
+        ):
+            refuse(
+                f"the tangent of {name} does not belong to it",
+                f"the tangent of {name}",
+                f"shape {tuple(tangent.shape)}, {tangent.dtype}, on {tangent.device}; expected "
+                f"{tuple(model.shape)}, {model.dtype}, on {model.device}",
+                f"a tensor like {name}",
+            )
+    target = program.target(options.backend, options.arch, operands.q.device)
+    return PreparedTangent(program, call, target, names_of(signature, tangents), launch)

@@ -1,0 +1,62 @@
+"""The plan of the tangent pass (forward mode): one kernel, of which O and LSE are inputs.
+
+Which products the kernel has depends on the tangents that a call gives: five per score with those
+of q, k and v, and fewer without some of them. The names of the tangents are part of its plan.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
+from flashgen.kernels.planner.plan_of_tile import plan_of_tile
+from flashgen.kernels.planner.requests import BackwardPlanRequest, TangentPlanRequest
+from flashgen.kernels.planner.search import cheapest
+from flashgen.kernels.planner.tile_problem import problem_of
+from flashgen.shared.arch import facts
+from flashgen.shared.errors import PlanError
+from flashgen.spec.language.signature import refuse_backward
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_tangent(request: TangentPlanRequest) -> Plan:
+    """The plan of the kernel that computes the tangents of O and LSE.
+
+    Raises:
+        PlanError: the architecture is unknown, or no tile, or not the given tile, fits.
+        SpecError: the spec has no derivative, because it is a partial result.
+    """
+    spec, arch = request.spec, facts(request.arch)
+    check_size(spec)
+    refuse_backward(spec)
+    problem = problem_of(
+        spec,
+        arch,
+        request.sram,
+        16,
+        request.spare_registers,
+        "tangent",
+        tangents=request.tangents,
+    )
+    if request.tile is not None:
+        return plan_of_tile(problem, given_tile(problem, request.tile), "given")
+    chosen = cheapest(problem)
+    if chosen is None:
+        raise no_tile_fits(problem, given_sram=request.sram is not None)
+    at = chosen.quantities
+    of_scores = 1 + int(at["q_moves"] + at["k_moves"])
+    of_results = int(at["scores_move"] + at["v_moves"])
+    note = (
+        f"tangents of {', '.join(request.tangents)}: {of_scores + of_results} products per score, "
+        f"{of_scores} of rows of q and k and {of_results} with v, {chosen.cost:.4f} clk"
+    )
+    try:
+        backward = plan_schemes(BackwardPlanRequest(spec, request.arch, request.sram))
+    except PlanError:
+        beside = ""
+    else:
+        products = 5 if backward.scheme == "fused" else 7
+        beside = f"; the backward pass has {products}, {backward.cost:.4f} clk"
+    return plan_of_tile(problem, chosen, "derived", (note + beside,))
