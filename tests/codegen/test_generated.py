@@ -92,7 +92,8 @@ def test_all_specs_without_a_sink_share_the_delta_kernel(arch: str) -> None:
     for path in SPECS[::12]:
         (delta,) = (source for source in sources(path, arch) if source.role == "delta")
         assert delta.filename == names[0]
-        assert not any(name in delta.text for name in SPEC_IDS if name not in ("full", "sink"))
+        words = "full", "sink", "power"  # of comments
+        assert not any(name in delta.text for name in SPEC_IDS if name not in words)
 
 
 @pytest.mark.parametrize("name", one_in(12, SPEC_IDS))
