@@ -89,10 +89,11 @@ def test_all_specs_without_a_sink_share_the_delta_kernel(arch: str) -> None:
     names = re.findall(rf"\S*delta\S*_{arch}\.cu", (GENERATED / "DIGESTS").read_text())
     kinds = "fp16", "none_bf16", "sink_fp16", "sum_bf16"
     assert names == [f"delta_{kind}_d64_{arch}.cu" for kind in kinds]
-    for path in SPECS[::12]:
+    for path in (path for path in SPECS[::12] if fg.load(path).is_softmax):
         (delta,) = (source for source in sources(path, arch) if source.role == "delta")
         assert delta.filename == names[0]
-        assert not any(name in delta.text for name in SPEC_IDS if name not in ("full", "sink"))
+        words = "full", "sink", "power"  # of comments
+        assert not any(name in delta.text for name in SPEC_IDS if name not in words)
 
 
 @pytest.mark.parametrize("name", one_in(12, SPEC_IDS))

@@ -16,7 +16,9 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.kernels.planner import plan_backward
 from flashgen.kernels.planner.tile_problem import Tile
+from flashgen.kernels.planner.traffic import backward_traffic
 from flashgen.reference.gradients import gradients
 from flashgen.shared.errors import InputError, SpecError
 from tests.support.judged import Call, dropping
@@ -231,6 +233,16 @@ def test_without_sums_rows_are_not_read_and_nothing_is_multiplied_by_their_facto
             for field in ("rows", "lse", "dlse"):
                 assert f"p.{field}" not in code, source.name
             assert not re.search(r"\b(base|minus_delta|delta)\[", code), source.name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_profile_without_sums_counts_no_bytes_of_rows(arch: str) -> None:
+    for name, has_rows in (("linear", False), ("exponential", True)):
+        plans = plan_backward(spec_of(name), arch).kernels
+        moved = {p.kernel: backward_traffic(p, 1, 2, 2, 256, 256) for p in plans}
+        assert (moved["delta"].o > 0) == (moved["delta"].rows_written > 0) == has_rows
+        assert (moved["fused"].rows_read > 0) == has_rows
+        assert moved["delta"].sums_zeroed > 0
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -344,7 +344,7 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
         rows = (sizes.heads_kv * parts, sizes.seq_k)
     sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, *rows)
     if plan.kernel == "delta":
-        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) + sums
+        return queries * (2 * v + 2 * LSE_BYTES + ROW_BYTES) * plan.has_rows + sums
     if plan.kernel == "convert_dq":
         return sums + queries * qk
     if plan.kernel in CONVERT_KERNELS:
@@ -353,4 +353,4 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     both = results["dkdv"] + sums
     if plan.in_parts:
         both = keys * parts * SUM_BYTES * (plan.head_dim + plan.head_dim_v) + sums
-    return operands + queries * (v + ROW_BYTES) + results.get(plan.kernel, both)
+    return operands + queries * (v + ROW_BYTES * plan.has_rows) + results.get(plan.kernel, both)

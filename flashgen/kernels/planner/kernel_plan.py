@@ -124,6 +124,8 @@ class Plan(LaunchRules):
             keys.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
+        has_rows: whether rows have base and delta, which "delta" writes and the other backward
+            kernels read: unless weights are not summed.
         registers: registers per thread that the compiler may use, set by the launch bounds.
         registers_needed: registers per thread by the model, at most `registers`.
         blocks_per_sm: resident thread blocks per SM that the launch bounds request.
@@ -169,6 +171,7 @@ class Plan(LaunchRules):
     smem_windows: int = 0
     smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
     sink_bytes: int = 0
+    has_rows: bool = True
     partial: bool = False
     box_k: int = 0
     gathers: bool = False

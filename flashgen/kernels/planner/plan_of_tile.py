@@ -77,6 +77,7 @@ def plan_of_tile(
         smem_parts=tuple(parts.items()),
         smem_bytes=end,
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
+        has_rows=spec.sums_weights,
         heads_per_tile=problem.heads_per_tile,
         box_k=int(at.get("box_k", 0)),
         gathers=problem.gathers(tile),

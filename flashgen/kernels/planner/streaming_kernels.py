@@ -30,6 +30,8 @@ DELTA_ROWS = 64
 
 # Read: O and dO, LSE and dLSE. Written: LSE and delta.
 ROW_TRAFFIC = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4", "B")
+# Of weights that are not summed nothing is read, and zeros alone are written.
+NO_ROW_TRAFFIC = Formula("row_bytes", "0", "B")
 # With the gradient of a sink: its logit is read, and the sum of each warp's rows is written.
 ROW_TRAFFIC_OF_SINK = Formula("row_bytes", "2*e*d_v + 2*4 + 2*4 + logit + 4*warps/block_q", "B")
 DELTA_COST = Formula("cost", "row_bytes/hbm_rate", "clk")
@@ -72,7 +74,7 @@ def plan_delta(
         "loads": 2 * 2 * -(-vectors // lanes_of_row(vectors)),  # of 2 rows of O and of dO
         "chained_loads": 1,
     }
-    row_traffic = ROW_TRAFFIC
+    row_traffic = ROW_TRAFFIC if spec.sums_weights else NO_ROW_TRAFFIC
     if spec.sink is not None and spec.sink.grad:
         at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
         row_traffic = ROW_TRAFFIC_OF_SINK
@@ -234,6 +236,7 @@ def _plan(
         blocks_per_sm=int(at["blocks"]),
         cost=float(at.get("cost", 0.0)),
         sink_bytes=int(at.get("logit", 0)),
+        has_rows=spec.sums_weights,
         derivation=tuple(line_of(formula, at) for formula in formulas),
         notes=(f"{arch}: {machine}{rates}{note}",),
         quantities=Quantities(at),

@@ -275,6 +275,8 @@ def backward_traffic(
         sums = plan.elements_of_sums(batch, heads_kv * parts, seq_k) * SUM_BYTES
         return Traffic(sums_read=sums, **written)
     if plan.kernel == "delta":
+        if not plan.has_rows:
+            return Traffic(sums_zeroed=dq_sums)
         sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
         return Traffic(
             o=queries * v_row,
@@ -296,12 +298,13 @@ def backward_traffic(
     times = pairs * count // len(walks)  # repetitions of these walks
     steps = times * sum(plan.steps_of(len(tiles)) for tiles in walks)
     scores = steps * plan.block_q * plan.block_k
+    of_row = ROW_BYTES if plan.has_rows else 0
     if plan.kernel == "dq" or plan.of_captured:
         return Traffic(
             q=pairs * own_rows * qk_row,
             do=pairs * own_rows * v_row,
             # Tiles that reach no key read them too.
-            rows_read=pairs * seq_q * ROW_BYTES * QUAD * plan.column_warps,
+            rows_read=pairs * seq_q * of_row * QUAD * plan.column_warps,
             k=pairs * walked_rows * qk_row,
             v=pairs * walked_rows * v_row,
             dq=pairs * seq_q * qk_row if plan.kernel == "dq" else 0,
@@ -320,7 +323,7 @@ def backward_traffic(
         v=blocks * own_rows * v_row,
         q=times * walked_rows * qk_row,
         do=times * walked_rows * v_row,
-        rows_read=times * walked_rows * ROW_BYTES,
+        rows_read=times * walked_rows * of_row,
         **of_keys,
         added=times * sum(map(len, walks)) * sums_of_step,
         scores=scores,

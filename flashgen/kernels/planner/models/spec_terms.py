@@ -213,7 +213,9 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     if not PATHS[path].copies_by_tma:
         return fitted_sm80.FORWARD_SERVED_REGISTERS
     usual = (spec.head_dim_v or spec.head_dim) in fitted_sm90.SERVED_HEAD_DIMS
-    needed = not usual or _reads_for_each_score(spec)
+    reads = _reads_for_each_score(spec)
+    # Elements and the values of a weight function are alive together.
+    needed = (not usual or reads) + (reads and not spec.is_softmax)
     more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
     return more - fitted_sm90.PAGED_SEARCH_REGISTERS * (spec.paged and searches(spec))
 
