@@ -13,11 +13,12 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.reference.dropout_state import State, state_of
+from flashgen.reference.dropout_state import State, numbers_of, state_of
 from flashgen.reference.interpret import evaluate
 from flashgen.shared.dropout import keep_mask, keep_scale
 from flashgen.shared.dtypes import SCALAR_DTYPES, Number
 from flashgen.shared.errors import InputError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT_LISTS, heads_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
@@ -46,7 +47,8 @@ class OracleArguments(TypedDict, total=False):
         scale: factor on q.k; if None, spec.scale, or 1 / sqrt(head_dim) where that is None too.
         dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
             2^-16. `flashgen.shared.dropout` defines the dropped elements.
-        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0.
+        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0 and for
+            mods that call fg.rand.
     """
 
     scalars: Mapping[str, Number] | None
@@ -296,7 +298,11 @@ def problem_of(
     Raises:
         InputError: scalars or tensors differ from those of the spec, or dropout_p or rng is wrong.
     """
-    scalars, tensors = call.get("scalars") or {}, call.get("tensors") or {}
+    scalars, tensors = call.get("scalars") or {}, dict(call.get("tensors") or {})
+    if any(tensor.name == RANDOM_STATE for tensor in spec.tensors):
+        seed, offset = numbers_of(spec, call.get("rng"), "mods that call fg.rand")
+        words = seed, seed >> 32, offset, offset >> 32
+        tensors[RANDOM_STATE] = torch.tensor([word & 0xFFFFFFFF for word in words], device=q.device)
     q_offset, k_offset = call.get("q_offset", 0), call.get("k_offset", 0)
     scale, dropout_p = call.get("scale"), call.get("dropout_p", 0.0)
     batch, _, _, head_dim = q.shape

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from flashgen.shared.random_numbers import RANDOM_STATE
+
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 """Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
 after the last one."""
@@ -196,6 +198,11 @@ class CallSignature:
     def learned(self) -> tuple[TensorArgument, ...]:
         """The captured tensors that have a gradient."""
         return tuple(tensor for tensor in self.tensors if tensor.grad)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the mods call fg.rand."""
+        return any(tensor.name == RANDOM_STATE for tensor in self.tensors)
 
     @property
     def static_layout(self) -> BlockLayoutFacts | None:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import sympy
 
 from flashgen.shared.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import OFFSETS
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
@@ -144,7 +145,7 @@ class Tensor(Capture):
     def __reduce__(self) -> tuple[object, ...]:
         if self.name in OFFSETS:
             return Tensor.of_offset, (self.name, self.dtype)
-        return Tensor, self.key
+        return (random_state, ()) if self.name == RANDOM_STATE else (Tensor, self.key)
 
     @property
     def key(self) -> tuple[str, tuple[str | int, ...], str, bool]:
@@ -153,9 +154,19 @@ class Tensor(Capture):
     @staticmethod
     def of_offset(name: str, dtype: str) -> Tensor:
         """The tensor of a call's q_offset or k_offset, whose name no capture of a mod has."""
-        made = Tensor("offset", ("batch",), dtype)
-        made.name, made.symbol = name, TensorSymbol(name, dtype)
-        return made
+        return _of_call(name, ("batch",), dtype)
+
+
+def _of_call(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
+    """A tensor made of another argument of calls, whose name no capture of a mod has."""
+    made = Tensor("of_call", dims, dtype)
+    made.name, made.symbol = name, TensorSymbol(name, dtype)
+    return made
+
+
+def random_state() -> Tensor:
+    """The tensor of a call's rng, which `fg.rand` reads."""
+    return _of_call(RANDOM_STATE, (4,), "int32")
 
 
 def _has_integer_values(expr: sympy.Expr) -> bool:

@@ -27,4 +27,6 @@ def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str
             yield "captured", text
     if "rng" in call.options:
         seed, offset = call.options["rng"].tolist()
-        yield "dropout", f"p {call.options['dropout_p']}, seed {seed}, offset {offset}"
+        drops = f"p {call.options['dropout_p']}, " if "dropout_p" in call.options else ""
+        kind = "dropout" if drops else "fg.rand"
+        yield kind, f"{drops}seed {seed}, offset {offset}"

@@ -61,6 +61,7 @@ HELPERS = frozenset(
             "nearest_int",
         ),
         "shifted_left",
+        "random_bits",
     )
 )
 """The device functions of templates/common/math.cuh.j2."""

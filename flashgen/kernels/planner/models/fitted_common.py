@@ -16,6 +16,9 @@ READ_INSTRUCTIONS = 5
 DIVISION_INSTRUCTIONS = 8
 POWER_INSTRUCTIONS = 65
 
+# Counted. Instructions of fg.rand's bits: seven rounds of Philox and the choice of a word.
+RANDOM_INSTRUCTIONS = 40
+
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
 # expression: comparisons with the ends of a row's range, and the replacement of the score.
 MASKING_INSTRUCTIONS = 2
