@@ -23,6 +23,7 @@ from flashgen.shared.signature import LAYOUT_LISTS, heads_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class ScoreBlock:
         kv: int64 [n], the index of the (batch entry, key head) that each pair reads.
         q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
         values: the values of the symbols of the mods.
-        sink: the sink's logit, [n, 1, 1] in `OracleProblem.real`; None without a sink.
+        sink: the sink's logits, [n, rows or 1, 1] in `OracleProblem.real`; None without a sink.
         mask: bool [n, rows, seq_k], true where the mask keeps; None where there is no mask.
         kept: bool of the same shape, true where dropout keeps an element; None without dropout.
         kept_scale: factor on kept elements.
@@ -224,19 +225,18 @@ class OracleProblem:
             k=self.k[entry, h_kv, of.keys].to(self.work),
             v=self.v[entry, h_kv, of.keys].to(self.work),
             values=values,
-            sink=self._sink(h),
+            sink=self._sink(values),
             mask=mask,
             kept=kept,
             kept_scale=keep_scale(self.p),
         )
 
-    def _sink(self, h: Tensor) -> Tensor | None:
-        """The sink of the heads ``h`` [n], as [n, 1, 1]."""
+    def _sink(self, values: Mapping[sympy.Symbol, Tensor]) -> Tensor | None:
+        """The logits of rows, [n, rows or 1, 1]."""
         if self.spec.sink is None:
             return None
-        sink = self.values[self.spec.sink.symbol].detach().reshape(-1).to(self.real)
-        logits = sink.expand(len(h)) if len(sink) == 1 else sink[h + self.first_head]
-        return logits.view(-1, 1, 1)
+        logits = evaluate(element_of_row(self.spec.sink), values, self.real).detach()
+        return logits + torch.zeros_like(values[H], dtype=self.real)
 
     def masked(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """The results of `score` where the mask is true, elsewhere what removes them."""

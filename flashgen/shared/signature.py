@@ -74,6 +74,11 @@ def field_stem(tensor: str) -> str:
     return f"{tensor}_" if _LIKE_A_FIELD.search(tensor) else tensor
 
 
+def is_by_row(dims: tuple[str | int, ...]) -> bool:
+    """Whether a sink of these dims differs between the rows of a head, or between batch entries."""
+    return not {"batch", "seq_q"}.isdisjoint(dims)
+
+
 @dataclass(frozen=True)
 class ScalarArgument:
     """A run-time scalar: the facts of an `fg.Scalar`."""
@@ -91,6 +96,11 @@ class TensorArgument:
     dims: tuple[str | int, ...]
     dtype: str
     grad: bool
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a sink of these dims has its logits by row."""
+        return is_by_row(self.dims)
 
     def __str__(self) -> str:
         learned = ", grad=True" if self.grad else ""

@@ -10,18 +10,20 @@ import math
 import torch
 
 from flashgen.calls.cpu.parts import ChunkScores
-from flashgen.calls.cpu.problem import exp_
+from flashgen.calls.cpu.problem import SequenceProblem, exp_
+from flashgen.calls.sinks import Rows, gradient_of_rows, logits_of
 
 Tensor = torch.Tensor
 
 
-def logits(part: ChunkScores, rows: int) -> Tensor:
-    """The sink of ``rows`` query positions, [pairs, rows * group, 1]; one -inf without a sink."""
-    sink = part.problem.sink
-    if sink is None:
-        return torch.tensor(-math.inf, dtype=part.problem.real)
-    of_heads = sink.reshape(-1).to(part.problem.real)[_places(part, sink)]
-    return of_heads.repeat(1, rows)[..., None]
+def logits(part: ChunkScores, rows: slice) -> Tensor:
+    """The sink of query rows, [pairs, rows * group, 1]; one -inf without a sink."""
+    problem = part.problem
+    if problem.sink is None or problem.spec.sink is None:
+        return torch.tensor(-math.inf, dtype=problem.real)
+    shape = part.chunk.pairs, rows.stop - rows.start, problem.sizes.group
+    found = logits_of(problem.sink, problem.spec.sink.dims, _rows(part, rows), problem.real)
+    return found.expand(shape).reshape(shape[0], -1, 1)
 
 
 def join(sink: Tensor, row_max: Tensor, row_sum: Tensor, o: Tensor) -> Tensor:
@@ -47,17 +49,29 @@ def add_gradient(total: Tensor, part: ChunkScores, lse: Tensor, delta: Tensor) -
         lse: [pairs, seq_q * group, 1].
         delta: D - dLSE, of the shape of lse.
     """
-    group, sink = part.problem.sizes.group, part.problem.sink
+    problem, rows = part.problem, slice(0, part.problem.sizes.seq_q)
+    sink = problem.spec.sink
+    assert problem.sink is not None, "called for specs with a sink only"
     assert sink is not None, "called for specs with a sink only"
-    logit = logits(part, part.problem.sizes.seq_q)
+    logit = logits(part, rows)
     # A sink of -inf has weight 0; LSE of its rows can be -inf too.
     weight = torch.exp(logit - lse).masked_fill_(logit == -math.inf, 0)
-    of_rows = weight.mul_(delta).view(part.chunk.pairs, -1, group)
-    places = _places(part, sink).flatten()
-    total.index_add_(0, places, of_rows.sum(1).flatten(), alpha=-1)
+    of_rows = weight.mul_(delta).view(part.chunk.pairs, -1, problem.sizes.group)
+    total -= gradient_of_rows(problem.sink, sink.dims, _rows(part, rows), of_rows).flatten()
 
 
-def _places(part: ChunkScores, sink: Tensor) -> Tensor:
-    """The index of the sink's element of each query head of a chunk, [pairs, group]."""
-    heads = part.chunk.batch_and_head[1]
-    return torch.zeros_like(heads) if sink.numel() == 1 else heads + part.problem.first_head
+def _rows(part: ChunkScores, rows: slice) -> Rows:
+    """Query rows of a chunk, [pairs, rows, group]."""
+    problem = part.problem
+    b, h = part.chunk.batch_and_head
+    q = torch.arange(rows.start, rows.stop).view(1, -1, 1) + problem.queries.offset
+    return Rows(b[:, None], h[:, None] + problem.first_head, q, axis=1)
+
+
+def rows_without_keys(problem: SequenceProblem) -> Rows:
+    """The rows of a sequence, [batch, heads, seq_q]."""
+    sizes = problem.sizes
+    b = torch.arange(sizes.first, sizes.first + sizes.batch).view(-1, 1, 1)
+    h = torch.arange(sizes.heads_q).view(1, -1, 1) + problem.first_head
+    q = torch.arange(sizes.seq_q).view(1, 1, -1) + problem.queries.offset
+    return Rows(b, h, q)

@@ -36,6 +36,7 @@ from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import SPAN
 from flashgen.shared.random_numbers import RANDOM_STATE
+from flashgen.shared.signature import is_by_row
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
@@ -84,7 +85,9 @@ def kernel(
     sink, logit = spec.sink if plan.sink_bytes else None, None
     if sink is not None:
         head = head_in_whole(spec, head_of(plan))
-        logit = f"read_{sink.name}(p, {head})" if sink.dims else f"read_{sink.name}(p)"
+        at = {"batch": "b", "heads": head, "seq_q": "p.q_offset + {row}"}
+        places = (at.get(str(dim), "0") for dim in sink.dims)
+        logit = f"read_{sink.name}({', '.join(['p', *places])})"
         if sink.name not in {tensor.name for tensor in tensors}:
             tensors, readers = (*tensors, sink), (*readers, reader(sink))
     packed = spec.packed and plan.kernel != "delta"
@@ -142,6 +145,7 @@ def kernel(
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,
+        row_sink=sink is not None and is_by_row(sink.dims),
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
         outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
         calls_sines=any(f.calls_sines for f in printed),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 
@@ -216,7 +216,9 @@ def rand(b: Operand, h: Operand, q: Operand, k: Operand, stream: int = 0) -> Tra
     state = random_state()
     words = [state[place] for place in range(3)]
     bits = apply_function("rand", RandomBits, *words, stream, b, h, q, k)
-    return bits * Fraction(1, 1 << BITS)
+    unit: Any = Fraction(1, 1 << BITS)
+    found: Traced = bits * unit
+    return found
 
 
 def _function(record: type[FloatFunction]) -> Callable[..., Traced]:
