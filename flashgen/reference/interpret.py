@@ -222,7 +222,7 @@ def _popcount(x: Tensor) -> Tensor:
 
 
 def _random_bits(low: Tensor, high: Tensor, *others: Tensor) -> Tensor:
-    """By the counters of `flashgen.shared.random_numbers`, with dropout's Philox."""
+    """By the counters of `flashgen.shared.random_numbers`, with dropout's generator."""
     *_, q, k = others
     words = np.asarray(
         philox(

@@ -16,7 +16,8 @@ READ_INSTRUCTIONS = 5
 DIVISION_INSTRUCTIONS = 8
 POWER_INSTRUCTIONS = 65
 
-# Counted. Instructions of fg.rand's bits: seven rounds of Philox and the choice of a word.
+# Derived, not counted. Instructions of fg.rand's bits: seven rounds of two wide products and two
+# xors of three words each, and 12 for the counter and the choice of a word.
 RANDOM_INSTRUCTIONS = 40
 
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
