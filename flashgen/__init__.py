@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from flashgen.spec.language.mod_functions import maximum as maximum
     from flashgen.spec.language.mod_functions import minimum as minimum
     from flashgen.spec.language.mod_functions import popcount as popcount
+    from flashgen.spec.language.mod_functions import rand as rand
     from flashgen.spec.language.mod_functions import round as round
     from flashgen.spec.language.mod_functions import rsqrt as rsqrt
     from flashgen.spec.language.mod_functions import sigmoid as sigmoid
@@ -100,7 +101,8 @@ _NAMES = {
     "frontends.flex": "flex_attention",
     "spec.language.block_layout": "BlockSparse",
     "spec.language.mod_functions": "abs atan atan2 clamp cos erf erfc exp exp2 expm1 floor "
-    "isfinite log log1p log2 maximum minimum popcount round rsqrt sigmoid sign sin sqrt tanh where",
+    "isfinite log log1p log2 maximum minimum popcount rand round rsqrt sigmoid sign sin sqrt tanh "
+    "where",
     "spec.language.scalar": "Scalar batch heads seq_k seq_q",
     "spec.language.spec": "AttentionSpec",
     "spec.language.spec_file": "load",

@@ -1,25 +1,95 @@
-"""The sink of a call without keys, and its gradient from those of the heads of a call."""
+"""The logits of a sink at the rows of a call, and its gradient from those of rows or of heads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.signature import BOUNDARIES, OFFSETS, PAGE_NAMES, CallSignature
+
 Tensor = torch.Tensor
+Dims = Sequence[str | int]
 
 
-def lse_without_keys(
-    sink: Tensor, rows: tuple[int, ...], dtype: torch.dtype, first_head: int = 0
-) -> Tensor:
-    """LSE of a call without keys, [batch, heads, seq_q]: the sink's logit in each row."""
-    logits = of_heads(sink.detach().flatten(), first_head, rows[1])
-    return logits.to(dtype).reshape(1, -1, 1).expand(rows).contiguous()
+class Rows(NamedTuple):
+    """The b, h and q that mods see at rows: integer tensors that broadcast to one shape.
+
+    Attributes:
+        axis: along which the queries of a head are.
+    """
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    axis: int = 2
+
+    def indices(self, dims: Dims, sink: Tensor) -> tuple[Tensor, ...]:
+        """Where the sink's element of each row is; an index outside means the nearest element."""
+        by_name = {"batch": self.b, "heads": self.h, "seq_q": self.q}
+        one = torch.zeros_like(self.h[:1, :1, :1])
+        sizes = zip(dims, sink.shape, strict=True)
+        return tuple(by_name.get(str(dim), one).clamp(0, size - 1) for dim, size in sizes)
 
 
-def gradient_without_keys(sink: Tensor, dlse: Tensor, first_head: int = 0) -> Tensor:
+def rows_at(q: Tensor, first_head: int, places: Tensor, ends: Tensor | None) -> Rows:
+    """Rows [batch, heads, rows] of q, which need not be all of them.
+
+    Args:
+        first_head: the number of the first head of q.
+        places: int64 [rows], their positions; of packed sequences, those among all rows.
+        ends: the boundaries of packed sequences; None without.
+    """
+    rows = places.view(1, 1, -1)
+    h = torch.arange(q.shape[1], device=q.device).view(1, -1, 1) + first_head
+    if ends is None:
+        return Rows(torch.arange(q.shape[0], device=q.device).view(-1, 1, 1), h, rows)
+    ends = ends.long()
+    b = torch.searchsorted(ends[1:].contiguous(), rows, right=True).clamp(max=len(ends) - 2)
+    return Rows(b, h, rows - ends[b])
+
+
+def rows_of_call(
+    signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
+) -> Rows:
+    """The rows of q, [batch, heads, seq_q]. What decides may be data, which no device waits for."""
+    places = torch.arange(q.shape[2], device=q.device)
+    ends = captured[BOUNDARIES[0]] if signature.packed else None
+    rows = rows_at(q, call.first_head, places, ends)
+    offset: Tensor | int = call.q_offset
+    if OFFSETS[0] in captured:
+        offset = captured[OFFSETS[0]].long().view(-1)
+    elif signature.paged:  # the queries come last
+        lengths = q.shape[2] if ends is None else ends.diff()
+        offset = captured[PAGE_NAMES[1]].long() - lengths
+    if isinstance(offset, Tensor):
+        offset = offset[rows.b.clamp(max=len(offset) - 1)]
+    return rows._replace(q=rows.q + offset)
+
+
+def logits_of(sink: Tensor, dims: Dims, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The logits of rows, which broadcast to their shape."""
+    return sink.detach()[rows.indices(dims, sink)].to(dtype)
+
+
+def gradient_of_rows(sink: Tensor, dims: Dims, rows: Rows, of_rows: Tensor) -> Tensor:
+    """The gradient of a sink from those of rows, in their dtype, summed in a fixed order."""
+    indices = rows.indices(dims, sink)
+    if not any(index.shape[rows.axis] > 1 for index in indices):
+        of_rows = of_rows.sum(rows.axis, keepdim=True)
+    if not indices:
+        return of_rows.sum()
+    places = tuple(index.expand(of_rows.shape) for index in indices)
+    return of_rows.new_zeros(sink.shape).index_put_(places, of_rows, accumulate=True)
+
+
+def gradient_without_keys(sink: Tensor, dims: Dims, rows: Rows, dlse: Tensor) -> Tensor:
     """The sink's gradient in a call without keys, where LSE is the sink; dtype of ``dlse``."""
-    return gradient_of(sink, dlse.sum((0, 2)), first_head).masked_fill(sink == -math.inf, 0)
+    removed = logits_of(sink, dims, rows) == -math.inf
+    return gradient_of_rows(sink, dims, rows, dlse.masked_fill(removed, 0))
 
 
 def of_heads(logits: Tensor, first_head: int, heads: int) -> Tensor:
@@ -28,7 +98,7 @@ def of_heads(logits: Tensor, first_head: int, heads: int) -> Tensor:
 
 
 def gradient_of(sink: Tensor, by_head: Tensor, first_head: int) -> Tensor:
-    """The gradient of a sink from those of a call's heads [heads]; 0 for the other heads."""
+    """The gradient of a sink of heads from those of a call's heads; 0 for the other heads."""
     if sink.numel() == 1:
         return by_head.sum().view(sink.shape)
     total = by_head.new_zeros(sink.numel())

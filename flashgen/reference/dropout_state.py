@@ -1,4 +1,4 @@
-"""The seed and the offset of dropout as the reference takes them."""
+"""The seed and the offset of random numbers as the reference takes them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def state_of(
             numbers=f"given {offsets[0]!r} and {offsets[1]!r}; dropout_p {p!r}",
             way_out="offsets that are Python ints, or dropout_p=0",
         )
+    return numbers_of(spec, rng, f"dropout_p {p!r}")
+
+
+def numbers_of(spec: AttentionSpec, rng: State | None, use: str) -> tuple[int, int]:
+    """Seed and offset as integers, which a call needs for a ``use``."""
     if isinstance(rng, Tensor):
         fits = rng.dtype == torch.int64 and rng.shape == (2,)
         numbers = [int(number) for number in rng.tolist()] if fits else []
@@ -44,9 +49,9 @@ def state_of(
     if len(numbers) != 2 or any(type(number) is not int for number in numbers):
         given = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
         raise InputError(
-            "the random state of dropout is not a seed and an offset",
+            "the random state is not a seed and an offset",
             where=f"reference of {spec.name}, argument rng",
-            numbers=f"given {given}; dropout_p {p!r}",
+            numbers=f"given {given}; {use}",
             way_out="rng=(seed, offset), or an int64 tensor of both",
         )
     return numbers[0], numbers[1]

@@ -48,6 +48,7 @@ from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCORE
+from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 if TYPE_CHECKING:
@@ -387,20 +388,17 @@ def _added(
         for symbol, tensor in _learned(problem).items()
     }
     total = {symbol: torch.zeros_like(leaf) for symbol, leaf in leaves.items()}
+    sink = problem.spec.sink
+    elements = _elements(problem)
+    if of_sink is not None and sink.symbol in total:
+        elements, flows = [*elements, element_of_row(sink)], (*flows, of_sink)
     if flows:
         values = {**part.values, SCORE: scores.to(real), **leaves}
         with torch.enable_grad():
-            read = [evaluate(element, values, real) for element in _elements(problem)]
-        given = [flow.sum_to_size(x.shape) for flow, x in zip(flows, read, strict=True)]
+            read = [evaluate(element, values, real) for element in elements]
+        given = [flow.sum_to_size(x.shape).to(x) for flow, x in zip(flows, read, strict=True)]
         found = torch.autograd.grad(read, list(leaves.values()), given, allow_unused=True)
         total |= {s: x for s, x in zip(leaves, found, strict=True) if x is not None}
-    sink = problem.spec.sink
-    if of_sink is not None and sink.symbol in total:
-        whole = total[sink.symbol]
-        places = torch.zeros_like(part.h) if whole.numel() == 1 else part.h + problem.first_head
-        shares = of_sink.sum((1, 2)).to(whole.dtype)
-        given_to = whole.new_zeros(whole.numel()).index_add_(0, places, shares)
-        total[sink.symbol] = whole + given_to.view(whole.shape)
     return tuple(total.values())
 
 

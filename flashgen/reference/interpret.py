@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from functools import reduce
 
+import numpy as np
 import sympy
 import torch
 
+from flashgen.shared.dropout import philox
 from flashgen.shared.errors import SpecError
+from flashgen.shared.random_numbers import counter
 from flashgen.spec.language import bit_functions as bits
 from flashgen.spec.language import float_functions as functions
 from flashgen.spec.language import float_operations as floats
@@ -218,6 +221,21 @@ def _popcount(x: Tensor) -> Tensor:
     return torch.stack([x >> place & 1 for place in range(32)]).sum(0)
 
 
+def _random_bits(low: Tensor, high: Tensor, *others: Tensor) -> Tensor:
+    """By the counters of `flashgen.shared.random_numbers`, with dropout's generator."""
+    *_, q, k = others
+    words = np.asarray(
+        philox(
+            tuple(word.cpu().numpy() for word in counter(*others)),
+            (int(low) & 0xFFFFFFFF, int(high) & 0xFFFFFFFF),
+        )
+    )
+    place = (2 * (q & 1) + (k & 1)).cpu().numpy()
+    place = np.broadcast_to(place, words.shape[:-1])
+    chosen = np.take_along_axis(words, place[..., None], axis=-1)[..., 0]
+    return torch.from_numpy(chosen.astype(np.int64) >> 8).to(q.device)
+
+
 def _integers(function: Callable[..., Tensor]) -> Rule:
     return lambda run, expr: function(*map(run.value, expr.args))
 
@@ -279,6 +297,7 @@ _RULES: dict[type[sympy.Basic], Rule] = {
     bits.ShiftLeft: _integers(torch.bitwise_left_shift),
     bits.ShiftRight: _integers(torch.bitwise_right_shift),
     bits.Popcount: _integers(_popcount),
+    bits.RandomBits: _integers(_random_bits),
     functions.Exp: _real(torch.exp),
     functions.Log: _real(torch.log),
     functions.Tanh: _real(torch.tanh),

@@ -13,15 +13,17 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.reference.dropout_state import State, state_of
+from flashgen.reference.dropout_state import State, numbers_of, state_of
 from flashgen.reference.interpret import evaluate
 from flashgen.shared.dropout import keep_mask, keep_scale
 from flashgen.shared.dtypes import SCALAR_DTYPES, Number
 from flashgen.shared.errors import InputError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT_LISTS, heads_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ class OracleArguments(TypedDict, total=False):
         scale: factor on q.k; if None, spec.scale, or 1 / sqrt(head_dim) where that is None too.
         dropout_p: probability of dropping an element of P, in [0, 1); rounded to a multiple of
             2^-16. `flashgen.shared.dropout` defines the dropped elements.
-        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0.
+        rng: seed and offset, two integers or an int64 tensor [2]; needed when dropout_p > 0 and for
+            mods that call fg.rand.
     """
 
     scalars: Mapping[str, Number] | None
@@ -83,7 +86,7 @@ class ScoreBlock:
         kv: int64 [n], the index of the (batch entry, key head) that each pair reads.
         q, k, v: [n, rows, head_dim], [n, seq_k, head_dim] and [n, seq_k, head_dim_v], copies.
         values: the values of the symbols of the mods.
-        sink: the sink's logit, [n, 1, 1] in `OracleProblem.real`; None without a sink.
+        sink: the sink's logits, [n, rows or 1, 1] in `OracleProblem.real`; None without a sink.
         mask: bool [n, rows, seq_k], true where the mask keeps; None where there is no mask.
         kept: bool of the same shape, true where dropout keeps an element; None without dropout.
         kept_scale: factor on kept elements.
@@ -222,19 +225,18 @@ class OracleProblem:
             k=self.k[entry, h_kv, of.keys].to(self.work),
             v=self.v[entry, h_kv, of.keys].to(self.work),
             values=values,
-            sink=self._sink(h),
+            sink=self._sink(values),
             mask=mask,
             kept=kept,
             kept_scale=keep_scale(self.p),
         )
 
-    def _sink(self, h: Tensor) -> Tensor | None:
-        """The sink of the heads ``h`` [n], as [n, 1, 1]."""
+    def _sink(self, values: Mapping[sympy.Symbol, Tensor]) -> Tensor | None:
+        """The logits of rows, [n, rows or 1, 1]."""
         if self.spec.sink is None:
             return None
-        sink = self.values[self.spec.sink.symbol].reshape(-1).to(self.real)
-        logits = sink.expand(len(h)) if len(sink) == 1 else sink[h + self.first_head]
-        return logits.view(-1, 1, 1)
+        logits = evaluate(element_of_row(self.spec.sink), values, self.real)
+        return logits + torch.zeros_like(values[H], dtype=self.real)
 
     def masked(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """The results of `score` where the mask is true, elsewhere what removes them."""
@@ -296,7 +298,11 @@ def problem_of(
     Raises:
         InputError: scalars or tensors differ from those of the spec, or dropout_p or rng is wrong.
     """
-    scalars, tensors = call.get("scalars") or {}, call.get("tensors") or {}
+    scalars, tensors = call.get("scalars") or {}, dict(call.get("tensors") or {})
+    if any(tensor.name == RANDOM_STATE for tensor in spec.tensors):
+        seed, offset = numbers_of(spec, call.get("rng"), "mods that call fg.rand")
+        words = seed, seed >> 32, offset, offset >> 32
+        tensors[RANDOM_STATE] = torch.tensor([word & 0xFFFFFFFF for word in words], device=q.device)
     q_offset, k_offset = call.get("q_offset", 0), call.get("k_offset", 0)
     scale, dropout_p = call.get("scale"), call.get("dropout_p", 0.0)
     batch, _, _, head_dim = q.shape

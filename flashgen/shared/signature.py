@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from flashgen.shared.random_numbers import RANDOM_STATE
+
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 """Captured tensors of a spec with packed sequences: the first row of each sequence, and the row
 after the last one."""
@@ -98,6 +100,11 @@ def field_stem(tensor: str) -> str:
     return f"{tensor}_" if _LIKE_A_FIELD.search(tensor) else tensor
 
 
+def is_by_row(dims: tuple[str | int, ...]) -> bool:
+    """Whether a sink of these dims differs between the rows of a head, or between batch entries."""
+    return not {"batch", "seq_q"}.isdisjoint(dims)
+
+
 @dataclass(frozen=True)
 class ScalarArgument:
     """A run-time scalar: the facts of an `fg.Scalar`."""
@@ -115,6 +122,11 @@ class TensorArgument:
     dims: tuple[str | int, ...]
     dtype: str
     grad: bool
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a sink of these dims has its logits by row."""
+        return is_by_row(self.dims)
 
     def __str__(self) -> str:
         learned = ", grad=True" if self.grad else ""
@@ -232,6 +244,11 @@ class CallSignature:
         """By the names of learned tensors, those of their tangents among captured tensors."""
         captures = [*(x.name for x in self.tensors), *(x.name for x in self.scalars)]
         return tangent_names((x.name for x in self.learned), captures)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the mods call fg.rand."""
+        return any(tensor.name == RANDOM_STATE for tensor in self.tensors)
 
     @property
     def static_layout(self) -> BlockLayoutFacts | None:

@@ -19,6 +19,7 @@ WORLDS = [2, slow(4), slow(8)]
 # have a group for each tuple, which takes a minute of CPU time for all that are compared.
 COMPARED = (
     "gathers_and_rings",
+    "rows_and_numbers_are_those_of_the_whole",
     "heads_are_exchanged",
     "weights_are_added_up",
     "any_list_of_chunks",

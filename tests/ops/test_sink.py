@@ -67,11 +67,11 @@ def test_a_captured_tensor_is_no_sink_of_an_equal_spec() -> None:
 @pytest.mark.parametrize(
     ("sink", "what", "way_out"),
     [
-        (0.5, "is a Tensor with a logit for each head", "sink=True"),
+        (0.5, "is a Tensor with a logit for each head or row", "sink=True"),
         (fg.Tensor("t", ("heads",), "int32"), "dtype of a logit", "float32"),
-        (fg.Tensor("t", ("batch", "heads")), "other dims than the heads", '("heads",)'),
-        (fg.Tensor("t", (8,)), "other dims than the heads", '("heads",)'),
-        (fg.Tensor("t", ("seq_q",)), "other dims than the heads", '("heads",)'),
+        (fg.Tensor("t", ("heads", "batch")), "other dims than those of rows", '("heads",)'),
+        (fg.Tensor("t", (8,)), "other dims than those of rows", '("heads",)'),
+        (fg.Tensor("t", ("heads", "seq_k")), "other dims than those of rows", '("heads",)'),
     ],
 )
 def test_an_invalid_sink_is_refused(sink: Any, what: str, way_out: str) -> None:

@@ -161,6 +161,26 @@ def weights_are_added_up() -> None:
             problem.compare(method)
 
 
+def rows_and_numbers_are_those_of_the_whole() -> None:
+    """fg.rand and a sink of heads and queries; the state is that of rank 0."""
+    world = dist.get_world_size()
+    spec = fg.AttentionSpec(
+        lambda b, h, q, k: (k <= q) & ((fg.rand(b, h, q, k) < 0.7) | (q == k)),
+        lambda score, b, h, q, k: score + fg.rand(0, h, 0, k, stream=1),
+        head_dim=16,
+        dtype="float32",
+        name="random_rows",
+        sink=fg.Tensor("sink", ("heads", "seq_q"), "float32", grad=True),
+    )
+    rng = torch.tensor([11, 7])
+    own = rng + torch.tensor([0, dist.get_rank()])
+    for method, heads in (("all_gather", 4), ("ring", 4), ("all_to_all", 2 * world)):
+        captures = {"sink": torch.linspace(-2, 2, heads * 48 * world).view(heads, -1)}
+        shared = (heads, heads // 2) if method == "all_to_all" else (4, 2)
+        problem = Problem(spec, 48 * world, "head_tail", shared, captures)
+        problem.compare(method, rng=own, one={"rng": rng})
+
+
 def heads_are_exchanged() -> None:
     heads = 2 * dist.get_world_size(), dist.get_world_size()
     Problem(causal_spec(), 192, "head_tail", heads).compare("all_to_all")

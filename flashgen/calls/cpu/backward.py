@@ -78,8 +78,8 @@ def backward(
         if problem.is_empty:
             _zero(dq, dk, dv)
             if place is not None and of_dlse is not None:
-                first = problem.first_head
-                found = gradient_without_keys(learned[place], of_dlse.to(dtype), first)
+                rows, dims = sinks.rows_without_keys(problem), spec.sink.dims
+                found = gradient_without_keys(learned[place], dims, rows, of_dlse.to(dtype))
                 sums[0][place] += found.flatten()
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)

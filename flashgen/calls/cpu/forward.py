@@ -17,7 +17,7 @@ from flashgen.calls.cpu.chunks import Workspace
 from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.calls.cpu.threads import alone, share, threads_of
-from flashgen.calls.sinks import lse_without_keys
+from flashgen.calls.sinks import logits_of
 from flashgen.spec.language.signature import signature_of
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -87,11 +87,12 @@ def forward(
 
 def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
-    if problem.sink is None:
+    sink = problem.spec.sink
+    if problem.sink is None or sink is None:
         lse.fill_(signature_of(problem.spec).lse_of_nothing)
     else:
-        rows, first = tuple(lse.shape), problem.first_head
-        lse.copy_(lse_without_keys(problem.sink, rows, lse.dtype, first))
+        rows = sinks.rows_without_keys(problem)
+        lse.copy_(logits_of(problem.sink, sink.dims, rows, lse.dtype))
 
 
 def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -210,7 +211,7 @@ def _query_tile(
             o.mul_(rescale).baddbmm_(p, v[:, keys])
         row_max = new_max
 
-    alone = sinks.logits(of, rows.stop - rows.start)  # LSE of a row without keys
+    alone = sinks.logits(of, rows)  # LSE of a row without keys
     if row_max is None or row_sum is None:
         out.zero_()
         lse.copy_(alone)

@@ -82,8 +82,9 @@ def backward_tangent(
         (to_q,), (to_k, to_v) = sequence.of_queries(dq), sequence.of_keys(dk, dv)
         if problem.is_empty:
             place, dlse = problem.learned_sink, rows[9]
-            if place is not None and dlse is not None:
-                found = gradient_without_keys(learned[place], dlse.to(real), problem.first_head)
+            if place is not None and dlse is not None and spec.sink is not None:
+                places, dims = sinks.rows_without_keys(problem), spec.sink.dims
+                found = gradient_without_keys(learned[place], dims, places, dlse.to(real))
                 sums[place] += found.flatten()
             continue
         for part in chunks:
@@ -321,7 +322,7 @@ def _add_sink(part: ChunkScores, moved: Moved, rows: _Rows, sums: list[Tensor]) 
     place = problem.learned_sink
     if place is None:
         return
-    of_sink, count = moved.of_sink(problem), problem.sizes.seq_q
-    way = 0.0 if of_sink is None else sinks.logits(part, count, of_sink)
+    of_sink, every = moved.of_sink(problem), slice(0, problem.sizes.seq_q)
+    way = 0.0 if of_sink is None else sinks.logits(part, every, of_sink)
     found = (way - rows.mu) * rows.delta + rows.of_delta
     sinks.add_gradient(sums[place], part, rows.top, found)

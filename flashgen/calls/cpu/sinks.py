@@ -10,22 +10,25 @@ import math
 import torch
 
 from flashgen.calls.cpu.parts import ChunkScores
-from flashgen.calls.cpu.problem import exp_
+from flashgen.calls.cpu.problem import SequenceProblem, exp_
+from flashgen.calls.sinks import Rows, gradient_of_rows, logits_of
 
 Tensor = torch.Tensor
 
 
-def logits(part: ChunkScores, rows: int, sink: Tensor | None = None) -> Tensor:
-    """The sink of ``rows`` query positions, [pairs, rows * group, 1]; one -inf without a sink.
+def logits(part: ChunkScores, rows: slice, sink: Tensor | None = None) -> Tensor:
+    """The sink of query rows, [pairs, rows * group, 1]; one -inf without a sink.
 
     Args:
         sink: another tensor of its shape, such as its tangent.
     """
-    sink = part.problem.sink if sink is None else sink
-    if sink is None:
-        return torch.tensor(-math.inf, dtype=part.problem.real)
-    of_heads = sink.reshape(-1).to(part.problem.real)[_places(part, sink)]
-    return of_heads.repeat(1, rows)[..., None]
+    problem = part.problem
+    sink = problem.sink if sink is None else sink
+    if sink is None or problem.spec.sink is None:
+        return torch.tensor(-math.inf, dtype=problem.real)
+    shape = part.chunk.pairs, rows.stop - rows.start, problem.sizes.group
+    found = logits_of(sink, problem.spec.sink.dims, _rows(part, rows), problem.real)
+    return found.expand(shape).reshape(shape[0], -1, 1)
 
 
 def join(sink: Tensor, row_max: Tensor, row_sum: Tensor, o: Tensor) -> Tensor:
@@ -51,16 +54,17 @@ def add_gradient(total: Tensor, part: ChunkScores, lse: Tensor, delta: Tensor) -
         lse: [pairs, seq_q * group, 1].
         delta: D - dLSE, of the shape of lse.
     """
-    group, sink = part.problem.sizes.group, part.problem.sink
+    problem, rows = part.problem, slice(0, part.problem.sizes.seq_q)
+    sink = problem.spec.sink
+    assert problem.sink is not None, "called for specs with a sink only"
     assert sink is not None, "called for specs with a sink only"
-    weight = weights(part, part.problem.sizes.seq_q, lse)
+    weight = weights(part, rows, lse)
     assert weight is not None, "there is a sink"
-    of_rows = (weight * delta).view(part.chunk.pairs, -1, group)
-    places = _places(part, sink).flatten().to(total.device)
-    total.index_add_(0, places, of_rows.sum(1).flatten(), alpha=-1)
+    of_rows = (weight * delta).view(part.chunk.pairs, -1, problem.sizes.group)
+    total -= gradient_of_rows(problem.sink, sink.dims, _rows(part, rows), of_rows).flatten()
 
 
-def weights(part: ChunkScores, rows: int, lse: Tensor) -> Tensor | None:
+def weights(part: ChunkScores, rows: slice, lse: Tensor) -> Tensor | None:
     """The sink's share of rows with this LSE, [pairs, rows * group, 1]; None without a sink."""
     if part.problem.sink is None:
         return None
@@ -69,7 +73,18 @@ def weights(part: ChunkScores, rows: int, lse: Tensor) -> Tensor | None:
     return torch.exp(logit - lse).masked_fill_(logit == -math.inf, 0)
 
 
-def _places(part: ChunkScores, sink: Tensor) -> Tensor:
-    """The index of the sink's element of each query head of a chunk, [pairs, group]."""
-    heads = part.chunk.batch_and_head[1]
-    return torch.zeros_like(heads) if sink.numel() == 1 else heads + part.problem.first_head
+def _rows(part: ChunkScores, rows: slice) -> Rows:
+    """Query rows of a chunk, [pairs, rows, group]."""
+    problem = part.problem
+    b, h = part.chunk.batch_and_head
+    q = torch.arange(rows.start, rows.stop).view(1, -1, 1) + problem.queries.offset
+    return Rows(b[:, None], h[:, None] + problem.first_head, q, axis=1)
+
+
+def rows_without_keys(problem: SequenceProblem) -> Rows:
+    """The rows of a sequence, [batch, heads, seq_q]."""
+    sizes = problem.sizes
+    b = torch.arange(sizes.first, sizes.first + sizes.batch).view(-1, 1, 1)
+    h = torch.arange(sizes.heads_q).view(1, -1, 1) + problem.first_head
+    q = torch.arange(sizes.seq_q).view(1, 1, -1) + problem.queries.offset
+    return Rows(b, h, q)

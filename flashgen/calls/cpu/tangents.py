@@ -31,7 +31,7 @@ from flashgen.calls.cpu.mods import compiled
 from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
 from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_
 from flashgen.calls.cpu.program import Program
-from flashgen.calls.sinks import lse_without_keys
+from flashgen.calls.sinks import logits_of
 from flashgen.shared.call import Tangents
 from flashgen.spec.analysis.tangents import (
     TangentAnalysis,
@@ -79,9 +79,9 @@ def tangent(
         )
         if problem.is_empty:
             sink = moved.of_sink(problem)
-            if sink is not None:
-                shape, first = tuple(rows_lse.shape), problem.first_head
-                rows_lse.copy_(lse_without_keys(sink, shape, rows_lse.dtype, first))
+            if sink is not None and spec.sink is not None:
+                places = sinks.rows_without_keys(problem)
+                rows_lse.copy_(logits_of(sink, spec.sink.dims, places, rows_lse.dtype))
             continue
         for part in chunks:
             operands = TangentOperands.of(part, (own_q, own_k, own_v), (of_q, of_k, of_v))
@@ -295,10 +295,10 @@ def _query_tile(
             x = x + p @ of.dv[:, keys]
     if problem.dropout_scale is not None:
         x = x * problem.dropout_scale
-    sink = sinks.weights(part, rows.stop - rows.start, top)
+    sink = sinks.weights(part, rows, top)
     if sink is not None:
         of_sink = moved.of_sink(problem)
-        share = 0.0 if of_sink is None else sinks.logits(part, rows.stop - rows.start, of_sink)
+        share = 0.0 if of_sink is None else sinks.logits(part, rows, of_sink)
         n = n + sink * torch.where(sink == 0, torch.zeros_like(r), share - r)
     return x - n * out, n + r
 

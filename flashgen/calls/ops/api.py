@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from flashgen.calls.native.build import missing
 from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
 from flashgen.calls.ops.dispatched_call import dispatched_call
+from flashgen.calls.ops.dtensors import refuse_drawn
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.ops.statistics import call_with_statistics
@@ -20,13 +21,18 @@ from flashgen.calls.runtime import backward, forward
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import (
     draw_rng,
+    new_rng,
     refuse_exported_statistics,
     refuse_positional,
     refuse_return_lse,
     refuse_two_requests,
 )
 from flashgen.calls.runtime.arguments.pages import check_positions_of_pages
-from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace, runs_while_traced
+from flashgen.calls.runtime.arguments.refusals import (
+    is_dtensor,
+    refuse_jit_trace,
+    runs_while_traced,
+)
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
@@ -108,6 +114,7 @@ class Attention:
         self._operator = operator_of(_of_output(spec))
         self._paged = self._operator.signature.paged
         self._weighs = self._operator.signature.normalize != "softmax"
+        self._draws = self._operator.signature.draws
         self._used = self._operator
         self._variants = SimpleNamespace()
         own = getattr(spec, "statistics", ())
@@ -235,8 +242,8 @@ class Attention:
                 multiple of 2^-16; a number, or a CPU tensor of one element. Above 0 only for a spec
                 with dropout=True. Which elements depends on rng, batch entry, head and global
                 positions alone.
-            rng: int64 [2] on the device of q, seed and offset of dropout; if None, drawn from
-                PyTorch's generator of that device.
+            rng: int64 [2] on the device of q, seed and offset of dropout and of fg.rand; if None,
+                drawn from PyTorch's generator of that device.
             backend: "gpu" launches the kernels on the current CUDA stream (default for CUDA
                 tensors); "tiled" computes tiles in PyTorch (default for CPU tensors);
                 "emulator" executes the kernels on CPU tensors with memory and race checkers, and
@@ -298,6 +305,10 @@ class Attention:
             q_offset = 0
         traced = torch.compiler.is_compiling()
         autocast = traced or _C._is_any_autocast_enabled()
+        if self._draws and rng is None and isinstance(q, Tensor):
+            if is_dtensor(q):
+                refuse_drawn()
+            rng = new_rng(q.device)
         operands = Operands(q, k, v, (), rng)
         starts_are_ints = type(q_offset) is int and type(k_offset) is int
         if (
@@ -337,7 +348,7 @@ class Attention:
                 whole=whole,
                 autocast=autocast,
             )
-            q, k, v, captured, _ = operands
+            q, k, v, captured, rng = operands
         else:
             captured = ()
         if not traced:

@@ -518,11 +518,11 @@ def _refuse_placement(name: str, x: DTensor, wanted: object = None, why: str = "
 
 
 def refuse_drawn() -> NoReturn:
-    """Refuses dropout of DTensors with random numbers that each rank would draw for itself."""
+    """Refuses random numbers of DTensors that each rank would draw for itself."""
     refuse(
         "the ranks of DTensors do not draw the same random numbers",
         "argument rng",
-        "dropout_p is above 0, and no rng is given",
+        "no rng is given, with a dropout_p above 0 or a mod that calls fg.rand",
         _ON_ALL_RANKS.format("rng", "torch.randint(2**63 - 1, (2,), device=q.device)"),
     )
 

@@ -152,6 +152,12 @@ class PreparedBackward(PreparedCall):
         sink_sums = tensors.get(SINK_SUMS)
         if sink_sums is not None:
             learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums, self.call)
+        sink = self.signature.sink
+        if sink is not None and sink.grad and sink.by_row:
+            rows = tensors["rows"]
+            assert rows is not None, "made above"
+            results = gradients.lse, rows
+            learned_gradients.add_sink_of_rows(self.signature, sums, by_name, *results, self.call)
         built, self._built = self._built, 0.0
         record = BackwardOutcome(self, self._reason, tuple(launches), tuple(copies.values()), built)
         return (dq, dk, dv, *sums.gradients()), record

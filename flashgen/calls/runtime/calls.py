@@ -13,7 +13,7 @@ import torch
 from flashgen.calls.runtime import backward, forward, tangent
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.call import check as check_call
-from flashgen.calls.runtime.arguments.options import draw_rng
+from flashgen.calls.runtime.arguments.options import draw_rng, new_rng
 from flashgen.calls.runtime.arguments.refusals import refuse, shown
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
@@ -74,8 +74,9 @@ def run_forward(
         InputError: an argument is wrong; nothing has run then.
         FlashgenError: planning, compiling or running failed.
     """
-    if rng is None and isinstance(q, Tensor) and spec.dropout:
-        rng = draw_rng(dropout_p, q.device)
+    draws = program_of(spec).signature.draws
+    if rng is None and isinstance(q, Tensor) and (spec.dropout or draws):
+        rng = new_rng(q.device) if draws else draw_rng(dropout_p, q.device)
     options = CallOptions(scale, q_offset, k_offset, backend, arch, None, split_size, (), dropout_p)
     program, operands, options = _call_of(
         spec, Operands(q, k, v, (), rng), options, scalars, tensors
@@ -83,7 +84,7 @@ def run_forward(
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
     call = forward.prepare(program, operands, options, launch)
     out, lse, record = call.run(operands)
-    return ForwardRun(out, lse, forward.report(record), rng if call.drops else None)
+    return ForwardRun(out, lse, forward.report(record), rng if call.drops or draws else None)
 
 
 def run_backward(
@@ -117,7 +118,8 @@ def run_backward(
         out, lse: the results of the forward call.
         dout: gradient of out, any strides.
         dlse: gradient of lse, float32; zeros when None.
-        rng: seed and offset of the forward call; needed when dropout_p is not 0.
+        rng: seed and offset of the forward call; needed when dropout_p is not 0 or mods call
+            fg.rand.
         deterministic: whether gradients have the same bits in every run; None follows torch's
             switch.
         tiles: tiles of the backward kernels by name, as in `kernels.planner.plan_backward`.

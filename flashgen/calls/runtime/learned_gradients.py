@@ -228,9 +228,8 @@ def lse_without_keys(
     signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
 ) -> Tensor:
     """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
-    name = _sink(signature).name
-    rows = tuple(q.shape[:3])
-    lse = sinks.lse_without_keys(captured[name], rows, torch.float32, call.first_head)
+    sink, rows = _sink(signature), sinks.rows_of_call(signature, captured, q, call)
+    lse = sinks.logits_of(captured[sink.name], sink.dims, rows).expand(q.shape[:3]).contiguous()
     if signature.packed:
         lse.masked_fill_(rows_outside(captured, q.shape[2]), -torch.inf)
     return lse
@@ -244,12 +243,39 @@ def add_sink_without_keys(
     call: CheckedCall,
 ) -> None:
     """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
-    if signature.sink is not None and signature.sink.grad and dlse is not None:
-        name = signature.sink.name
+    sink = signature.sink
+    if sink is not None and sink.grad and dlse is not None:
         if signature.packed:
             dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
-        found = sinks.gradient_without_keys(captured[name], dlse.float(), call.first_head)
-        gradients.add(name, found)
+        rows = sinks.rows_of_call(signature, captured, dlse, call)
+        tensor = captured[sink.name]
+        found = sinks.gradient_without_keys(tensor, sink.dims, rows, dlse.float())
+        gradients.add(sink.name, found)
+
+
+def add_sink_of_rows(
+    signature: CallSignature,
+    gradients: LearnedGradients,
+    captured: Mapping[str, Tensor],
+    lse: Tensor,
+    rows: Tensor,
+    call: CheckedCall,
+) -> None:
+    """Adds the gradient of a learned sink that differs between the rows of a head.
+
+    A sink is like a key whose V is 0: its dS is -P * delta.
+
+    Args:
+        rows: the delta kernel's results, whose second numbers are delta.
+    """
+    sink = _sink(signature)
+    places = sinks.rows_of_call(signature, captured, lse, call)
+    logits = sinks.logits_of(captured[sink.name], sink.dims, places)
+    # Of a row with LSE -inf the sink is -inf, or the row belongs to no sequence.
+    weights = (logits - lse).exp().masked_fill(lse == -torch.inf, 0)
+    of_rows = -weights * rows[..., 1]
+    found = sinks.gradient_of_rows(captured[sink.name], sink.dims, places, of_rows)
+    gradients.add(sink.name, found)
 
 
 def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.calls.runtime.memory_layout import empty_rows, rows_before_heads
 from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.programs import CallProgram, LaunchableKernel
-from flashgen.calls.sinks import of_heads
+from flashgen.calls.sinks import logits_of, of_heads, rows_of_call
 from flashgen.shared.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import dtype_name
 
@@ -173,19 +173,31 @@ class Splits:
     ) -> KernelRun:
         """Writes the results over all keys and the sink."""
         start = perf_counter()
-        given = parts, results, None, self._sink(captured)
+        given = parts, results, *self._sink(captured, results[0])
         if self._merge is None:
             self._merge = bind_merge(self._program.merge(self._target.arch), *given)
         counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
         return KernelRun(self._merge.build, counters, perf_counter() - start)
 
-    def _sink(self, captured: Mapping[str, Tensor]) -> Tensor | None:
-        """The logits of the call's heads, float32 [heads]."""
-        if self._signature.sink is None:
-            return None
+    def _sink(
+        self, captured: Mapping[str, Tensor], out: Tensor
+    ) -> tuple[Results | None, Tensor | None]:
+        """The sink as an earlier result, or as the float32 logits [heads] of the call's heads."""
+        argument = self._signature.sink
+        if argument is None:
+            return None, None
+        sink = captured[argument.name]
+        if argument.by_row:
+            rows = rows_of_call(self._signature, captured, out, self._call)
+            return sink_as_result(out, logits_of(sink, argument.dims, rows)), None
         first, heads = self._call.first_head, self._call.heads_q
-        sink = captured[self._signature.sink.name].float().reshape(-1)
-        return of_heads(sink, first, heads).expand(heads)
+        return None, of_heads(sink.float().reshape(-1), first, heads).expand(heads)
+
+
+def sink_as_result(out: Tensor, logits: Tensor) -> Results:
+    """The result over a key whose V is 0 and whose scores are the logits of the rows of ``out``."""
+    zeros = out.new_zeros(out.shape[-1], dtype=torch.float32)
+    return zeros.expand(out.shape), logits.expand(out.shape[:3]).contiguous()
 
 
 def _on_cpu(

@@ -95,7 +95,7 @@ class ForwardRun:
     Attributes:
         out: [batch, heads_q, seq_q, head_dim_v], dtype of q; float32 for a partial result.
         lse: [batch, heads_q, seq_q], float32, natural log.
-        rng: int64 [2], seed and offset of dropout; None when nothing was dropped.
+        rng: int64 [2], seed and offset of random numbers; None when there were none.
     """
 
     out: Tensor

@@ -18,13 +18,13 @@ from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
-from flashgen.calls.runtime.kernel_arguments import pointers_of
+from flashgen.calls.runtime.kernel_arguments import named, pointers_of
+from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.calls.runtime.reports import Report
-from flashgen.calls.sinks import lse_without_keys
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     CallOptions,
@@ -90,9 +90,10 @@ class PreparedTangent(PreparedCall):
         if self.call.is_empty or not self.names:
             sink = self._of_sink(tangents)
             if sink is not None:  # all of LSE in rows without keys
-                of_lse = lse_without_keys(
-                    sink, (*of_lse.shape,), of_lse.dtype, self.call.first_head
-                )
+                by_name = named(self.signature, captured)
+                by_name[self.signature.sink.name] = sink
+                of_lse = lse_without_keys(self.signature, by_name, q, self.call)
+                of_lse.masked_fill_(lse == -torch.inf, 0)  # rows outside all sequences
             return of_out, of_lse, TangentOutcome(self, EMPTY)
         if self.target.backend == "tiled":
             return self._on_cpu(operands, results, tangents)

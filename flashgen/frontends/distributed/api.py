@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.calls.ops import Attention
+from flashgen.calls.runtime.arguments.options import state_of
 from flashgen.calls.runtime.arguments.refusals import untraced
 from flashgen.frontends.distributed import gathered as all_gather
 from flashgen.frontends.distributed import passes, ring
@@ -18,6 +19,7 @@ from flashgen.frontends.distributed.heads import Exchanged, Replicated
 from flashgen.frontends.distributed.sharded_tensors import gathered
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
 from flashgen.shared.errors import called_by_users
+from flashgen.shared.random_numbers import RANDOM_STATE
 
 Tensor = torch.Tensor
 
@@ -114,9 +116,12 @@ def attention(
     op, options, captures, rng = asked.op, asked.options, asked.captures, asked.rng
     for name, (dim, sharding) in asked.sharded.items():
         captures[name] = gathered(exchange, captures[name], dim, sharding)
-    if options.dropout_p and rng is not None:
+    draws = RANDOM_STATE in captures
+    if (options.dropout_p or draws) and rng is not None:
         rng = rng.clone()
-        exchange.from_first(rng, "seed and offset of dropout")
+        exchange.from_first(rng, "seed and offset of random numbers")
+        if draws:
+            captures[RANDOM_STATE] = state_of(rng, q)
     summed = frozenset(captures if reduce_learned else asked.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
     if exchange.world == 1:
@@ -127,7 +132,8 @@ def attention(
     else:
         context = context_of(exchange, asked, q, summed)
         tensors = [captures[name] for name in context.names]
-        result = _Attend.apply(_STEPS[method], context, q, k, v, rng, *tensors)  # type: ignore[no-untyped-call]
+        drops = rng if op.spec.dropout else None
+        result = _Attend.apply(_STEPS[method], context, q, k, v, drops, *tensors)  # type: ignore[no-untyped-call]
     return result if return_lse else result[0]
 
 

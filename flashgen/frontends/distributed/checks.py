@@ -19,9 +19,11 @@ from flashgen.calls.runtime.arguments.call import Call, check, check_contents
 from flashgen.calls.runtime.arguments.options import (
     check_names,
     draw_rng,
+    new_rng,
     probability_of,
     refuse_return_lse,
     settled,
+    state_of,
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
 from flashgen.calls.runtime.arguments.tensors import as_declared
@@ -35,6 +37,7 @@ from flashgen.shared.arch import facts as facts_of
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.dropout import BLOCK
 from flashgen.shared.errors import FlashgenError, InputError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import OFFSETS
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
@@ -53,7 +56,7 @@ class Asked(NamedTuple):
         options: of that call, without scalars.
         captures: the scalars and the captured tensors by name, as the spec declares them.
         sharded: the dimension along which captured tensors are divided, and like what.
-        rng: seed and offset of dropout; None where nothing is dropped.
+        rng: seed and offset of random numbers; None where there are none.
         facts: in words, what all ranks have to ask for.
     """
 
@@ -120,6 +123,9 @@ def checked(
     assert isinstance(program, SpecProgram), "that of a spec"
     op, signature = operator(program.spec), program.signature
     captures = dict(with_layout(signature, captures))
+    if signature.draws:
+        rng = new_rng(q.device) if rng is None else rng
+        captures[RANDOM_STATE] = state_of(rng, q)
     _check_spec(op.spec, method, part["whole"])
     check_names(signature, captures)
     names = [tensor.name for tensor in signature.tensors]

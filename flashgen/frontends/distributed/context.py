@@ -14,7 +14,7 @@ from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.runtime.arguments.positions import rows_outside
 from flashgen.calls.runtime.memory_layout import empty_rows
-from flashgen.calls.sinks import of_heads
+from flashgen.calls.sinks import Rows, logits_of, rows_at
 from flashgen.frontends.distributed.checks import Asked
 from flashgen.frontends.distributed.exchange import Exchange
 from flashgen.frontends.distributed.part_calls import PartCalls
@@ -144,8 +144,8 @@ class Context:
         captured = dict(zip(self.names, operands.captured, strict=True))
         sink = None
         if self.spec.sink is not None:
-            logits = captured[self.spec.sink.name].detach().flatten()
-            sink = of_heads(logits, self.first_head, q.shape[1])
+            places = self._rows(q, captured, [self.queries.chunks[number]])
+            sink = logits_of(captured[self.spec.sink.name], self.spec.sink.dims, places)
         out, lse = merged.result(q.dtype, sink)
         if sink is not None and self.spec.packed:
             # Rows outside all sequences have no sink either.
@@ -153,6 +153,12 @@ class Context:
             local = {BOUNDARIES[0]: ends - self.queries.chunks[number].start}
             lse = lse.masked_fill(rows_outside(local, q.shape[2]), -torch.inf)
         return out, lse
+
+    def _rows(self, q: Tensor, captured: Mapping[str, Tensor], chunks: Sequence[range]) -> Rows:
+        """The rows of this rank in some chunks, as mods see them."""
+        places = torch.cat([torch.arange(x.start, x.stop, device=q.device) for x in chunks])
+        ends = captured[BOUNDARIES[0]] if self.spec.packed else None
+        return rows_at(q, self.first_head, places, ends)
 
     def learned_gradients(
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
@@ -165,7 +171,9 @@ class Context:
         totals = {n: torch.zeros_like(captured[n], dtype=torch.float32) for n in names}
         totals |= {name: total.float().contiguous() for name, total in learned.items()}
         if sink is not None and sink.name in totals:
-            more = sink_gradient(captured[sink.name], results, self.first_head)
+            mine = self.queries.of_rank[self.rank]
+            rows = self._rows(results.out, captured, mine)
+            more = sink_gradient(captured[sink.name], sink.dims, rows, results)
             totals[sink.name] = totals[sink.name] + more
         summed = [totals[name] for name in names if name in self.summed]
         in_order = bool(self.calls.options.deterministic)

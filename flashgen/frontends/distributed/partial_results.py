@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from flashgen.calls.runtime.merge import merge
-from flashgen.calls.sinks import gradient_of, of_heads
+from flashgen.calls.runtime.merge import merge, sink_as_result
+from flashgen.calls.sinks import Dims, Rows, gradient_of_rows, logits_of
 from flashgen.shared.call import OutputGradients
 
 Tensor = torch.Tensor
@@ -52,7 +52,7 @@ class Merged:
         """out, rounded to ``dtype``, and lse.
 
         Args:
-            sink: logits that join the normaliser, [heads] or one for all.
+            sink: logits of rows that join the normaliser, broadcast to those of lse.
         """
         assert self.out is not None
         assert self.lse is not None
@@ -61,20 +61,21 @@ class Merged:
             return (self.out / divisor[..., None]).to(dtype), self.lse
         if sink is None:
             return self.out.to(dtype), self.lse
-        return self._merged(self.out, self.lse, sink=sink, out_dtype=dtype)
+        of_sink = sink_as_result(self.out, sink)
+        return self._merged(self.out, self.lse, merged=of_sink, out_dtype=dtype)
 
     def _merged(self, out: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return merge(out[None], lse[None], backend=self.backend, arch=self.arch, **options)
 
 
-def sink_gradient(sink: Tensor, results: OutputGradients, first_head: int) -> Tensor:
+def sink_gradient(sink: Tensor, dims: Dims, rows: Rows, results: OutputGradients) -> Tensor:
     """The gradient of the sink from a rank's rows and heads: float32, of the shape of the sink."""
     out, lse, dout, dlse = results
     delta = (dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    logits = of_heads(sink.detach().float().flatten(), first_head, out.shape[1]).view(1, -1, 1)
+    logits = logits_of(sink, dims, rows)
     # Neither a sink of -inf nor rows outside all packed sequences have a weight.
     none = (logits == -math.inf) | (lse == -math.inf)
     weight = torch.where(none, 0.0, (logits - lse).exp())
-    return gradient_of(sink, -(weight * delta).sum((0, 2)), first_head)
+    return gradient_of_rows(sink, dims, rows, -weight * delta)

@@ -167,7 +167,8 @@ def checked_name(func: Any) -> str:
         refuse(
             f"a mod cannot draw random numbers: torch.{name}",
             numbers="an operation of a mod",
-            way_out="dropout=True of fg.AttentionSpec for dropout; a captured tensor of noise",
+            way_out="dropout=True of fg.AttentionSpec for dropout, and fg.rand in its mods; a "
+            "captured tensor of noise",
         )
     return name
 

@@ -212,7 +212,7 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         name = spec.sink.name
         words["masked"] = "{kept}exp(S - LSE){end}".format(**words)
         words["lse"] = f"log(exp({name}) + sum(exp(S)))"
-        if spec.sink.grad:
+        if spec.sums_sink:
             words["dsink"] = f"    d{name} = -sum of exp({name} - LSE) * delta"
     read = spec.score.free_symbols
     learned = [tensor.name for tensor in spec.tensors if tensor.grad and tensor.symbol in read]

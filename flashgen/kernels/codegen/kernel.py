@@ -36,6 +36,8 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import SPAN
+from flashgen.shared.random_numbers import RANDOM_STATE
+from flashgen.shared.signature import is_by_row
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
@@ -89,8 +91,7 @@ def kernel(
             tensors, readers = (*tensors, tensor), (*readers, function)
     sink, logit = spec.sink if plan.sink_bytes else None, None
     if sink is not None:
-        head = head_in_whole(spec, head_of(plan))
-        logit = f"read_{sink.name}(p, {head})" if sink.dims else f"read_{sink.name}(p)"
+        logit = logit_of_row(spec, plan, sink)
         if sink.name not in {tensor.name for tensor in tensors}:
             tensors, readers = (*tensors, sink), (*readers, reader(sink))
     packed = spec.packed and plan.kernel != "delta"
@@ -127,6 +128,7 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
+        draws=any(tensor.name == RANDOM_STATE for tensor in spec.tensors),
         softmax=spec.is_softmax,
         sums_weights=spec.sums_weights,
         # The weighted sums over some of a row's keys are divided when they have been merged.
@@ -150,6 +152,7 @@ def kernel(
         maps=[param.name for param in params if param.ctype == "tensormap"],
         ragged_rows=RAGGED_ROWS,
         sink=logit,
+        row_sink=sink is not None and is_by_row(sink.dims),
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
         outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
         calls_sines=any(f.calls_sines for f in printed),
@@ -213,6 +216,14 @@ def head_of(plan: Plan) -> str:
     if plan.heads_per_lane > 1:
         return "row_head"
     return "head" if plan.heads_per_tile > 1 else "h"
+
+
+def logit_of_row(spec: AttentionSpec, plan: Plan, sink: Tensor) -> str:
+    """C++ of a sink's element, or that of its tangent, for a row; ``{row}`` stands for its number."""
+    head = head_in_whole(spec, head_of(plan))
+    at = {"batch": "b", "heads": head, "seq_q": "p.q_offset + {row}"}
+    places = (at.get(str(dim), "0") for dim in sink.dims)
+    return f"read_{sink.name}({', '.join(['p', *places])})"
 
 
 def _counted_head(plan: Plan, first: str) -> str:

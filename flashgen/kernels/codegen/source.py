@@ -155,7 +155,7 @@ def _sink_of_delta(spec: AttentionSpec) -> str:
     """A sink changes how the delta kernel recognises empty rows; a learned one has a gradient."""
     if spec.sink is None:
         return ""
-    return f"_{spec.sink.name}" if spec.sink.grad else "_fixed_sink"
+    return f"_{spec.sink.name}" if spec.sums_sink else "_fixed_sink"
 
 
 def _divisor(spec: AttentionSpec) -> str:

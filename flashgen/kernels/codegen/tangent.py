@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flashgen.kernels.codegen.functions import SpecFunctions
-from flashgen.kernels.codegen.kernel import KernelCode, kernel
-from flashgen.kernels.codegen.params import head_in_whole
+from flashgen.kernels.codegen.kernel import KernelCode, kernel, logit_of_row
 from flashgen.kernels.codegen.readers import reader
 from flashgen.kernels.codegen.source import Source
 from flashgen.kernels.codegen.text import DeviceFunction
@@ -55,16 +54,10 @@ def tangent(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         has_reference=plan.scores_move and spec.is_softmax,
         sums_drift=drifts,
         operands_of_products=arrays,
-        sink_tangent=None if of_sink is None else _reading(spec, of_sink),
+        sink_tangent=None if of_sink is None else logit_of_row(spec, plan, of_sink),
     )
 
 
 def _read(tensor: Tensor | None) -> tuple[tuple[Tensor, DeviceFunction], ...]:
     """A tensor that the kernel itself reads, with the function that does."""
     return () if tensor is None else ((tensor, reader(tensor)),)
-
-
-def _reading(spec: AttentionSpec, sink: Tensor) -> str:
-    """C++ of the element of a sink's tangent for a head."""
-    head = f", {head_in_whole(spec, 'h')}" if sink.dims else ""
-    return f"read_{sink.name}(p{head})"

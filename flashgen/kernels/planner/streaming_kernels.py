@@ -75,7 +75,7 @@ def plan_delta(
         "chained_loads": 1,
     }
     row_traffic = ROW_TRAFFIC if spec.sums_weights else NO_ROW_TRAFFIC
-    if spec.sink is not None and spec.sink.grad:
+    if spec.sums_sink:
         at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
         row_traffic = ROW_TRAFFIC_OF_SINK
     note = (

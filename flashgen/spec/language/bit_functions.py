@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import sympy
 
+from flashgen.shared.random_numbers import BITS, random_bits
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 
 Limits = tuple[int, int]
@@ -160,3 +161,16 @@ class Popcount(BitFunction):
 
     def limits(self, *parts: Limits) -> Limits:
         return 0, 32
+
+
+class RandomBits(BitFunction):
+    """24 random bits of the two halves of a seed, an offset, a stream, b, h, q and k"""
+
+    nargs = (8,)
+    of = staticmethod(random_bits)
+
+    def _eval_is_nonnegative(self) -> Any:
+        return True
+
+    def limits(self, *parts: Limits) -> Limits:
+        return 0, (1 << BITS) - 1

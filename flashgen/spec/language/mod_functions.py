@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from flashgen.spec.language.bit_functions import Popcount
+from flashgen.shared.random_numbers import BITS, STREAMS
+from flashgen.spec.language.bit_functions import Popcount, RandomBits
 from flashgen.spec.language.comparisons import FloatLess
 from flashgen.spec.language.float_functions import FUNCTIONS, Abs, FloatFunction
 from flashgen.spec.language.float_operations import FloatPower
@@ -21,6 +23,7 @@ from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import is_condition, is_int
 from flashgen.spec.language.sympy_functions import Floor, Maximum, Minimum, Round
+from flashgen.spec.language.tensor import random_state
 from flashgen.spec.language.traced import (
     Operand,
     Traced,
@@ -182,6 +185,40 @@ def popcount(x: Operand) -> Traced:
             way_out="an integer expression, such as q ^ k",
         )
     return apply_function("popcount", Popcount, x)
+
+
+@in_specs
+def rand(b: Operand, h: Operand, q: Operand, k: Operand, stream: int = 0) -> Traced:
+    """A random float in [0, 1), a multiple of 2^-24; its gradient is 0.
+
+    It depends on the call's ``rng``, on the stream and on the four integers alone, of which the low
+    16 bits of b, the low 10 of h and the low 32 of q and k count: on no tile, pass, backend or
+    rank. The arguments are any integers, as in ``fg.rand(0, 0, 0, k)`` for a number of each key.
+    Streams are independent of one another and of dropout (`flashgen.shared.random_numbers`).
+
+    Args:
+        stream: a number from 0 to 63 that is known when the mod is traced.
+    """
+    if not isinstance(stream, int) or isinstance(stream, bool) or not 0 <= stream < STREAMS:
+        refuse(
+            "the stream of fg.rand is not the number of one",
+            numbers=f"stream {stream!r}; from 0 to {STREAMS - 1}",
+            way_out="fg.rand(b, h, q, k, stream=1)",
+        )
+    for name, value in {"b": b, "h": h, "q": q, "k": k}.items():
+        expr = as_expr(value)
+        if is_condition(expr) or not is_int(expr):
+            refuse(
+                "fg.rand is for integers",
+                numbers=f"{name} is {python_text(expr)}",
+                way_out="positions and integer expressions of them, as in fg.rand(b, h, q, k)",
+            )
+    state = random_state()
+    words = [state[place] for place in range(3)]
+    bits = apply_function("rand", RandomBits, *words, stream, b, h, q, k)
+    unit: Any = Fraction(1, 1 << BITS)
+    found: Traced = bits * unit
+    return found
 
 
 def _function(record: type[FloatFunction]) -> Callable[..., Traced]:

@@ -12,7 +12,7 @@ import sympy
 from flashgen.shared.dtypes import dtype_name
 from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE
+from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE, is_by_row
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.block_layout import check_names as check_layout_names
@@ -75,9 +75,11 @@ class AttentionSpec:
             the number of the sequence as b, and positions and lengths within the sequence.
         name: identifier after which kernels and files are named; that of the file or the function
             if None.
-        sink: a logit for each head that joins the softmax's denominator: a floating-point Tensor
-            with dims ("heads",), (1,) or (), given with each call. True stands for
-            ``Tensor("sink", ("heads",), "float32", grad=True)``; None and False for no sink.
+        sink: a logit of each head, or of each row, that joins the softmax's denominator: a
+            floating-point Tensor, given with each call, whose dims are (1,), or among "batch",
+            "heads" and "seq_q", in this order. It is read at the b, h and q that mods see. True
+            stands for ``Tensor("sink", ("heads",), "float32", grad=True)``; None and False for no
+            sink.
         block_sparse: which blocks of scores are computed (Algorithm 5 of FlashAttention, Dao et
             al., 2022); if None, all that the mask keeps. Scores outside the block layout are masked
             out, whatever mask_mod returns.
@@ -259,6 +261,11 @@ class AttentionSpec:
         """Whether kernels take the largest weight of each row in place of the sum, for a
         statistic; the output has no meaning then."""
         return self.normalizer == "max"
+
+    @property
+    def sums_sink(self) -> bool:
+        """Whether the backward kernels sum the gradient of the sink: where it is one of heads."""
+        return self.sink is not None and self.sink.grad and not is_by_row(self.sink.dims)
 
     @property
     def adds_parts(self) -> bool:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import sympy
 
 from flashgen.shared.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import OFFSETS, ROWS
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
@@ -142,7 +143,7 @@ class Tensor(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.name in (*OFFSETS, *ROWS):
+        if self.name in (*OFFSETS, *ROWS, RANDOM_STATE):
             return Tensor.of_call, (self.name, self.dims, self.dtype)
         return Tensor, self.key
 
@@ -152,10 +153,18 @@ class Tensor(Capture):
 
     @staticmethod
     def of_call(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
-        """One of `shared.signature.OFFSETS` or `ROWS`, whose names no capture of a mod has."""
+        """A tensor made of another argument of calls, whose name no capture of a mod has.
+
+        Its name is one of `shared.signature.OFFSETS` or `ROWS`, or that of the call's rng.
+        """
         made = Tensor("of_call", dims, dtype)
         made.name, made.symbol = name, TensorSymbol(name, dtype)
         return made
+
+
+def random_state() -> Tensor:
+    """The tensor of a call's rng, which `fg.rand` reads."""
+    return Tensor.of_call(RANDOM_STATE, (4,), "int32")
 
 
 def _has_integer_values(expr: sympy.Expr) -> bool:
@@ -219,7 +228,7 @@ def _nearest_size(dim: str) -> str | None:
 
 
 ROW_DIMS = {"batch": B, "heads": H, "seq_q": Q}
-"""The dims that a divisor of rows may have, and the positions at which it is read."""
+"""The dims that a divisor or a sink may have, and the positions at which it is read."""
 
 
 def divisor_of(given: object) -> Traced | None:
@@ -236,28 +245,33 @@ def divisor_of(given: object) -> Traced | None:
             numbers=f"normalize {given!r}; names: {', '.join(NORMALIZERS)}",
             way_out='normalize="none", or normalize=fg.Tensor("divisor", ("heads", "seq_q"))',
         )
-    in_order = tuple(dim for dim in ROW_DIMS if dim in given.dims)
-    if given.dims != in_order or given.dtype not in FLOAT_DTYPES:
+    if not _is_of_rows(given) or given.dtype not in FLOAT_DTYPES:
         refuse(
             f"the divisor {given.name!r} is not a Tensor of floats with one for each row",
             numbers=f"dims {given.dims!r}, dtype {given.dtype!r}; dims among {tuple(ROW_DIMS)}",
             way_out=f'fg.Tensor({given.name!r}, ("batch", "heads", "seq_q"), "float32")',
         )
-    found: Traced = given[tuple(Value(ROW_DIMS[str(dim)]) for dim in given.dims)]
-    return found if given.dims else Value(given.expr, given.captures)
+    return Value(element_of_row(given), given.captures)
+
+
+def _is_of_rows(tensor: Tensor) -> bool:
+    """Whether the dims are among `ROW_DIMS`, in their order."""
+    return tensor.dims == tuple(dim for dim in ROW_DIMS if dim in tensor.dims)
+
+
+def element_of_row(tensor: Tensor) -> sympy.Expr:
+    """The element at a row, of a tensor with some of `ROW_DIMS` or with one element."""
+    return Element(tensor.symbol, *(ROW_DIMS.get(str(dim), sympy.S.Zero) for dim in tensor.dims))
 
 
 NORMALIZERS = ("softmax", "none", "sum")
-
-SINK_DIMS = (("heads",), (1,), ())
-"""The dims that a sink may have: one logit per head, or one for all heads."""
 
 
 def sink_of(given: object) -> Tensor | None:
     """The sink tensor of a spec's option ``sink``; None for no sink.
 
     Raises:
-        SpecError: the option is not a Tensor of floats with one of `SINK_DIMS`.
+        SpecError: the option is not a Tensor of floats that has some of `ROW_DIMS` or one element.
     """
     if given is None or given is False:
         return None
@@ -265,7 +279,7 @@ def sink_of(given: object) -> Tensor | None:
         return Tensor("sink", ("heads",), "float32", grad=True)
     if not isinstance(given, Tensor):
         refuse(
-            "a sink is a Tensor with a logit for each head",
+            "a sink is a Tensor with a logit for each head or row",
             numbers=f"sink given as a {type(given).__name__}",
             way_out='sink=True, or sink=fg.Tensor("sink", ("heads",), "float32", grad=True)',
         )
@@ -275,10 +289,10 @@ def sink_of(given: object) -> Tensor | None:
             numbers=f"dtype {given.dtype!r}; available: {', '.join(FLOAT_DTYPES)}",
             way_out=f"fg.Tensor({given.name!r}, {given.dims!r}, 'float32', grad=True)",
         )
-    if given.dims not in SINK_DIMS:
+    if given.dims != (1,) and not _is_of_rows(given):
         refuse(
-            f"the sink {given.name!r} has other dims than the heads",
-            numbers=f"dims {given.dims!r}; available: {', '.join(map(str, SINK_DIMS))}",
+            f"the sink {given.name!r} has other dims than those of rows",
+            numbers=f"dims {given.dims!r}; dims among {tuple(ROW_DIMS)}, or (1,)",
             way_out=f'fg.Tensor({given.name!r}, ("heads",), {given.dtype!r}, grad={given.grad})',
         )
     return given

@@ -10,6 +10,7 @@ from flashgen.calls import launch
 from flashgen.shared import config
 from flashgen.shared.call import Inputs
 from flashgen.shared.errors import InputError, LaunchError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import CallArguments
 from flashgen.tools.cli.captured_tensors import tensor_values
@@ -78,9 +79,10 @@ def random_call(
         scalars=scalars,
     )
     options: dict[str, Any] = {"scalars": scalars, "tensors": tensors, **offsets}
+    if arguments.dropout or any(tensor.name == RANDOM_STATE for tensor in spec.tensors):
+        options["rng"] = torch.tensor([arguments.seed, 0], device=device)
     if arguments.dropout:
-        rng = torch.tensor([arguments.seed, 0], device=device)
-        options |= {"dropout_p": arguments.dropout, "rng": rng}
+        options["dropout_p"] = arguments.dropout
     examples = frozenset([*scalar_examples, *tensor_examples])
     return RandomCall((q, k, v), (dout, dlse), options, examples)
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.shared.errors import FlashgenError, InputError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, run_file
@@ -118,7 +119,8 @@ def tensor_values(
     given = _given(path, lengths, generator)
     values = {}
     packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
-    own = LAYOUT_LISTS if spec.block_sparse is not None else ()  # made of the live blocks, below
+    own = [RANDOM_STATE]  # made of rng, which is not a tensor that the spec captures
+    own += LAYOUT_LISTS if spec.block_sparse is not None else ()  # made of the live blocks, below
     needed, most = _needed(spec, lengths, scalars or {})
     for tensor in spec.tensors:
         if tensor.name in own:

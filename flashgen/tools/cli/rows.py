@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT_LISTS
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.call import RandomCall
@@ -19,7 +20,7 @@ def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str
         examples = ", ".join(name for name in scalars if name in call.examples)
         yield "scalars", text + (f"  ({examples}: the file's example)" if examples else "")
     own = LAYOUT_LISTS if spec.block_sparse is not None else ()
-    for tensor in spec.tensors:
+    for tensor in (each for each in spec.tensors if each.name != RANDOM_STATE):
         if tensor.name not in own:
             text = f"{tensor.name} {list(tensors[tensor.name].shape)}, {tensor.dtype}"
             text += ", learned" if tensor.grad else ""
@@ -27,4 +28,6 @@ def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str
             yield "captured", text
     if "rng" in call.options:
         seed, offset = call.options["rng"].tolist()
-        yield "dropout", f"p {call.options['dropout_p']}, seed {seed}, offset {offset}"
+        drops = f"p {call.options['dropout_p']}, " if "dropout_p" in call.options else ""
+        kind = "dropout" if drops else "fg.rand"
+        yield kind, f"{drops}seed {seed}, offset {offset}"

@@ -20,7 +20,7 @@ from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
 from flashgen.shared.launch_facts import CONVERT_KERNELS
-from flashgen.shared.signature import field_stem
+from flashgen.shared.signature import field_stem, is_by_row
 from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.block_layout_traffic import bytes_of_layout
@@ -139,9 +139,16 @@ def _clocks(plan: Plan, visited: int, computed: int) -> dict[str, float]:
 
 
 def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[str, int]:
-    """Bytes of a sink's logits and of its gradient's sums; {} where the mods read the sink too."""
+    """Bytes of a sink's logits and of its gradient's sums.
+
+    {} where the mods read the sink too, and for a sink of rows, of which lanes share sectors.
+    """
     sink = spec.sink
-    if sink is None or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols:
+    if (
+        sink is None
+        or is_by_row(sink.dims)
+        or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols
+    ):
         return {}
     return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": moved.dsink}
 

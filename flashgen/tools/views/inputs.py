@@ -12,6 +12,7 @@ import torch
 
 from flashgen.calls.ops import check
 from flashgen.calls.runtime.arguments.call import check_contents
+from flashgen.calls.runtime.arguments.options import state_of
 from flashgen.calls.runtime.arguments.positions import dtypes_of, offset_tensors
 from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
@@ -24,6 +25,7 @@ from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, InputError, SpecError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES, PAGE_NAMES
 from flashgen.spec.language.signature import at_offsets, signature_of
 from flashgen.spec.language.spec import AttentionSpec
@@ -100,11 +102,15 @@ def _checked(
     k = row.expand(batch, heads_kv, seq_k, -1)
     v = row.new_empty(spec.head_dim_v or spec.head_dim).expand(batch, heads_kv, seq_k, -1)
     q_offset, k_offset = _on_cpu(q_offset), _on_cpu(k_offset)
+    of_rng: dict[str, Any] = {}
     options = {"scalars": scalars, "q_offset": q_offset, "k_offset": k_offset}
+    if signature_of(spec).draws:
+        rng = _on_cpu(tensors.pop("rng", torch.zeros(2, dtype=torch.int64)))
+        options["rng"], of_rng = rng, {RANDOM_STATE: state_of(rng, q)}
     problem = check(spec, q, k, v, tensors=tensors, **options)
     of_offsets = offset_tensors(q_offset, k_offset)
     spec = at_offsets(spec, dtypes_of(of_offsets))
-    tensors |= of_offsets
+    tensors |= of_offsets | of_rng
     check_contents(signature_of(spec), tensors, problem, k)
     mask = analysed(spec, walk_of_kernel(tile.kernel)).mask
     return MaskCall(spec, mask, problem, tensors, tile)

@@ -17,6 +17,7 @@ from flashgen.calls.runtime.arguments.options import (
     dropout_of,
     scalar_value,
     scale_of,
+    state_of,
 )
 from flashgen.calls.runtime.arguments.pages import capacity_of, check_pages, check_table, longest_of
 from flashgen.calls.runtime.arguments.positions import (
@@ -42,6 +43,7 @@ from flashgen.calls.runtime.arguments.tensors import (
 )
 from flashgen.calls.runtime.block_layouts import check_layout, check_lists, with_layout
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES, OFFSETS, WHOLE, CallSignature, heads_of
 
 Tensor = torch.Tensor
@@ -104,6 +106,9 @@ class Call(NamedTuple):
             captures = {**captures, **part, **offsets}
             q_offset = 0 if OFFSETS[0] in offsets else q_offset
             k_offset = 0 if OFFSETS[1] in offsets else k_offset
+        if signature.draws:
+            captures = {**captures, RANDOM_STATE: state_of(rng, q)}
+            rng = rng if signature.dropout else None
         captures = with_layout(signature, captures)
         check_names(signature, captures)
         captured = tuple([captures[tensor.name] for tensor in signature.tensors])

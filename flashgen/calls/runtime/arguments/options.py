@@ -322,11 +322,31 @@ def check_rng(rng: object, device: torch.device) -> None:
         refuse("rng is not a torch tensor", "argument rng", f"given {rng!r}", way_out)
     if rng.dtype != torch.int64 or rng.dim() != 1 or rng.shape[0] != 2 or rng.device != device:
         refuse(
-            "rng is not the seed and offset of dropout",
+            "rng is not a seed and an offset",
             "argument rng",
             f"given {shown(rng)}; expected shape (2,), torch.int64, on {device}",
             way_out,
         )
+
+
+def state_of(rng: Tensor | None, q: object) -> Tensor:
+    """The captured tensor that fg.rand reads: the halves of the seed and of the offset.
+
+    Args:
+        q: the queries, on whose device they are.
+
+    Raises:
+        InputError: rng is not given, or is no seed and offset.
+    """
+    if rng is None:
+        refuse(
+            "fg.rand needs a random state",
+            "argument rng",
+            "rng None",
+            "rng=torch.tensor([seed, offset]); fg.attention(spec) draws one where rng is None",
+        )
+    check_rng(rng, q.device if isinstance(q, Tensor) else torch.device("cpu"))
+    return rng.contiguous().view(torch.int32)
 
 
 def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
@@ -343,6 +363,11 @@ def draw_rng(dropout_p: object, device: torch.device) -> Tensor | None:
     """
     if not isinstance(dropout_p, Tensor) and probability_of(dropout_p) == 0:
         return None
+    return new_rng(device)
+
+
+def new_rng(device: torch.device) -> Tensor:
+    """A seed and an offset from torch's generator of the device."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 

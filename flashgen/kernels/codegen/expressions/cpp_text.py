@@ -63,6 +63,7 @@ HELPERS = frozenset(
             "nearest_int",
         ),
         "shifted_left",
+        "random_bits",
     )
 )
 """The device functions of templates/common/math.cuh.j2."""

@@ -28,6 +28,7 @@ from flashgen.spec.language.bit_functions import (
     BitFunction,
     BitOr,
     Popcount,
+    RandomBits,
     ShiftLeft,
     ShiftRight,
 )
@@ -131,6 +132,8 @@ class IntegerPrinter(ABC):
             return expr in self._wide
         if isinstance(expr, TensorRead):
             return bool(expr.tensor.dtype == "int64")
+        if isinstance(expr, RandomBits):
+            return False
         if self._overflows(expr):
             return True
         if isinstance(expr, sympy.Piecewise):
@@ -200,6 +203,8 @@ class IntegerPrinter(ABC):
     def _bits(self, expr: sympy.Expr, wide: bool) -> Text:
         if isinstance(expr, Popcount):
             return self._call("__popc", self._call("unsigned", self._int(expr.args[0])[0])[0])
+        if isinstance(expr, RandomBits):
+            return self._call("random_bits", *(self._int(arg)[0] for arg in expr.args))
         if isinstance(expr, ShiftLeft):
             arguments = self._int(expr.args[0], wide)[0], self._int(expr.args[1])[0]
             return self._call("shifted_left", *arguments)

@@ -18,6 +18,10 @@ POWER_INSTRUCTIONS = 65
 # Counted. Instructions of a power of a number, for 16-bit operands: one product and ex2.
 EXP2_INSTRUCTIONS = 2
 
+# Derived, not counted. Instructions of fg.rand's bits: seven rounds of two wide products and two
+# xors of three words each, and 12 for the counter and the choice of a word.
+RANDOM_INSTRUCTIONS = 40
+
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
 # expression: comparisons with the ends of a row's range, and the replacement of the score.
 MASKING_INSTRUCTIONS = 2

@@ -20,6 +20,7 @@ from flashgen.spec.analysis.intervals import WalkedAxis, reach, row_interval
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
+from flashgen.spec.language.bit_functions import RandomBits
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import FloatPower, FloatQuotient, in_reals
 from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
@@ -176,6 +177,8 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
     for node in (node for part in parts for node in sympy.preorder_traversal(part)):
         if isinstance(node, FloatFunction):
             total += node.instructions[0 if fast else 1] - 1
+        elif isinstance(node, RandomBits):
+            total += fitted_common.RANDOM_INSTRUCTIONS - 1
         elif isinstance(node, FloorDiv | FloorMod):
             total += fitted_common.DIVISION_INSTRUCTIONS - 1
         if isinstance(node, sympy.Pow) and node.exp.free_symbols:
