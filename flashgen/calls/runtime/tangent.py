@@ -88,10 +88,10 @@ class PreparedTangent(PreparedCall):
         if self.signature.packed or self.call.is_empty or not self.names:
             of_out.zero_()  # kernels do not write rows outside all sequences
         if self.call.is_empty or not self.names:
-            sink = self._of_sink(tangents)
-            if sink is not None:  # all of LSE in rows without keys
+            of_sink, sink = self._of_sink(tangents), self.signature.sink
+            if sink is not None and of_sink is not None:  # all of LSE in rows without keys
                 by_name = named(self.signature, captured)
-                by_name[self.signature.sink.name] = sink
+                by_name[sink.name] = of_sink
                 of_lse = lse_without_keys(self.signature, by_name, q, self.call)
                 of_lse.masked_fill_(lse == -torch.inf, 0)  # rows outside all sequences
             return of_out, of_lse, TangentOutcome(self, EMPTY)

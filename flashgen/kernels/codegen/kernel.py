@@ -219,7 +219,7 @@ def head_of(plan: Plan) -> str:
 
 
 def logit_of_row(spec: AttentionSpec, plan: Plan, sink: Tensor) -> str:
-    """C++ of a sink's element, or that of its tangent, for a row; ``{row}`` stands for its number."""
+    """C++ of the element of a sink, or of its tangent, for a row with the number ``{row}``."""
     head = head_in_whole(spec, head_of(plan))
     at = {"batch": "b", "heads": head, "seq_q": "p.q_offset + {row}"}
     places = (at.get(str(dim), "0") for dim in sink.dims)
