@@ -56,15 +56,21 @@ def kept_tangents(
     moving: Tangents,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
-    """The exact tangents as a pass finds them that starts from an LSE in float32.
+    """The exact tangents as a pass finds them that starts from rounded results.
 
-    The rounding of LSE scales all P of a row, as in `flashgen.reference.gradients.gradients`.
-    Arguments and errors are those of `tangents`.
+    The rounding of LSE to float32 scales all P of a row, as in
+    `flashgen.reference.gradients.gradients`. With other weights whose sum W divides the output,
+    O' = (X - W' O) / W with an O of the dtype of q; with the softmax, a pass keeps the factor of O
+    small by taking the tangents of scores relative to one of them. Arguments and errors are those
+    of `tangents`.
     """
     out, lse = tangents(spec, q, k, v, moving, **call)
-    if not spec.is_softmax:
+    if not spec.sums_weights:
         return out, lse
-    of_rows = attention(spec, q, k, v, **call)[1]
+    own, of_rows = attention(spec, q, k, v, **call)
+    if not spec.is_softmax:
+        moved = torch.where(of_rows == 0, 0, lse / of_rows)[..., None]
+        return out - moved * (own.to(q.dtype).double() - own), lse
     error = torch.where(of_rows.isfinite(), of_rows - of_rows.float().double(), 0)
     return out * error.exp()[..., None], lse
 

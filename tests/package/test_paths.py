@@ -18,14 +18,14 @@ EACH = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @EACH
 def test_what_a_code_path_names_exists(path: CodePath) -> None:
     folder = ROOT / "templates" / path.templates
-    for kernel in ("forward", "backward_dkdv", "backward_dq"):
+    for kernel in ("forward", "backward_dkdv", "backward_dq", "tangent"):
         assert (folder / f"{kernel}.cu.j2").is_file()
     kernels = {
         key
         for name in path.models
         for key in importlib.import_module(f"flashgen.kernels.planner.models.{name}").MODELS
     }
-    names = ("forward", "dkdv", "dq", "fused", "captured", "captured_exact")
+    names = ("forward", "dkdv", "dq", "fused", "captured", "captured_exact", "tangent")
     assert kernels == {(name, size) for name in names for size in path.itemsizes}
     if path.template_fields:
         importlib.import_module(f"flashgen.kernels.codegen.{path.template_fields}")

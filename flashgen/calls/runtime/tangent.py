@@ -19,11 +19,12 @@ from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.calls.runtime.kernel_arguments import pointers_of
-from flashgen.calls.runtime.memory_layout import empty_rows
+from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.calls.runtime.prepared_call import EMPTY, PreparedCall
+from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.calls.runtime.reports import Report
+from flashgen.calls.sinks import lse_without_keys
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     CallOptions,
@@ -87,7 +88,14 @@ class PreparedTangent(PreparedCall):
         if self.signature.packed or self.call.is_empty or not self.names:
             of_out.zero_()  # kernels do not write rows outside all sequences
         if self.call.is_empty or not self.names:
+            sink = self._of_sink(tangents)
+            if sink is not None:  # all of LSE in rows without keys
+                of_lse = lse_without_keys(
+                    sink, (*of_lse.shape,), of_lse.dtype, self.call.first_head
+                )
             return of_out, of_lse, TangentOutcome(self, EMPTY)
+        if self.target.backend == "tiled":
+            return self._on_cpu(operands, results, tangents)
         scaled, factor = self._scaled(tangents)
         read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "o": out}
         read |= {f"{name}_tangent": getattr(scaled, name) for name in OPERANDS}
@@ -118,6 +126,27 @@ class PreparedTangent(PreparedCall):
             of_out.mul_(factor)
             of_lse.mul_(factor)
         return of_out, of_lse, TangentOutcome(self, reason, tuple(done), copies, built)
+
+    def _of_sink(self, tangents: Tangents) -> Tensor | None:
+        """The tangent of the sink; None where it has none."""
+        sink = self.signature.sink
+        learned = zip(self.signature.learned, tangents.captured, strict=False)
+        return next((given for x, given in learned if sink and x.name == sink.name), None)
+
+    def _on_cpu(
+        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+        from flashgen.calls import cpu
+
+        start = time.perf_counter()
+        q, k, v, captured, rng = operands
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        with without_autocast():
+            arguments = self._tile_arguments(by_name, rng, backward=True)
+            of_out, of_lse = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
+            of_out = in_memory_order_of(q, of_out.to(q.dtype))
+        run = KernelRun(None, None, time.perf_counter() - start)
+        return of_out, of_lse, TangentOutcome(self, CPU_REASON, (run,))
 
     def _scaled(self, tangents: Tangents) -> tuple[Tangents, Tensor | None]:
         """The tangents, those of a float16 call divided by a power of two, and this power.
@@ -197,7 +226,7 @@ def reports(record: TangentOutcome) -> tuple[Report, ...]:
     ran = Report(
         target.backend if launches else "none",
         target.arch,
-        16 if launches else 0,
+        16 if launches and record.reason is not CPU_REASON else 0,
         record.reason,
         build_seconds=record.build_seconds,
         arch_reason=target.arch_reason,

@@ -44,6 +44,10 @@ def tangent(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         spec,
         plan,
         KernelCode(functions, walk, score, tensors=_read(of_sink)),
+        # The operands that a block keeps, and those of a step, by their names in the struct.
+        own_rows=["q", *["q_tangent"] * moves_q],
+        step_k=["k", *["k_tangent"] * moves_k],
+        step_v=[*["v"] * plan.scores_move, *["v_tangent"] * ("v" in plan.moving)],
         moves_q=moves_q,
         moves_k=moves_k,
         moves_v="v" in plan.moving,

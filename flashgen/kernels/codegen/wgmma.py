@@ -58,7 +58,8 @@ def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
     if not plan.owns_keys:
         yield "multiply_rows", plan.block_k
         if not plan.of_captured:
-            yield "multiply_columns", plan.head_dim_v if plan.kernel == "forward" else plan.head_dim
+            of_v = plan.kernel in ("forward", "tangent")
+            yield "multiply_columns", plan.head_dim_v if of_v else plan.head_dim
         return
     if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
         yield "multiply_rows", plan.pass_keys

@@ -448,6 +448,9 @@ class Plan(LaunchRules):
             ("k", (panel, keys, 1)),
             ("v", (panel_v, keys, 1)),
         )
+        if self.kernel == "tangent":
+            moving = ((f"{name}_tangent", box) for name, box in found if name in self.moving)
+            return (*found, *moving)
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
 
     @property

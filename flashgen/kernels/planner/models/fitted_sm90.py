@@ -92,6 +92,9 @@ MASK_OF_TENSORS_REGISTERS = 5
 # For each index but one of a learned element that every score adds to by itself: 64-bit strides.
 INDEX_REGISTERS = 8
 
+# Tangents: besides the accumulators.
+TANGENT_REGISTERS = 40
+
 # ---- backward: instructions, counted -------------------------------------------------------------
 
 # Per thread and step around the products, and for each multiple of 16 of their depth.
@@ -106,6 +109,9 @@ PASS_INSTRUCTIONS = 60
 # roundings. Where a block owns keys, and where it owns queries.
 BY_KEYS_INSTRUCTIONS = 4.5
 BY_QUERIES_INSTRUCTIONS = 4.8
+
+# Tangents: P, P times the distance of a score's tangent from the row's reference, and their sum.
+TANGENT_INSTRUCTIONS = 6.5
 
 # ---- time, assumed -------------------------------------------------------------------------------
 
