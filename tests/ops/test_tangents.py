@@ -191,6 +191,42 @@ def test_a_tangent_runs_the_kernel_where_the_call_runs_kernels(dtype: str) -> No
     assert all(verdicts.values()), verdicts
 
 
+def test_a_tangent_of_a_tensor_that_is_not_learned_is_refused() -> None:
+    slope = fg.Tensor("slope", ("heads",))
+    op = fg.attention(
+        fg.AttentionSpec(
+            score_mod=lambda s, b, h, q, k: s + slope[h] * (k - q), head_dim=16, dtype="float32"
+        )
+    )
+    q, k, v = Case(9, 9, 1, 2, 2, "float32", 16).tensors()
+    way = torch.ones(2)
+    with pytest.raises(InputError, match="carries a tangent that the spec does not declare"):
+        jvp(lambda x: op(q, k, v, slope=x), (way,), (way,))
+
+
+def test_flex_attention_has_tangents_of_what_its_mods_capture() -> None:
+    q, k, v = Case(9, 9, 1, 2, 2, "float32", 8).tensors()
+    slope, way = torch.randn(2), torch.randn(2)
+
+    def of(slope: Tensor, wide: bool = False) -> Tensor:
+        def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s * torch.tanh(slope[h]) + slope[h] * (i - j)
+
+        if not wide:
+            return fg.flex_attention(q, k, v, mod)
+        places, of_heads = torch.arange(9), slope[:, None, None]
+        scores = q.double() @ k.double().mT / 8**0.5 * torch.tanh(of_heads)
+        scores = scores + of_heads * (places[:, None] - places)
+        return scores.softmax(-1) @ v.double()
+
+    for _ in range(2):
+        found = jvp(of, (slope,), (way,))
+        assert_near(found, jvp(lambda x: of(x, True), (slope.double(),), (way.double(),)))
+        second = grad(lambda x: grad(lambda y: of(y).square().sum())(x).square().sum())(slope)
+        exact = grad(lambda x: grad(lambda y: of(y, True).square().sum())(x).square().sum())
+        torch.testing.assert_close(second.double(), exact(slope.double()), rtol=1e-4, atol=1e-3)
+
+
 # ---- second derivatives --------------------------------------------------------------------------
 
 
