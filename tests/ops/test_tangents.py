@@ -410,6 +410,39 @@ def check_rule(spec: fg.AttentionSpec, case: Case, numbers: dict[str, Any]) -> N
     assert all(verdicts.values()), verdicts
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["causal", "softcap", "relative_bias", "sink", "dense_bias"])
+def test_products_of_the_hessian_meet_the_error_rule(name: str, dtype: str) -> None:
+    case = Case(113, 90, 2, 4, 2, dtype, 40)
+    spec = sized(fg.load(spec_path(name)), case)
+    numbers = values_of(spec_path(name), case)
+    make = torch.Generator().manual_seed(1)
+    qkv, tensors = case.tensors(2), numbers["tensors"]
+    learned = [tensor.name for tensor in spec.tensors if tensor.grad]
+    operands = (*qkv, *(tensors[key] for key in learned))
+    ways = tuple(torch.randn(x.shape, generator=make).to(x.dtype) for x in operands)
+    dout, of_dout = (torch.randn(2, 4, 113, 40, generator=make).to(qkv[0].dtype) for _ in "ab")
+
+    def gradients(dout: Tensor, *x: Tensor) -> Any:
+        def of(*x: Tensor) -> Tensor:
+            own = tensors | dict(zip(learned, x[3:], strict=True)) | numbers["scalars"]
+            return fg.attention(spec)(*x[:3], **own)
+
+        return vjp(of, *x)[1](dout)
+
+    _, found = jvp(gradients, (dout, *operands), (of_dout, *ways))
+    given = spec, *qkv, (dout, None), Tangents(*ways[:3], ways[3:]), (of_dout, None)
+    exact = reference.gradient_tangents(*given, **numbers)
+    same = reference.gradient_tangents(*given, exact=False, **numbers)
+    for got, wanted, ordinary in zip(found, exact, same, strict=True):
+        verdict = reference.compare(got, wanted, ordinary, factor=reference.GRADIENT_FACTOR)
+        # In float32 the rounding of LSE and O adds to the error, as it does to that of gradients.
+        more = 1.5 if dtype == "float32" else 1.0
+        if got.numel() >= 256:
+            assert verdict.max_error <= verdict.max_allowed, verdict
+            assert verdict.rms_error <= more * verdict.rms_allowed, verdict
+
+
 # ---- under torch.compile -------------------------------------------------------------------------
 
 
