@@ -177,6 +177,20 @@ def test_a_gradient_by_a_tangent_is_the_transposed_tangent_pass() -> None:
     assert_near(got, grad(DENSE_LOSS, ALL)(*wide(operands)))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_tangent_runs_the_kernel_where_the_call_runs_kernels(dtype: str) -> None:
+    spec = fg.AttentionSpec(lambda b, h, q, k: k <= q, head_dim=16, dtype=dtype)
+    qkv = Case(40, 56, 1, 2, 1, dtype, 16).tensors()
+    ways = tuple(torch.randn(x.shape).to(x.dtype) for x in qkv)
+
+    def of(*x: Tensor) -> Any:
+        return fg.attention(spec)(*x, return_lse=True, backend="emulator")
+
+    _, found = jvp(of, qkv, ways)
+    verdicts = reference.judge_tangents(found, spec, *qkv, Tangents(*ways))
+    assert all(verdicts.values()), verdicts
+
+
 # ---- second derivatives --------------------------------------------------------------------------
 
 
