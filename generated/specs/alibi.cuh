@@ -25,7 +25,7 @@ DEVICE float score_mod(const ScoreHead& score_head, float product, float distanc
   return product + distance * score_head.t0;
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
@@ -45,3 +45,25 @@ DEVICE Scored score_mod(const ScoreHead& score_head, float product, float distan
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
 DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+struct ScoreHead {
+  float t0;
+};
+
+// What score_mod has in common for all scores of a head.
+DEVICE ScoreHead score_head_values(const Params& p, int h) {
+  const float t0 = exp2f(float(-8 * h - 8) * rcp(float(p.heads_q)));
+  return {t0};
+}
+
+// in sm_80 and sm_90a: tangent
+// specs/alibi.py:12
+//   def alibi(score, b, h, q, k):
+//       slope = 2 ** (-8 * (h + 1) / fg.heads)
+//       return score + slope * (k - q)
+// Its tangent: _score_tangent
+DEVICE Moved score_mod(
+    const ScoreHead& score_head, float score, float score_tangent, int q, int k) {
+  return {score + __fmul_rn(score_head.t0, float(k - q)), score_tangent};
+}

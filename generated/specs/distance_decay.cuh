@@ -11,7 +11,7 @@ DEVICE float score_mod(float product, float distance) {
   return product * rcp(0.0001f * (distance * distance) + 1.0f);
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
@@ -30,3 +30,13 @@ DEVICE Scored score_mod(float product, float distance) {
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
 DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+// specs/distance_decay.py:11
+//   def distance_decay(score, b, h, q, k):
+//       return score / (1 + 1e-4 * (q - k) ** 2)
+// Its tangent: _score_tangent*(1/((q - k)**2/10000 + 1))
+DEVICE Moved score_mod(float score, float score_tangent, int q, int k) {
+  const float t0 = 0.0001f * square(float(q - k)) + 1.0f;
+  return {score * rcp(t0), score_tangent * rcp(t0)};
+}

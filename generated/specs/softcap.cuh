@@ -11,7 +11,7 @@ DEVICE float score_mod(const Params& p, float product) {
   return fast_tanh(product * (0.02f * p.scale));
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
@@ -31,3 +31,14 @@ DEVICE Scored score_mod(const Params& p, float product) {
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
 DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+// specs/softcap.py:15
+//   def softcap(score, b, h, q, k):
+//       return CAP * fg.tanh(score / CAP)
+// Its tangent: _score_tangent*(1 - tanh(score/50)**2)
+DEVICE Moved score_mod(float score, float score_tangent) {
+  const float tanh_score_over_50 = fast_tanh(0.02f * score);
+  return {50.0f * tanh_score_over_50,
+      score_tangent * (1.0f - tanh_score_over_50 * tanh_score_over_50)};
+}

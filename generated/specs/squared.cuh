@@ -8,7 +8,7 @@
 // Of an element of Q K^T: the function is homogeneous: scale^2 is applied in the exponent.
 DEVICE float score_mod(float product) { return product * product; }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
@@ -25,3 +25,12 @@ DEVICE Scored score_mod(const Params& p, float product) {
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
 DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+// specs/squared.py:11
+//   def squared(score, b, h, q, k):
+//       return score * score
+// Its tangent: 2*_score_tangent*score
+DEVICE Moved score_mod(float score, float score_tangent) {
+  return {score * score, 2.0f * score_tangent * score};
+}

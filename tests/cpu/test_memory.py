@@ -13,7 +13,7 @@ import torch
 import flashgen as fg
 from flashgen.calls import cpu
 from flashgen.calls.cpu import chunks
-from flashgen.shared.call import OutputGradients
+from flashgen.shared.call import OutputGradients, ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.shapes import Case
 from tests.support.tiers import one_in
@@ -128,6 +128,26 @@ def test_peak_memory_grows_linearly(name: str) -> None:
         largest = max(run[0].largest, run[1].largest)
         assert largest <= max(chunks.ELEMENTS, 2 * n * 32)
         assert largest < n * n
+
+
+def test_the_tangent_passes_grow_linearly_too() -> None:
+    spec = SPECS["window and softcap in bfloat16"]
+    peaks = []
+    for n in LENGTHS[1:]:
+        q, k, v = Case(n, n, 1, 2, 1, spec.dtype, spec.head_dim).tensors()
+        given, moving = arguments(spec, q), Tangents(q, k, v)
+        out, lse = cpu.forward(spec, q, k, v, given)
+        with Bytes() as ahead:
+            of_out, of_lse = cpu.tangent(spec, q, k, v, (out, lse), moving, given)
+        outputs, ways = OutputGradients(out, lse, out), ResultTangents(of_out, of_lse, out)
+        with Bytes() as back:
+            cpu.backward_tangent(spec, q, k, v, outputs, moving, ways, given)
+        peaks.append((ahead.peak, back.peak))
+        largest = max(ahead.largest, back.largest)
+        assert largest <= max(chunks.ELEMENTS, 2 * n * 32)
+        assert back.peak < 24 * (2 * n * 32 * 4) + 16 * 4 * chunks.ELEMENTS
+    for before, after in itertools.pairwise(peaks):
+        assert all(b < 2.05 * a for a, b in zip(before, after, strict=True)), peaks
 
 
 def test_dropouts_bits_are_made_tile_by_tile() -> None:

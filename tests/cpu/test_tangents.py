@@ -104,3 +104,32 @@ def test_tangents_of_other_weights_are_those_of_forward_mode_through_the_oracle(
     spec = spec_of(name, 8, "float32").replace(head_dim_v=16)
     numbers = {"tensors": captured_by(spec, 4, 29)} | dropping(0.3 * spec.dropout)
     Problem(spec, CASE, numbers).check()
+
+
+BIAS = fg.Tensor("bias", ("heads", "seq_q"), grad=True)
+ID = fg.Tensor("id", ("seq_k",), "int32")
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_all_operations_are_on_the_device_of_the_operands(weighs: bool) -> None:
+    """With tensors without contents, whose operations with tensors elsewhere torch refuses."""
+    how = {"weight_mod": lambda s, b, h, q, k: fg.sigmoid(s), "normalize": "sum"} if weighs else {}
+    spec = AttentionSpec(
+        lambda b, h, q, k: (k <= q) & ((h + b + k) % 5 != 0),
+        lambda s, b, h, q, k: fg.where(
+            ID[k] + h > 2 * b, 3 * fg.tanh(s / 3) * BIAS[h, q], BIAS[0, 0]
+        ),
+        **{"head_dim": 8, "dtype": "float32", "dropout": True, "sink": not weighs, **how},
+    )
+    with torch.device("meta"):
+        q, k, v = (torch.empty(2, heads, n, 8) for heads, n in ((4, 20), (2, 30), (2, 30)))
+        tensors = {"bias": torch.empty(4, 20), "id": torch.empty(30).int()}
+        tensors |= {} if weighs else {"sink": torch.empty(4)}
+        out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
+    moving = Tangents(q, k, v, tuple(tensors[x.name] for x in spec.tensors if x.grad))
+    given = arguments(spec, q, tensors=tensors, dropout_p=0.3, rng=(1, 2))
+    found = cpu.tangent(spec, q, k, v, (out, lse), moving, given)
+    outputs = OutputGradients(out, lse, out, None if weighs else lse)
+    ways = ResultTangents(*found, out, None if weighs else lse)
+    found += cpu.backward_tangent(spec, q, k, v, outputs, moving, ways, given)
+    assert all(x.is_meta for x in found)

@@ -37,7 +37,7 @@ COMPARED = (
 )
 OTHERS = (
     *("sent_chunks", "ranks_that_disagree", "different_specs", "wrong_calls"),
-    *("peak_of_a_ring", "peak_of_a_gather", "a_failing_step"),
+    *("peak_of_a_ring", "peak_of_a_gather", "a_failing_step", "derivatives_beyond_the_first"),
 )
 TOGETHER = (*COMPARED, *OTHERS, "a_compiled_call")
 LAST = "a_rank_that_ends"  # after which the group is one rank short
@@ -175,6 +175,14 @@ def test_torch_compile_breaks_once_at_a_call(returned: Returned) -> None:
         assert len(reasons) == 1
         for text in (reasons[0], error):
             assert "flashgen.distributed.attention exchanges tensors" in text
+
+
+def test_forward_mode_and_second_derivatives_are_refused_by_every_method(
+    returned: Returned,
+) -> None:
+    for messages in returned(2, "derivatives_beyond_the_first"):
+        assert len(messages) == 6
+        assert all("first derivatives in reverse mode alone" in each for each in messages)
 
 
 def test_a_rank_that_ends_is_named_to_the_others(returned: Returned) -> None:

@@ -71,6 +71,29 @@ def test_the_flop_counter_counts_attention_as_torch_counts_its_own(dim_v):
     assert counter.get_total_flops() == forward + backward
 
 
+def test_the_flop_counter_counts_the_products_of_tangents_and_second_derivatives():
+    op, (q, k, v) = fg.attention(SPEC.replace(head_dim_v=8)), operands(dim_v=8)
+    forward = sdpa_flop_count(q.shape, k.shape, v.shape)
+    pairs = 2 * 2 * 4 * 5 * 7  # of multiply-adds: of 2 x 4 heads, 5 queries and 7 keys
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(op, (q, k, v), (q, k, v))
+    assert counter.get_total_flops() == forward + pairs * (3 * 16 + 2 * 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(lambda v: op(q, k, v), (v,), (v,))
+    assert counter.get_total_flops() == forward + pairs * (16 + 8)
+
+    def gradients(*qkv):
+        return torch.func.grad(lambda *x: op(*x).sum(), (0, 1, 2))(*qkv)
+
+    with FlopCounterMode(display=False) as counter:
+        gradients(q, k, v)
+    first = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(gradients, (q, k, v), (q, k, v))
+    second = counter.get_total_flops() - first
+    assert second == pairs * (3 * 16 + 2 * 8) + pairs * (7 * 16 + 3 * 8)
+
+
 def test_the_flop_counter_counts_an_operator_that_is_made_inside_it():
     q, k, v = operands()
     with FlopCounterMode(display=False) as counter:

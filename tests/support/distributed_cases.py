@@ -555,6 +555,30 @@ def a_compiled_call() -> tuple[bool, int, list[str], str]:
     return same, graphs, reasons, error
 
 
+def derivatives_beyond_the_first() -> list[str]:
+    """What the refusals of forward mode and of second derivatives say, for each method."""
+    problem = Problem(causal_spec(), 64 * dist.get_world_size())
+    found = []
+    for method in METHODS:
+
+        def call(q: torch.Tensor, method: str = method) -> torch.Tensor:
+            rest = (problem.mine(x) for x in problem.qkv[1:])
+            return distributed.attention(problem.op, q, *rest, method=method)
+
+        q = problem.mine(problem.qkv[0]).requires_grad_()
+        (first,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+        for derive in (
+            lambda: first.square().sum().backward(),  # noqa: B023
+            lambda: call(torch.autograd.forward_ad.make_dual(q.detach(), q.detach())),  # noqa: B023
+        ):
+            try:
+                with torch.autograd.forward_ad.dual_level():
+                    derive()
+            except fg.InputError as error:
+                found.append(error.what)
+    return found
+
+
 def the_example_learns() -> None:
     """The training of `examples/long_context.py`, whose losses are those of one process."""
     sys.path.insert(0, str(ROOT / "examples"))

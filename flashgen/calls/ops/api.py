@@ -269,13 +269,12 @@ class Attention:
             out: [batch, heads_q, seq_q, head_dim_v], of q's dtype and with its axes in the memory
             order of q's. With return_lse a tuple (out, lse): lse is [batch, heads_q, seq_q],
             float32, natural logarithm. A row without a kept key has out 0 and lse -inf (or the
-            spec's sink), as has every row if seq_k is 0. Gradients flow through both. With
-            return_aux a tuple (out, flashgen.AuxOutput).
+            spec's sink), as has every row if seq_k is 0. Gradients flow through both, tangents and
+            second derivatives too. With return_aux a tuple (out, flashgen.AuxOutput).
 
         Raises:
             InputError: an argument has a wrong shape, dtype, device, stride, value or name; nothing
-                has run. Also for second derivatives and forward-mode differentiation, which are not
-                supported.
+                has run. Also for third derivatives, and forward mode over forward mode.
             PlanError: no tile fits the architecture.
             CompileError: NVRTC is missing or rejects a kernel.
             LaunchError: a kernel cannot be loaded or launched.

@@ -13,7 +13,7 @@ import torch
 
 from flashgen.calls.native import calls as native_calls
 from flashgen.calls.native.calls import NativeCalls
-from flashgen.calls.runtime import backends, backward, derivatives, forward
+from flashgen.calls.runtime import backends, backward, derivatives, forward, tangent
 from flashgen.calls.runtime.arguments.options import (
     check_rng,
     number_in,
@@ -33,6 +33,7 @@ from flashgen.shared.call import (
     Tangents,
 )
 from flashgen.shared.dtypes import FLOAT_DTYPES
+from flashgen.shared.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -112,6 +113,7 @@ class Operator:
         self._last: tuple[Any, Any] = (None, None)  # the key and the checked call used last
         self._forwards: dict[Any, forward.PreparedForward] = {}
         self._backwards: dict[Any, backward.PreparedBackward] = {}
+        self._tangents: dict[Any, tangent.PreparedTangent] = {}
 
     # Values of torch's schema.
 
@@ -304,7 +306,22 @@ class Operator:
     ) -> tuple[Tensor, Tensor]:
         """Computes the tangents of out and lse, for ordinary tensors."""
         options = _with_probability(options)
-        return derivatives.tangents(self.spec, operands, results, moving, options)
+        given = operands, results, moving, options
+        key = _key(operands, options), tuple(x is None for x in (*moving[:3], *moving.captured))
+        call = self._tangents.get(key)
+        if call is None:
+            call = tangent.prepare(self.spec, *given)
+            if call.target.settled and key[0] is not None:
+                _cache(self._tangents, key, call)
+        elif operands.rng is not None:
+            check_rng(operands.rng, operands.q.device)
+        try:
+            out, lse, _ = call.run(operands, results, moving)
+        except PlanError:  # no tile of the kernel fits
+            if call.target.backend != "gpu":
+                raise
+            return derivatives.tangents(self.spec, *given)
+        return out, lse
 
     def compute_backward_tangent(
         self,

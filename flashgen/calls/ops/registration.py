@@ -205,9 +205,11 @@ def register(operator: Operator) -> None:
 
     torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
     torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
-    register_flops(signature, overload.overloadpacket, overload_backward.overloadpacket)
     operator.overload, operator.overload_backward = overload, overload_backward
     _register_tangents(operator)
+    tangents = operator.overload_tangent, operator.overload_backward_tangent
+    overloads = overload, overload_backward, *tangents
+    register_flops(signature, *(each.overloadpacket for each in overloads))
     if "torch.distributed.tensor" in sys.modules:
         serve_dtensors(operator)
 

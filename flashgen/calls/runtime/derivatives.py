@@ -1,7 +1,7 @@
 """The tangents of a call's results and of its gradients, by the tiled algorithms on any device.
 
-Second derivatives are these two passes: the tangent of the forward pass, and that of the backward
-pass. There are no kernels of the second one.
+Second derivatives are these two passes: the tangent of the forward pass, for which
+`flashgen.calls.runtime.tangent` has kernels, and that of the backward pass, which has none.
 """
 
 from __future__ import annotations

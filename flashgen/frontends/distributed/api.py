@@ -15,6 +15,7 @@ from flashgen.frontends.distributed import passes, ring
 from flashgen.frontends.distributed.checks import Asked, Divided, checked, compare, leave_refusal
 from flashgen.frontends.distributed.context import Context, context_of
 from flashgen.frontends.distributed.exchange import WHERE, Exchange, group_of
+from flashgen.frontends.distributed.first_derivatives import FirstDerivative, first_only
 from flashgen.frontends.distributed.heads import Exchanged, Replicated
 from flashgen.frontends.distributed.sharded_tensors import gathered
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
@@ -137,7 +138,7 @@ def attention(
     return result if return_lse else result[0]
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(FirstDerivative):
     """out and lse of this rank's rows, by the method "all_gather" or "ring"."""
 
     @staticmethod
@@ -152,6 +153,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, rng, out, lse, *captured = ctx.saved_tensors
         context: Context = ctx.context

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from flashgen.frontends.distributed.exchange import Exchange
+from flashgen.frontends.distributed.first_derivatives import FirstDerivative, first_only
 from flashgen.frontends.distributed.sharded_tensors import joined
 from flashgen.frontends.distributed.sharding import Sharding
 
 Tensor = torch.Tensor
 
 
-class Exchanged(torch.autograd.Function):
+class Exchanged(FirstDerivative):
     """[batch, heads, own rows, x] as [batch, own heads, all positions in order, x], or back."""
 
     @staticmethod
@@ -31,13 +32,14 @@ class Exchanged(torch.autograd.Function):
         return (_to_heads if to_heads else _to_rows)(exchange, sharding, x)
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, gradient: Tensor) -> Any:
         exchange, sharding, to_heads = ctx.arguments
         back = _to_rows if to_heads else _to_heads
         return None, None, None, back(exchange, sharding, gradient)
 
 
-class Replicated(torch.autograd.Function):
+class Replicated(FirstDerivative):
     """A tensor that every rank has; its gradient is the sum over the ranks."""
 
     @staticmethod
@@ -46,6 +48,7 @@ class Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, gradient: Tensor) -> Any:
         exchange, deterministic = ctx.arguments
         total = gradient.float().contiguous()

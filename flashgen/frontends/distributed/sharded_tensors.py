@@ -10,6 +10,7 @@ import torch
 
 from flashgen.calls.runtime.arguments.refusals import is_dtensor, shown
 from flashgen.frontends.distributed.exchange import Exchange, refuse
+from flashgen.frontends.distributed.first_derivatives import FirstDerivative, first_only
 from flashgen.frontends.distributed.sharding import Sharding
 
 Tensor = torch.Tensor
@@ -88,7 +89,7 @@ def gathered(exchange: Exchange, x: Tensor, dim: int, sharding: Sharding) -> Ten
     return made.reshape(sharding.length, *first.shape[1:]).movedim(0, dim)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(FirstDerivative):
     """[1, 1, own rows, x] -> [1, 1, all positions in order, x]; the gradient is already summed."""
 
     @staticmethod
@@ -98,5 +99,6 @@ class _Gather(torch.autograd.Function):
         return joined(exchange, sharding, sent, "gathering sharded tensors")
 
     @staticmethod
+    @first_only
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None, ctx.sharding.part(gradient, ctx.rank)

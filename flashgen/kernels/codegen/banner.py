@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.kernels.codegen.source import WITHOUT_SPEC, options
 from flashgen.kernels.codegen.text import COLUMNS, comments
-from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner import Plan, tangents_of
 from flashgen.kernels.planner.formulas import counted
 from flashgen.shared.launch_facts import STREAMING_KERNELS
 from flashgen.spec.language.lets import lets_of
@@ -97,7 +97,7 @@ def banner(
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
-    elif plan.kernel == "tangent":
+    elif plan.kernel == "tangent" and (plan.tangents != tangents_of(spec) or spec.file is None):
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
         again = f'flashgen.emit({loaded}, arch="{plan.arch}").tangent({plan.tangents!r})'
     elif spec.file is not None:
@@ -115,7 +115,9 @@ def banner(
     origin = spec.file or spec.mask_line or spec.score_line or "made in Python"
     alone = plan.kernel in ("forward", "tangent", "minmax_table", "merge", "append_kv")
     what = plan.kernel if alone else f"backward, {plan.kernel}"
-    how = '"plan"' if plan.kernel == "forward" else ""
+    how = {"forward": '"plan"', "tangent": '"plan --tangent"'}.get(plan.kernel, "")
+    if plan.kernel == "tangent" and "(" in again:
+        how = ""
     if not alone and not shared:
         exact = plan.kernel in ("dkdv", "dq", "captured_exact")  # all of the deterministic scheme
         how = f'"plan --backward{exact * " --deterministic"}"'

@@ -32,7 +32,7 @@ def tangent(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     score = ScoreCode.of(functions, None, element=f"{plan.code_path.fragment}[e]")
     if plan.scores_move and score.call:
         found = analyse_tangents(spec, directions_of(spec, moves_q or moves_k, names))
-        score = ScoreCode.moved(functions, found, plan.code_path.fragment)
+        score = ScoreCode.moved(functions, found)
     walk = walk_of(functions, plan)
     sink = spec.sink
     of_sink = of_tensors.get(sink.name) if sink is not None and sink.name in names else None

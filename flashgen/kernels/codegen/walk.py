@@ -265,14 +265,11 @@ class ScoreCode:
         )
 
     @staticmethod
-    def moved(make: SpecFunctions, tangents: TangentAnalysis, fragment: str) -> ScoreCode:
-        """The score's C++ with its tangent; ``fragment``: accumulators of a group of 8 columns."""
+    def moved(make: SpecFunctions, tangents: TangentAnalysis) -> ScoreCode:
+        """The score's C++ with its tangent, of variables with the names of the parameters."""
         make.printer.score_is_product = True
         parts = make.score_mod_and_tangent(tangents)
-        of_element = f"{fragment}[e] * p.scale"
-        call = parts.function.call(
-            score=of_element, score_tangent=of_element.replace("s[", "moved[", 1), h="h"
-        )
+        call = parts.function.call(h="h")
         uses_q = any(Q in function.uses for function in parts.functions)
         return ScoreCode(parts.functions, call, "here.value", uses_q, parts.at(h="h"), "1.0f")
 

@@ -161,6 +161,7 @@ class PlanArguments(DecodingArguments):
     scalars: Scalars = ()
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
+    tangent: Annotated[bool, "The kernel of forward mode, with all tangents, instead."] = False
     policy: Annotated[str, "derived, or paper for Algorithm 1's block sizes."] = "derived"
     world: Annotated[
         int | None, "W", "With --shape: the ranks of a distributed call.", AT_LEAST_1

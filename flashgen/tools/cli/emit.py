@@ -108,9 +108,9 @@ def _sources(
 
 
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
-    """Min/max tables, forward, and the backward kernels with free and with fixed order of sums.
+    """Min/max tables, forward, the backward kernels with free and with fixed order of sums, tangent.
 
-    With a paged cache there are no backward kernels, and a forward kernel for split keys.
+    With a paged cache there are no derivatives, and a forward kernel for split keys.
     """
     free = emit_kernels(spec, arch, sram=sram)
     yield from free.minmax_tables
@@ -123,6 +123,7 @@ def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Itera
     for source in emit_kernels(spec, arch, sram=sram, deterministic=True).backward:
         if source.filename not in files:
             yield source
+    yield free.tangent()
 
 
 def _write(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) -> None:

@@ -7,7 +7,14 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
 from flashgen.kernels.pipeline import plan_backward_of_call
-from flashgen.kernels.planner import Plan, plan_backward, split_of_call
+from flashgen.kernels.planner import (
+    Plan,
+    TangentPlanRequest,
+    plan_backward,
+    plan_tangent,
+    split_of_call,
+    tangents_of,
+)
 from flashgen.kernels.planner import plan as plan_forward
 from flashgen.kernels.planner.duration import cost_of_parts
 from flashgen.kernels.planner.traffic import LaunchSizes
@@ -50,6 +57,10 @@ def plan(arguments: PlanArguments) -> None:
         plans = backward.kernels
         write_summary(plans)
         write(str(backward))
+    elif arguments.tangent:
+        request = TangentPlanRequest(spec, arch, tangents_of(spec), sram)
+        write(str(plan_tangent(request)))
+        return
     else:
         plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write_summary(plans)
