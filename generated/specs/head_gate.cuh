@@ -111,7 +111,7 @@ struct ScoreHead {
 // What score_mod has in common for all scores of a head.
 DEVICE ScoreHead score_head_values(const Params& p, int h) {
   const float sigmoid_gate_h = fast_sigmoid(read_gate(p, h));
-  const float t0 = 1.0f - sigmoid_gate_h;
+  const float t0 = sigmoid_gate_h - sigmoid_gate_h * sigmoid_gate_h;
   const float gate_tangent_h = read_gate_tangent(p, h);
   return {sigmoid_gate_h, t0, gate_tangent_h};
 }
@@ -120,10 +120,10 @@ DEVICE ScoreHead score_head_values(const Params& p, int h) {
 // specs/head_gate.py:14
 //   def head_gate(score, b, h, q, k):
 //       return score * fg.sigmoid(gate[h])
-// Its tangent: score*(1 - sigmoid(gate[h]))*gate_tangent[h]*sigmoid(gate[h]) +
+// Its tangent: score*(sigmoid(gate[h]) - sigmoid(gate[h])**2)*gate_tangent[h] +
 // _score_tangent*sigmoid(gate[h])
 DEVICE Moved score_mod(const ScoreHead& score_head, float score, float score_tangent) {
   return {score * score_head.sigmoid_gate_h,
-      score * score_head.sigmoid_gate_h * score_head.t0 * score_head.gate_tangent_h
+      score * score_head.t0 * score_head.gate_tangent_h
           + score_tangent * score_head.sigmoid_gate_h};
 }

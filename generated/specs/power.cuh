@@ -4,20 +4,20 @@
 // in sm_80 and sm_90a: forward
 DEVICE float score_mod(float score) { return score * score; }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // specs/power.py:13
 //   def causal(b, h, q, k):
 //       return q >= k
 // The keys that row q keeps are one range: the mask, solved for k.
 DEVICE Range row_keys(const Params& p, int q) { return {0, min(p.seq_k, q - p.k_offset + 1)}; }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // Every key that some query in [q_lo, q_hi] keeps lies in this range.
 DEVICE Range tile_reach(const Params& p, int q_hi) {
   return {0, min(p.seq_k, q_hi - p.k_offset + 1)};
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // Every query in [q_lo, q_hi] keeps every key in this range.
 DEVICE Range tile_full(const Params& p, int q_lo) {
   return {0, min(p.seq_k, q_lo - p.k_offset + 1)};
@@ -41,3 +41,9 @@ DEVICE Range tile_reach(const Params& p, int k_lo) { return {max(0, k_lo - p.q_o
 // in sm_80 and sm_90a: fused, dkdv
 // Every query in this range keeps every key in [k_lo, k_hi].
 DEVICE Range tile_full(const Params& p, int k_hi) { return {max(0, k_hi - p.q_offset), p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+// Its tangent: 2*_score_tangent*score
+DEVICE Moved score_mod(float score, float score_tangent) {
+  return {score * score, 2.0f * score_tangent * score};
+}

@@ -6,11 +6,11 @@ DEVICE float score_mod(const Params& p, float score) {
   return square(maximum(0.0f, score)) * rcp(float(p.seq_k));
 }
 
-// in sm_80 and sm_90a: forward, dq
+// in sm_80 and sm_90a: forward, dq, tangent
 // All keys belong to the range of a row.
 DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 
-// in sm_80 and sm_90a: fused, dkdv, dq
+// in sm_80 and sm_90a: fused, dkdv, dq, tangent
 struct ScoreHead {
   float t0;
 };
@@ -31,3 +31,12 @@ DEVICE Scored score_mod(const Params& p, const ScoreHead& score_head, float scor
 // in sm_80 and sm_90a: fused, dkdv
 // All queries belong to the range of a key.
 DEVICE Range key_queries(const Params& p) { return {0, p.seq_q}; }
+
+// in sm_80 and sm_90a: tangent
+// Its tangent: 2*_score_tangent*maximum(0, score)*(1/seq_k)
+DEVICE Moved score_mod(
+    const Params& p, const ScoreHead& score_head, float score, float score_tangent) {
+  const float max_0_score = maximum(0.0f, score);
+  return {max_0_score * max_0_score * rcp(float(p.seq_k)),
+      2.0f * score_tangent * max_0_score * score_head.t0};
+}
