@@ -81,9 +81,7 @@ class PointTransformer(nn.Module):
         return self.last(x)
 
 
-def compare(
-    losses: Callable[[Attention], Sequence[float]], bound: float, every: int = 10
-) -> int:
+def compare(losses: Callable[[Attention], Sequence[float]], bound: float, every: int = 10) -> int:
     """Prints the losses of two trainings, with flashgen and in float64. Returns the exit status.
 
     Args:

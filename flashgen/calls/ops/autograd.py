@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.vmap import map_call
 from flashgen.calls.runtime.arguments.refusals import is_dtensor
+from flashgen.calls.runtime.arguments.tensors import check_moving
 from flashgen.shared.call import (
     DEFAULT_OPTIONS,
     CallOptions,
@@ -252,6 +253,7 @@ class Attend(torch.autograd.Function):
         # Without their tangents: the function of the tangents is differentiated by itself.
         own_q, own_k, own_v, out, lse, rng, *own = map(_primal, tensors)
         operands = Operands(own_q, own_k, own_v, tuple(own), rng)
+        check_moving(operator.signature, captured)
         moving = Tangents(q, k, v, operator.of_learned(captured))
         return push(operator, options, operands, (out, lse), moving)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
@@ -200,6 +201,22 @@ def alone() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         yield
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether derivatives by a tensor may be taken, at any level of torch.func.
+
+    In forward mode they may be by any tensor of floats.
+    """
+    if tensor.requires_grad or torch.compiler.is_compiling():
+        return tensor.requires_grad
+    if forward_ad._current_level >= 0 and tensor.is_floating_point():
+        return True
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False
 
 
 def transforms() -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.frontends.flex.operation_results import is_own
+from flashgen.frontends.flex.operation_results import is_differentiated, is_own
 
 Tensor = torch.Tensor
 
@@ -175,7 +175,7 @@ class _Values:
                 raise _NotProvedError
             if type(tensor) is torch.nn.Parameter and vars(torch.nn.Parameter) != _PARAMETER:
                 raise _NotProvedError
-        return place, tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
+        return place, tensor.dtype, tensor.shape, is_differentiated(tensor), tensor.device
 
     def _function(self, function: types.FunctionType) -> Hashable:
         self.count += 1

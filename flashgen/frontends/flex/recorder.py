@@ -31,6 +31,7 @@ from flashgen.frontends.flex.operation_results import (
     checked_name,
     element,
     inferred,
+    is_differentiated,
     moved,
     name_of,
     refuse,
@@ -270,7 +271,7 @@ class Recorder(TorchFunctionMode):
             self._number[id(tensor)] = number
         self._known.append(tensor)
         self.read.append(tensor)
-        self.reads.append(Reading(number, tensor.dtype, tensor.dim(), tensor.requires_grad))
+        self.reads.append(Reading(number, tensor.dtype, tensor.dim(), is_differentiated(tensor)))
         return number
 
     def _executed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from flashgen.calls.ops import Attention, attention
 from flashgen.frontends.flex.aten import run
+from flashgen.frontends.flex.operation_results import is_differentiated
 from flashgen.frontends.flex.recorded_mods import Mod, Record, refuse_result
 from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
@@ -80,7 +81,7 @@ class CaptureLocation:
         tensor = self.of(record)
         if self.place is None:
             tensor = constant(tensor)
-        if tensor.requires_grad and not self.learned:
+        if not self.learned and is_differentiated(tensor):
             tensor = tensor.detach()
         return as_argument(tensor, device, self.place is None)
 

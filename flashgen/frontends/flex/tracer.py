@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flashgen.frontends.flex.operation_results import element, name_of
+from flashgen.frontends.flex.operation_results import element, is_differentiated, name_of
 from flashgen.frontends.flex.traced_array import Entry, Index, TracedArray, fixed, literal, single
 from flashgen.shared.dtypes import POSITION_LIMIT, TENSOR_DTYPES
 from flashgen.shared.errors import SpecError
@@ -168,7 +168,7 @@ class Tracer(TorchFunctionMode):
         if known is None:
             source = self._source(tensor)
             known = self._known[id(tensor)] = self.wrap(
-                self._captured(source, tensor.requires_grad)
+                self._captured(source, is_differentiated(tensor))
             )
         return known
 

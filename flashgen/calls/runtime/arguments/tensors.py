@@ -322,6 +322,19 @@ def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
             )
 
 
+def check_moving(signature: CallSignature, tangents: Sequence[Any]) -> None:
+    """Raises InputError for a tangent of a tensor that is declared without grad=True."""
+    for tensor, tangent in zip(signature.tensors, tangents, strict=True):
+        if tangent is not None and not tensor.grad:
+            refuse(
+                f"{tensor.name} carries a tangent that the spec does not declare",
+                f"argument {tensor.name}",
+                f"a tangent of forward mode; spec {signature.name} has {tensor}",
+                f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
+                f"{tensor.name}.detach()",
+            )
+
+
 def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any, ...]:
     """The captured tensors, with floats in the dtypes that the spec declares.
 
