@@ -548,6 +548,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, q_rows.columns(c), k_here.columns(c), c > 0);
     }
+    wgmma_commit();
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(moved, q_tangent_rows.columns(c), k_here.columns(c), c > 0);
     }
@@ -555,11 +556,10 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
       multiply_rows(moved, q_rows.columns(c), k_tangent_here.columns(c), true);
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(s);
-    pin(moved);
-    if (lane == 0) barrier_arrive(k_empty[stage.index]);
 
+    // 5b. P = exp(S - LSE), while the tangents of scores are computed.
+    wgmma_wait<1>();
+    pin(s);
     if (far) {
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         subtract_lse(s[n], p.scale, base,
@@ -571,8 +571,13 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
         s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
       }
     }
+    // This wait is over at once. The compiler leaves the exponentials before its loop.
+    barrier_wait(resident, 0);
+    wgmma_wait<0>();
+    pin(moved);
+    if (lane == 0) barrier_arrive(k_empty[stage.index]);
 
-    // 5b. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
+    // 5c. The mask, on mixed tiles only; after the derivative, which may be infinite outside it.
     if (!tile.full) {
       // A row's keys are one range: columns are compared with its ends.
       const int thread = thread_index();
@@ -592,7 +597,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
       }
     }
 
-    // 5c. The reference of a row: the mean of its tangents in the first tile that has a key of it.
+    // 5d. The reference of a row: the mean of its tangents in the first tile that has a key of it.
     if (seeks) {
       seeks = false;
       UNROLL for (int r = 0; r < 2; ++r) {
@@ -614,7 +619,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
       seeks = __any_sync(0xffffffffu, seeks);
     }
 
-    // 5d. Y = P (S' - reference), and its sums
+    // 5e. Y = P (S' - reference), and its sums
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       UNROLL for (int e = 0; e < 4; ++e) {
         float& y = moved[n][e];
@@ -623,7 +628,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
       }
     }
 
-    // 5e. X += Y V + P V'
+    // 5f. X += Y V + P V'
     unsigned moved_rows[BLOCK_K / 16][4];
     round_scores(moved_rows, moved);
     unsigned weight_rows[BLOCK_K / 16][4];

@@ -61,6 +61,13 @@ def test_a_shape_without_scores_is_planned_and_drawn_or_refused(spec, shape, tmp
         assert result.stderr.startswith("InputError"), result.stderr
 
 
+def test_plan_shows_the_products_of_forward_mode_beside_the_backward_pass():
+    result = flashgen("plan", CAUSAL, "--tangent")
+    assert result.exit_code == 0, result.output
+    assert "tangents of q, k, v: 5 products per score" in result.stdout
+    assert "the backward pass has" in result.stdout
+
+
 def test_an_option_that_does_not_suit_the_spec_is_named():
     result = flashgen("plan", CAUSAL, "--head-dim", "12")
     assert result.exit_code == 2

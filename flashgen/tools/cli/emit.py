@@ -108,7 +108,7 @@ def _sources(
 
 
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
-    """Min/max tables, forward, the backward kernels with free and with fixed order of sums, tangent.
+    """Min/max tables, forward; backward with free and with fixed order of sums; tangents.
 
     With a paged cache there are no derivatives, and a forward kernel for split keys.
     """
