@@ -37,6 +37,7 @@ from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by
 from flashgen.shared.launch_facts import Sizes
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.analysis.intervals import WalkedAxis
+from flashgen.spec.language.signature import with_options
 from flashgen.spec.language.spec import AttentionSpec
 
 __all__ = [
@@ -385,7 +386,8 @@ def build_merge(
         PlanError, RenderError, CompileError: as ``build``.
     """
     name = "merge" if normalize == "softmax" else f"merge_{normalize}"
-    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name=name, normalize=normalize)
+    spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name=name)
+    spec = with_options(spec, normalize=normalize)
     source = codegen.merge(spec, plan_merge(spec, arch, splits=splits))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 

@@ -15,6 +15,7 @@ COMPARED = (
     "divided_by_batch",
     "parts_of_wholes",
     "paged_caches",
+    "statistics",
     "torch_functions",
     "compiled_by_name",
 )

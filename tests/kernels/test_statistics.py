@@ -312,7 +312,7 @@ def test_the_other_statistics_have_no_gradient() -> None:
     [
         ("[e / 2] += x[e];", "[e / 2] += fabsf(x[e]);"),
         slow("const int h_kv = h / (p.heads_q / p.heads_kv);", "const int h_kv = h / 2;"),
-        slow("< lo ||", "< lo - 1 ||"),
+        slow("columns_before(keys.lo - column)", "columns_before(keys.lo + 3 - column)"),
     ],
 )
 def test_wrong_sums_over_queries_are_seen_by_the_error_rule(old: str, new: str) -> None:
@@ -330,9 +330,8 @@ def test_wrong_sums_over_queries_are_seen_by_the_error_rule(old: str, new: str) 
     exact = reference.statistics(spec, q, k, request)["age"]
     same = reference.statistics(spec, q, k, request, exact=False)["age"]
     assert reference.compare(aux.statistics["age"], exact, same).ok
-    fg.attention(spec)  # the bug is in new kernels only
-    other = fg.attention(spec.replace(name=f"ages_{abs(hash(old)) % 1000}"))
-    with planted("forward", old, new):
+    other = fg.attention(spec.replace(name=f"ages_{len(new)}"))
+    with planted("forward", old, new):  # a kernel that no call has bound
         aux = other(q, k, v, return_aux=request, **how)[1]
     assert not reference.compare(aux.statistics["age"], exact, same).ok
 

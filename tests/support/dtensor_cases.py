@@ -413,3 +413,19 @@ def refused() -> dict[str, str]:
         "dropped entries": message(operator(_both, dropout=True), BY_BATCH, dropout_p=0.1, rng=rng),
         "packed": message(packed, {}, **entries),
     }
+
+
+def statistics() -> None:
+    """Results beside the output, divided as the queries are."""
+    op = operator(_of_keys, name="with_statistics")
+    request = fg.AuxRequest(lse=True, max_scores=True, entropy=True, key_mass=True, block_mass=8)
+    wanted = op(**problem(op), return_aux=request)[1]
+    for placements in (BY_HEADS, BY_BATCH):
+        mesh = mesh_of()
+        parts = {
+            name: distribute_tensor(x, mesh, [placements.get(name, Replicate())])
+            for name, x in problem(op).items()
+        }
+        found = op(**parts, return_aux=request)[1]
+        for name, whole in zip(request._fields, wanted, strict=False):
+            torch.testing.assert_close(getattr(found, name).full_tensor(), whole)

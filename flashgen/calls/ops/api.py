@@ -105,8 +105,8 @@ class Attention:
 
     Attributes:
         spec: the variant that is computed.
-        own_statistics: of each statistic that the spec names: its name, what it is over, and what
-            it takes, as in `flashgen.spec.language.statistics.Statistic`.
+        own_statistics: the name of each statistic that the spec names, and what it is over:
+            "keys" or "queries".
     """
 
     def __init__(self, spec: AttentionSpec | CallProgram) -> None:
@@ -118,7 +118,7 @@ class Attention:
         self._used = self._operator
         self._variants = SimpleNamespace()
         own = getattr(spec, "statistics", ())
-        self.own_statistics = tuple((name, each.over, each.takes) for name, each in own)
+        self.own_statistics = tuple((name, each.over) for name, each in own)
 
     def __repr__(self) -> str:
         return f"flashgen.attention({self.spec!r})"

@@ -74,7 +74,7 @@ def call_with_statistics(
     if names or op.own_statistics or request.block_mass:
         passes = Passes(op, operands, options, captures, lse, **part)
         if request.max_scores:
-            found["max_scores"] = passes.statistic("max_scores", takes="max")
+            found["max_scores"] = passes.statistic("max_scores")
         if request.entropy:
             found["entropy"] = passes.with_gradients(passes.statistic("entropy"))
         if request.key_mass:
@@ -82,8 +82,7 @@ def call_with_statistics(
         if request.block_mass:
             found["block_mass"] = passes.block_mass(request.block_mass)
         found["statistics"] = {
-            name: passes.statistic(f".{name}", over, takes)
-            for name, over, takes in op.own_statistics
+            name: passes.statistic(f".{name}", over) for name, over in op.own_statistics
         }
     return out, AuxOutput(**found)
 
@@ -160,7 +159,7 @@ class Passes:
         elif op.signature.normalize == "sum":
             self._captured[ROWS[0]] = self.statistic("sums")
 
-    def statistic(self, name: str, over: str = "keys", takes: str = "sum") -> Tensor:
+    def statistic(self, name: str, over: str = "keys") -> Tensor:
         """A statistic of each row of queries or, in [batch, heads_q, seq_k], of each key."""
         operator = self._op.statistic_operator(name, self._fields)
         q, k, *_ = self._operands
@@ -177,8 +176,6 @@ class Passes:
             captured = _exchanged(captured)
             starts = options.k_offset, options.q_offset
             options = options._replace(q_offset=starts[0], k_offset=starts[1], split_size=None)
-        if takes == "max":
-            options = options._replace(split_size=0)  # splits are merged by sums
         v = k.new_zeros(_COLUMNS).expand(*k.shape[:3], _COLUMNS)
         with torch.no_grad():
             return self._call(operator, q.detach(), k.detach(), v, captured, options)[1]

@@ -230,6 +230,9 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         )
     if spec.partial and kernel == "forward":
         lines.append("O in float32: a partial result, to be merged with those over other keys")
+    if spec.takes_maxima and kernel == "forward":
+        lines[0] = lines[0].partition("    O =")[0].replace(" : 0", " : -inf")
+        lines.append("the largest W of each row; O has no meaning")
     if spec.split and kernel == "forward":
         lines.append(
             "for the keys of each split: O in float32 and LSE without a sink, to be merged"
@@ -246,7 +249,7 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
 
 def _words_of_weights(spec: AttentionSpec) -> dict[str, str]:
     name = "weight_mod" if spec.weight_line is not None else "score_mod"
-    divided = spec.sums_weights
+    divided = spec.normalizer == "sum"
     return {
         "weight": "weight_mod(S)" if spec.weight_line is not None else "S",
         "name": name,
