@@ -11,7 +11,7 @@
 //   mask_mod  = q >= k
 //
 // plan      tangent  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 163,944 of 232,448, smem_sm 164,968 of 233,472, registers 232 of 240
+// limits    smem 163,944 of 232,448, smem_sm 164,968 of 233,472, registers 233.3333 of 240
 // refused   block_k 144: needs 144 keys per step, 128 allowed
 // refused   block_q 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 163,944 B
