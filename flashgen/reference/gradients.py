@@ -48,7 +48,6 @@ from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCORE
-from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 if TYPE_CHECKING:
@@ -391,7 +390,7 @@ def _added(
     sink = problem.spec.sink
     elements = _elements(problem)
     if of_sink is not None and sink.symbol in total:
-        elements, flows = [*elements, element_of_row(sink)], (*flows, of_sink)
+        elements, flows = [*elements, problem.sink_element], (*flows, of_sink)
     if flows:
         values = {**part.values, SCORE: scores.to(real), **leaves}
         with torch.enable_grad():

@@ -21,6 +21,7 @@ from flashgen.shared.errors import InputError
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT_LISTS, heads_of
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.lets import substituted
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.spec.language.tensor import element_of_row
@@ -235,8 +236,13 @@ class OracleProblem:
         """The logits of rows, [n, rows or 1, 1]."""
         if self.spec.sink is None:
             return None
-        logits = evaluate(element_of_row(self.spec.sink), values, self.real)
+        logits = evaluate(self.sink_element, values, self.real)
         return logits + torch.zeros_like(values[H], dtype=self.real)
+
+    @property
+    def sink_element(self) -> sympy.Expr:
+        """The element of the spec's sink at a row, whose head is counted in the whole."""
+        return substituted(element_of_row(self.spec.sink), {H: H + self.first_head})
 
     def masked(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """The results of `score` where the mask is true, elsewhere what removes them."""

@@ -487,10 +487,14 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
   const CopyPlace<VECTORS> k_place;
   // The rows of K and V are equally long.
   const CopyPlace<VECTORS_V>& v_place = k_place;
-  const char* k_source = k_place.source(k_rows, k_step);
-  const char* k_tangent_source = k_place.source(k_tangent_rows, k_tangent_step);
-  const char* v_source = v_place.source(v_rows, v_step);
-  const char* v_tangent_source = v_place.source(v_tangent_rows, v_tangent_step);
+  const char* k_source =
+      k_place.source(k_rows, k_step);
+  const char* k_tangent_source =
+      k_place.source(k_tangent_rows, k_tangent_step);
+  const char* v_source =
+      v_place.source(v_rows, v_step);
+  const char* v_tangent_source =
+      v_place.source(v_tangent_rows, v_tangent_step);
   if (tile < tile_end) {
     load_tile<BLOCK_Q>(smem_base + SMEM_Q, k_place,
                        k_place.source(q_rows, q_step), q_step,
@@ -513,12 +517,16 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / COLUMN_WARPS * 16 * ROW_GROUPS;
   const int column_warp = warp % COLUMN_WARPS;
-  unsigned q_lane = smem_base + SMEM_Q + a_lane_offset<VECTORS>(warp_row, lane);
-  unsigned q_tangent_lane = smem_base + SMEM_Q_TANGENT + a_lane_offset<VECTORS>(warp_row, lane);
+  unsigned q_lane =
+      smem_base + SMEM_Q + a_lane_offset<VECTORS>(warp_row, lane);
+  unsigned q_tangent_lane =
+      smem_base + SMEM_Q_TANGENT + a_lane_offset<VECTORS>(warp_row, lane);
   unsigned k_lane = smem_base + SMEM_K + b_lane_offset<VECTORS>(lane);
   unsigned k_tangent_lane = smem_base + SMEM_K_TANGENT + b_lane_offset<VECTORS>(lane);
-  unsigned v_lane = smem_base + SMEM_V + v_lane_offset<VECTORS_V>(lane);
-  unsigned v_tangent_lane = smem_base + SMEM_V_TANGENT + v_lane_offset<VECTORS_V>(lane);
+  unsigned v_lane =
+      smem_base + SMEM_V + v_lane_offset<VECTORS_V>(lane);
+  unsigned v_tangent_lane =
+      smem_base + SMEM_V_TANGENT + v_lane_offset<VECTORS_V>(lane);
   keep(q_lane);
   keep(q_tangent_lane);
   keep(k_lane);
@@ -602,7 +610,8 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
       UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
         UNROLL for (int e = 0; e < 4; ++e) {
-          s[g][n][e] = probability(s[g][n][e], exp_scale, base[g][e / 2]);
+          float& weight = s[g][n][e];
+          weight = probability(weight, exp_scale, base[g][e / 2]);
         }
       }
     }
@@ -684,10 +693,12 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     UNROLL for (int r = 0; r < 2; ++r) {
       const int row = q_start + warp_row + 16 * g + 8 * r + lane / 4;
       float mean = quad_sum(drift[g][r]);
-      if (lane % 4 == 0 && row < p.seq_q) lse_tangent[row] = mean + reference[g][r];
+      const bool writes = lane % 4 == 0;
+      if (writes && row < p.seq_q) lse_tangent[row] = mean + reference[g][r];
       UNROLL for (int n = 0; n < COLUMNS; ++n) {
         float2 o = {};
-        if (row < p.seq_q) o = read_pair(o_rows + row * p.o_stride_n + 8 * n + 2 * (lane % 4));
+        const Element* o_pair = o_rows + row * p.o_stride_n + 8 * n + 2 * (lane % 4);
+        if (row < p.seq_q) o = read_pair(o_pair);
         const float first = fmaf(-mean, o.x, x[g][n][2 * r]);
         const float second = fmaf(-mean, o.y, x[g][n][2 * r + 1]);
         stage_pair<VECTORS_V>(smem_base, row - q_start, n, lane, first, second);

@@ -11,7 +11,7 @@
 //   mask_mod  = q >= k
 //
 // plan      tangent  block_q 128  block_k 128  warps 8  blocks per SM 1
-// limits    smem 163,944 of 232,448, smem_sm 164,968 of 233,472, registers 232 of 240
+// limits    smem 163,944 of 232,448, smem_sm 164,968 of 233,472, registers 233.3333 of 240
 // refused   block_k 144: needs 144 keys per step, 128 allowed
 // refused   block_q 256 by 16 warps: needs 16 warps, 8 allowed
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 384  dynamic shared memory 163,944 B
@@ -568,7 +568,8 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     }
     UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
       UNROLL for (int e = 0; e < 4; ++e) {
-        s[n][e] = probability(s[n][e], exp_scale, base[e / 2]);
+        float& weight = s[n][e];
+        weight = probability(weight, exp_scale, base[e / 2]);
       }
     }
     // This wait is over at once. The compiler leaves the exponentials before its loop.
@@ -658,10 +659,12 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
   UNROLL for (int r = 0; r < 2; ++r) {
     const int row = q_start + warp_row + 8 * r + lane / 4;
     float mean = quad_sum(drift[r]);
-    if (lane % 4 == 0 && row < p.seq_q) lse_tangent[row] = mean + reference[r];
+    const bool writes = lane % 4 == 0;
+    if (writes && row < p.seq_q) lse_tangent[row] = mean + reference[r];
     UNROLL for (int n = 0; n < COLUMNS; ++n) {
       float2 o = {};
-      if (row < p.seq_q) o = read_pair(o_rows + row * p.o_stride_n + 8 * n + 2 * (lane % 4));
+      const Element* o_pair = o_rows + row * p.o_stride_n + 8 * n + 2 * (lane % 4);
+      if (row < p.seq_q) o = read_pair(o_pair);
       const float first = fmaf(-mean, o.x, x[n][2 * r]);
       const float second = fmaf(-mean, o.y, x[n][2 * r + 1]);
       stage_pair<VECTORS_V>(smem_base, row - q_start, n, lane, first, second);

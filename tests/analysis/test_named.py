@@ -40,6 +40,9 @@ NAMED: dict[str, list[dict[str, int]]] = {
     "empty_rows": [{}],
     "squared": [{}],
     "distance_decay": [{}],
+    "power": [{}],
+    "relu_squared": [{}],
+    "sigmoid": [{}],
 }
 # Masks of two coordinates, whose tiles are bounded soundly but not exactly, and those that read
 # tensors: random data classifies them in tests/cpu/test_walk.py.

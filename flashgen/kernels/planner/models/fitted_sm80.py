@@ -84,7 +84,8 @@ INDEX_REGISTERS = 10
 # products around it, and the rounding or splitting of what becomes an operand.
 BY_KEYS_INSTRUCTIONS = {2: "5", 4: "23 - 5.5*exchanged"}
 BY_QUERIES_INSTRUCTIONS = {2: "4.3", 4: "15"}
-# Tangents: P, P times the distance of a score's tangent from the row's reference, and their sum.
+# Tangents: an exponential with its multiply-add, the distance of a score's tangent from the row's
+# reference, a product, a sum, two halves of a rounding. For float32, assumed.
 TANGENT_INSTRUCTIONS = {2: "6", 4: "20"}
 # Per step: addresses, loads of LSE and delta, barriers.
 BY_KEYS_STEP_INSTRUCTIONS = 170

@@ -92,8 +92,9 @@ MASK_OF_TENSORS_REGISTERS = 5
 # For each index but one of a learned element that every score adds to by itself: 64-bit strides.
 INDEX_REGISTERS = 8
 
-# Tangents: besides the accumulators.
-TANGENT_REGISTERS = 40
+# Tangents: besides the accumulators, and one more for so many columns of O.
+TANGENT_REGISTERS = 36
+TANGENT_COLUMNS_PER_REGISTER = 12
 
 # ---- backward: instructions, counted -------------------------------------------------------------
 
@@ -110,8 +111,9 @@ PASS_INSTRUCTIONS = 60
 BY_KEYS_INSTRUCTIONS = 4.5
 BY_QUERIES_INSTRUCTIONS = 4.8
 
-# Tangents: P, P times the distance of a score's tangent from the row's reference, and their sum.
-TANGENT_INSTRUCTIONS = 6.5
+# Tangents: an exponential with its multiply-add, the distance of a score's tangent from the row's
+# reference, a product, a sum, two halves of a rounding.
+TANGENT_INSTRUCTIONS = 6
 
 # ---- time, assumed -------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ BOUND = Formula(
     "block_k",
     f"({_ROOM} - {_OWNED} - {TILE_BYTES}*stages - {PARTS['mbarriers']})/(stages*{_OF_KEY})",
 )
-_OWN = f"{fitted.TANGENT_REGISTERS} + extra + d_v/2"
+_OWN = f"{fitted.TANGENT_REGISTERS} + d_v/{fitted.TANGENT_COLUMNS_PER_REGISTER} + extra + d_v/2"
 
 COST_STEPS = (
     Formula("macs", f"depth*{OF_SCORES} + d_v*{OF_RESULTS}"),
