@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
@@ -170,7 +171,7 @@ class Passes:
                     "a paged cache has no statistics of keys",
                     "argument return_aux",
                     "the keys of a page can belong to several sequences",
-                    "block_mass of contiguous keys, statistics over keys; or fg.sum_over_keys",
+                    "fg.sum_over_keys and fg.max_over_keys, or contiguous keys with packed=True",
                 )
             q, k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1), q
             captured = _exchanged(captured)
@@ -183,9 +184,8 @@ class Passes:
     def with_gradients(self, entropy: Tensor) -> Tensor:
         """The entropy, whose gradients are those of the output of another call."""
         tensors = (*self._operands[:2], *self._operands.captured)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-            return entropy
-        if self._op.signature.paged:
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if not learns and forward_ad._current_level < 0:
             return entropy
         operator = self._op.statistic_operator("entropy_slope", self._fields)
         q, k, *_ = self._operands
