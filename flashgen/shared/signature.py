@@ -194,8 +194,9 @@ class CallSignature:
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
-            or "none". The second result of a call is then that sum, or 0; with "max", which only
-            statistics have, it is the largest weight, and the first has no meaning.
+            or "none". The second result of a call is then that sum, or 0. Statistics have "total"
+            and "max", with which it is the sum or the largest of the weights, not rounded, and the
+            first has no meaning.
         divisible: those of `AXES` of which each part can be computed like a call of its own, with
             the same part of captured tensors: mask, score and block layout use the index only to
             read the dimensions of that name, each of which is read by it.

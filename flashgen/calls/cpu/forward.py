@@ -253,6 +253,8 @@ def _weighted_tile(
         weights = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
         if weights is not p:
             p.copy_(weights)
+        if problem.spec.rounds_sums and problem.narrow is not None:
+            p.copy_(p.to(problem.narrow))
         if problem.spec.takes_maxima:
             torch.maximum(sums, p.amax(-1, keepdim=True), out=sums)
         elif problem.spec.sums_weights:

@@ -249,7 +249,7 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
 
 def _words_of_weights(spec: AttentionSpec) -> dict[str, str]:
     name = "weight_mod" if spec.weight_line is not None else "score_mod"
-    divided = spec.normalizer == "sum"
+    divided = spec.sums_weights and not spec.takes_maxima
     return {
         "weight": "weight_mod(S)" if spec.weight_line is not None else "S",
         "name": name,

@@ -257,6 +257,12 @@ class AttentionSpec:
         return self.normalizer != "none"
 
     @property
+    def rounds_sums(self) -> bool:
+        """Whether the weights are summed as they are rounded for the product with v, so that those
+        of a row are shares of 1: where the sum divides the output, and not for a statistic."""
+        return self.normalizer == "sum"
+
+    @property
     def takes_maxima(self) -> bool:
         """Whether kernels take the largest weight of each row in place of the sum, for a
         statistic; the output has no meaning then."""

@@ -66,8 +66,8 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         slope = Value(of_slope[rows].expr)
         weight = (-Value(WEIGHT) * (Value(SCORE) - Value(lse) + slope)).expr
     share = _share(spec, lse, divides=name != "sums")
-    if name == "sums":
-        normalize = "sum"
+    if normalize == "sum" or name == "sums":
+        normalize = "total"
     removed = -sympy.oo if normalize == "max" else sympy.S.Zero
     score = weighed(spec.modified, substituted(weight, {WEIGHT: share}), removed)
     read = score.free_symbols
