@@ -242,7 +242,10 @@ def _of_weights(
         weights: 0 where the mask is false.
         slope: their derivatives by the scores.
     """
-    dp = part.dropped(do @ part.v.transpose(1, 2))
+    product = do @ part.v.transpose(1, 2)
+    if kept:
+        product = (do.float() @ part.v.float().transpose(1, 2)).to(problem.work)
+    dp = part.dropped(product)
     factor, d = torch.ones_like(weights[..., :1]), torch.zeros_like(weights[..., :1])
     if problem.spec.sums_weights:
         sums = weights.sum(dim=-1, keepdim=True)
