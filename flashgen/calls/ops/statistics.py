@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
@@ -183,7 +184,11 @@ class Passes:
     def with_gradients(self, entropy: Tensor) -> Tensor:
         """The entropy, whose gradients are those of the output of another call."""
         tensors = (*self._operands[:2], *self._operands.captured)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        # What torch.compile traces inside of torch.func.grad does not require gradients itself.
+        wrapped = torch._C._functorch.peek_interpreter_stack() is not None
+        learns = torch.is_grad_enabled() and (wrapped or any(x.requires_grad for x in tensors))
+        # In forward mode the other call refuses the tangents of its operands.
+        if not learns and forward_ad._current_level < 0:
             return entropy
         if self._op.signature.paged:
             return entropy
