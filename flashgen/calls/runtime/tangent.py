@@ -14,7 +14,7 @@ import torch
 
 from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.call import check
-from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.arguments.tensors import check_tangents
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
@@ -271,25 +271,6 @@ def prepare(
     program.refuse_backward()
     signature = program.signature
     call = check(signature, operands, options)
-    values = dict(zip((x.name for x in signature.tensors), operands.captured, strict=False))
-    for name, tangent, model in (
-        *((name, getattr(tangents, name), getattr(operands, name)) for name in OPERANDS),
-        *(
-            (tensor.name, given, values[tensor.name])
-            for tensor, given in zip(signature.learned, tangents.captured, strict=False)
-        ),
-    ):
-        if tangent is not None and (
-            tangent.shape != model.shape
-            or tangent.dtype != model.dtype
-            or tangent.device != model.device
-        ):
-            refuse(
-                f"the tangent of {name} does not belong to it",
-                f"the tangent of {name}",
-                f"shape {tuple(tangent.shape)}, {tangent.dtype}, on {tangent.device}; expected "
-                f"{tuple(model.shape)}, {model.dtype}, on {model.device}",
-                f"a tensor like {name}",
-            )
+    check_tangents(signature, operands, tangents)
     target = program.target(options.backend, options.arch, operands.q.device)
     return PreparedTangent(program, call, target, names_of(signature, tangents), launch)
