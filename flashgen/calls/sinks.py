@@ -78,7 +78,7 @@ def logits_of(sink: Tensor, dims: Dims, rows: Rows, dtype: torch.dtype = torch.f
 def gradient_of_rows(sink: Tensor, dims: Dims, rows: Rows, of_rows: Tensor) -> Tensor:
     """The gradient of a sink from those of rows, in their dtype, summed in a fixed order."""
     indices = rows.indices(dims, sink)
-    if not any(index.shape[rows.axis] > 1 for index in indices):
+    if all(index.shape[rows.axis] == 1 for index in indices):
         of_rows = of_rows.sum(rows.axis, keepdim=True)
     if not indices:
         return of_rows.sum()

@@ -137,6 +137,14 @@ CU_SEQLENS = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_call_over_one_rank_has_tangents() -> None:
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    op = fg.attention(SPEC)
+    found = torch.func.jvp(lambda q: distributed.attention(op, q, k, v), (q,), (k,))
+    torch.testing.assert_close(found, torch.func.jvp(lambda q: op(q, k, v), (q,), (k,)))
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("spec", "options", "what"),
     [

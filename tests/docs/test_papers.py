@@ -357,6 +357,17 @@ def selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(s - earlier[:, None].to(s.dtype), v)
 
 
+def meanflow(
+    q: Tensor, k: Tensor, v: Tensor, q_way: Tensor, k_way: Tensor, v_way: Tensor, elapsed: float
+) -> Tensor:
+    def u(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return output(torch.softmax(scores(q, k), -1), v)
+
+    _, du = torch.func.jvp(u, (q.detach(), k.detach(), v.detach()), (q_way, k_way, v_way))
+    everywhere = torch.ones(N, N, dtype=torch.bool)
+    return attend(scores(q, k), v, everywhere) + elapsed * du
+
+
 # ---- inputs -------------------------------------------------------------------------------------
 
 
@@ -416,13 +427,17 @@ def made(name: str) -> dict[str, Any]:
             "index_weight": normal(B, 8, N).abs(),
             "count": 24,
         },
+        "meanflow": {
+            **{f"{x}_way": normal(*inputs[x].shape) for x in "qkv"},
+            "elapsed": 0.25,
+        },
     }
     return inputs | extra.get(name, {})
 
 
 # Tensors that specs capture are float32 beside operands of 16 bits; others have their dtype.
 CAPTURED = {"distances", "rate", "log_a", "levels", "i", "f", "slope", "sink"}
-NO_GRADIENT = {"rate", "index_q", "index_k", "index_weight"}
+NO_GRADIENT = {"rate", "index_q", "index_k", "index_weight", *(f"{x}_way" for x in "qkv")}
 
 
 def results(

@@ -290,6 +290,27 @@ def test_the_gradient_of_the_entropy_meets_the_error_rule(dtype: str, arch: str 
         assert verdict.ok, verdict
 
 
+def test_the_entropy_has_no_second_derivative_and_no_tangent() -> None:
+    q, k, v = Case(9, 9, 1, 2, 2, "float32", 16).tensors()
+    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32"))
+    request = fg.AuxRequest(lse=True, entropy=True)
+
+    def of(q: Tensor) -> Tensor:
+        return op(q, k, v, return_aux=request)[1].entropy.sum()
+
+    leaf = q.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(of(leaf), leaf, create_graph=True)
+    refused = "first derivatives in reverse mode alone"
+    with pytest.raises(InputError, match=refused):
+        torch.autograd.grad(slope.sum(), leaf)
+    with pytest.raises(InputError, match=refused):
+        torch.func.jvp(of, (q,), (q,))
+    with pytest.raises(InputError, match=refused):
+        torch.func.jvp(torch.func.grad(of), (q,), (q,))
+    compiled = torch.compile(torch.func.grad(of), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), slope.detach())
+
+
 def test_the_other_statistics_have_no_gradient() -> None:
     spec = spec_of("softcap", dtype="float32")
     q, k, v = (x.requires_grad_() for x in Case(20, 30, 1, 2, 1, "float32").tensors())

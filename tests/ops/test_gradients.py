@@ -195,7 +195,7 @@ def test_gradients_of_several_outputs_at_once_go_through_torch_func(call):
     wanted = [
         torch.autograd.grad(out, (q, k, v), each.clone(), retain_graph=True) for each in gradients
     ]
-    with pytest.raises(InputError, match="several outputs at once") as caught:
+    with pytest.raises(InputError, match="several gradients or tangents at once") as caught:
         torch.autograd.grad(out, (q, k, v), gradients, is_grads_batched=True)
     assert "torch.func.vmap" in caught.value.way_out
     _, pullback = torch.func.vjp(call, *(t.detach() for t in (q, k, v)))

@@ -109,6 +109,29 @@ def test_autograd_agrees_with_torch_and_a_column_of_sinks() -> None:
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
+def test_a_packed_sequence_without_rows_adds_nothing_to_a_sink_of_rows() -> None:
+    sink = fg.Tensor("sink", ("batch", "heads", "seq_q"), grad=True)
+    spec = fg.AttentionSpec(packed=True, head_dim=16, dtype="float32", sink=sink)
+    q, k, v = Case(9, 9, 1, 2, 2, "float32", 16).tensors()
+    of_sequences = torch.randn(3, 2, 5).requires_grad_()
+    ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+
+    def of(way: Tensor) -> Tensor:
+        out, lse = fg.attention(spec)(
+            *(q, k, v), sink=way, cu_seqlens_q=ends, cu_seqlens_k=ends, return_lse=True
+        )
+        return (out.square().sum(-1) + lse).sum()
+
+    found = torch.func.grad(of)(of_sequences)
+    assert not found[1].any()
+    assert found[2].all()
+    direction = torch.randn(of_sequences.shape)
+    _, moved = torch.func.jvp(of, (of_sequences,), (direction,))
+    torch.testing.assert_close((found * direction).sum(), moved)
+    second = torch.func.jvp(torch.func.grad(of), (of_sequences,), (direction,))[1]
+    assert not second[1].any()
+
+
 @pytest.mark.slow
 def test_the_emulated_kernels_agree_with_the_tiled_algorithms_through_autograd() -> None:
     found = []

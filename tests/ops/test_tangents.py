@@ -172,6 +172,19 @@ def test_jacfwd_maps_over_tangents() -> None:
     assert_near([got], [wanted])
 
 
+def test_several_tangents_at_once_are_refused_outside_of_torch_func() -> None:
+    operands, _ = problem()
+
+    def of(e: Tensor) -> Tensor:
+        return call(operands[0] + e, *operands[1:])[0].square().sum()
+
+    jacobian, zeros = torch.autograd.functional.jacobian, torch.zeros(16)
+    with pytest.raises(InputError, match="several gradients or tangents at once"):
+        jacobian(of, zeros, vectorize=True, strategy="forward-mode")
+    with pytest.raises(InputError, match="several gradients or tangents at once"):
+        torch.autograd.functional.hessian(of, zeros, vectorize=True)
+
+
 def test_a_gradient_by_a_tangent_is_the_transposed_tangent_pass() -> None:
     operands, ways = problem()
     leaves = tuple(x.clone().requires_grad_() for x in ways)

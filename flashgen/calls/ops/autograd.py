@@ -35,6 +35,7 @@ from flashgen.shared.call import (
     Tangents,
 )
 from flashgen.shared.errors import InputError
+from flashgen.shared.signature import ROWS
 
 Tensor = torch.Tensor
 
@@ -173,10 +174,11 @@ def gradients_of(
 
 def _refuse_batched() -> NoReturn:
     raise InputError(
-        "attention takes the gradients of several outputs at once from torch.func alone",
-        where="the backward pass",
+        "attention takes several gradients or tangents at once from torch.func alone",
+        where="a derivative of attention",
         numbers="is_grads_batched=True, or a jacobian or hessian with vectorize=True",
-        way_out="torch.func.jacrev, or torch.func.vmap(torch.func.vjp(op, q, k, v)[1])(gradients)",
+        way_out="torch.func.jacrev, jacfwd or hessian, or "
+        "torch.func.vmap(torch.func.vjp(op, q, k, v)[1])(gradients)",
     )
 
 
@@ -450,9 +452,10 @@ class PushGradients(torch.autograd.Function):
         raise InputError(
             "a second derivative of attention cannot be differentiated again",
             where="a third derivative",
-            numbers="a gradient of a gradient of a gradient, or forward mode over such",
-            way_out="first and second derivatives; torch's scaled_dot_product_attention has third "
-            "derivatives with the backend torch.nn.attention.SDPBackend.MATH",
+            numbers="a gradient of a gradient of a gradient, as in torch.autograd.functional.hvp, "
+            "or forward mode over such",
+            way_out="torch.func.jvp of grad, or torch.autograd.functional.vhp; torch's "
+            "scaled_dot_product_attention has third derivatives with SDPBackend.MATH",
         )
 
     jvp = backward
@@ -466,7 +469,7 @@ def push(
     moving: Tangents,
 ) -> tuple[Tensor, ...]:
     """The tangents of out and lse; differentiable."""
-    tensors = _for_push(operands, results, moving)
+    tensors = _for_push(operator, operands, results, moving)
     if _are_plain_operands(tensors, operands.q):
         found: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
         return found
@@ -483,7 +486,7 @@ def push_gradients(
     of_gradients: ResultTangents = ResultTangents(),  # noqa: B008
 ) -> tuple[Tensor, ...]:
     """The tangents of out, lse, dq, dk, dv and of the gradients of learned tensors."""
-    tensors = _for_push(operands, (*gradients, *of_gradients), moving)
+    tensors = _for_push(operator, operands, (*gradients, *of_gradients), moving)
     if _are_plain_operands(tensors, operands.q):
         found: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
         return found
@@ -491,9 +494,19 @@ def push_gradients(
     return operator.dispatch_backward_tangent(operands, gradients, moving, of_gradients, options)
 
 
-def _for_push(operands: Operands, results: Sequence[Any], moving: Tangents) -> tuple[Any, ...]:
-    """The tensors of `Push`, or with eight results those of `PushGradients`."""
+def _for_push(
+    operator: Operator, operands: Operands, results: Sequence[Any], moving: Tangents
+) -> tuple[Any, ...]:
+    """The tensors of `Push`, or with eight results those of `PushGradients`.
+
+    Raises:
+        InputError: there are several tangents at once, or those of an entropy.
+    """
     q, k, v, captured, rng = operands
+    tangents = (*results[2:], *moving[:3], *moving.captured)
+    if any(_is_batched_grad(tensor) for tensor in tangents if tensor is not None):
+        _refuse_batched()
+    _refuse_entropy(operator)
     return (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
 
 
@@ -510,6 +523,18 @@ def _of_push(
 def _are_plain_operands(tensors: Sequence[Any], q: Tensor) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
     return is_plain(q, q, q) and are_plain(given) and not q.is_meta
+
+
+def _refuse_entropy(operator: Operator) -> None:
+    """The call that has the gradients of the entropy takes LSE and the entropy for constants."""
+    if ROWS[1] in operator.tensors:
+        raise InputError(
+            "the entropy of attention has first derivatives in reverse mode alone",
+            where="a tangent or a second derivative of return_aux=fg.AuxRequest(entropy=True)",
+            numbers="forward mode over the entropy, or create_graph=True for its gradient",
+            way_out="its gradient by backward(); or .detach() of the operands, or of the entropy's "
+            "gradient, where no other derivative is needed",
+        )
 
 
 def _refuse_dtensors(q: Any) -> None:

@@ -35,6 +35,7 @@ MOST_COLUMNS = 256
 """Blocks of keys whose mass one call computes: the columns of its V."""
 
 _COLUMNS = 8
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def call_with_statistics(
@@ -184,8 +185,13 @@ class Passes:
     def with_gradients(self, entropy: Tensor) -> Tensor:
         """The entropy, whose gradients are those of the output of another call."""
         tensors = (*self._operands[:2], *self._operands.captured)
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        # What torch.compile traces inside of torch.func.grad does not require gradients itself.
+        wrapped = torch.compiler.is_compiling() and _transform() is not None
+        learns = torch.is_grad_enabled() and (wrapped or any(x.requires_grad for x in tensors))
+        # In forward mode the other call refuses the tangents of its operands.
         if not learns and forward_ad._current_level < 0:
+            return entropy
+        if self._op.signature.paged:
             return entropy
         operator = self._op.statistic_operator("entropy_slope", self._fields)
         q, k, *_ = self._operands

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.refusals import refuse
-from flashgen.calls.runtime.arguments.tensors import check_gradients
+from flashgen.calls.runtime.arguments.tensors import check_gradients, check_tangents
 from flashgen.calls.runtime.memory_layout import in_memory_order_of
 from flashgen.calls.runtime.prepared_call import PreparedCall, without_autocast
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
@@ -128,7 +127,7 @@ class _TiledCall(PreparedCall):
                 f"program {program.signature.name}",
                 "the operator of the spec itself: flashgen.attention(spec)",
             )
-        _check(program, operands, moving)
+        check_tangents(program.signature, operands, moving)
         target = program.target(options.backend, options.arch, q.device)
         if target.backend == "emulator":
             refuse(
@@ -161,32 +160,6 @@ class _TiledCall(PreparedCall):
         with without_autocast():
             operands = self.operands[:3]
             return cpu.tangent(self.spec, *operands, results, moving, self.arguments)
-
-
-def _check(program: CallProgram, operands: Operands, moving: Tangents) -> None:
-    for name, tensor, tangent in _pairs(program, operands, moving):
-        given, wanted = ((x.shape, x.dtype, x.device) for x in (tangent, tensor))
-        if given != wanted:
-            refuse(
-                f"the tangent of {name} does not belong to it",
-                f"the tangent of {name}",
-                f"shape {tuple(given[0])}, {given[1]}, on {given[2]}; expected "
-                f"{tuple(wanted[0])}, {wanted[1]}, on {wanted[2]}",
-                f"a tensor like {name}",
-            )
-
-
-def _pairs(
-    program: CallProgram, operands: Operands, moving: Tangents
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The name of each tensor that has a tangent, the tensor and the tangent."""
-    tensors = program.signature.tensors
-    learned = [(of.name, x) for of, x in zip(tensors, operands.captured, strict=True) if of.grad]
-    given: Any = [*zip(("q", "k", "v"), operands[:3], strict=True), *learned]
-    ways = (*moving[:3], *(moving.captured or (None,) * len(learned)))
-    for (name, tensor), tangent in zip(given, ways, strict=True):
-        if tangent is not None:
-            yield name, tensor, tangent
 
 
 @functools.cache

@@ -171,6 +171,10 @@ class CallProgram(abc.ABC):
             names: the names of the tensors that have a tangent.
         """
 
+    def moves(self, names: tuple[str, ...]) -> bool:
+        """Whether a kernel has to compute the tangents of results along these tensors."""
+        return bool(names)
+
     @abc.abstractmethod
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         """The kernels that make the min/max tables of captured tensors."""
@@ -306,6 +310,11 @@ class SpecProgram(CallProgram):
 
         tile = launch.tiles.get("tangent")
         return build_tangent(self.spec, arch, names, sram=launch.sram, tile=tile, ranges=ranges)
+
+    def moves(self, names: tuple[str, ...]) -> bool:
+        from flashgen.kernels.planner import moves
+
+        return moves(self.spec, names)
 
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_minmax_tables

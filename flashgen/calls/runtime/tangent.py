@@ -14,7 +14,7 @@ import torch
 
 from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.call import check
-from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.arguments.tensors import check_tangents
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 OPERANDS = ("q", "k", "v")
+SINK_ALONE = "nothing to launch: no score and no V has a tangent"
 
 
 class TangentOutcome(NamedTuple):
@@ -69,6 +70,7 @@ class PreparedTangent(PreparedCall):
     ) -> None:
         super().__init__(spec, call, target, launch)
         self.names = names
+        self._moves = self.program.moves(names)
         path = self.program.path_of_pass(target, backward=True, deterministic=True)
         self._open_arch, self._open_why = path.arch, path.why
         self._bound: dict[tuple[Any, ...], tuple[BoundKernel, MinMaxTables | None, str]] = {}
@@ -83,20 +85,16 @@ class PreparedTangent(PreparedCall):
         """
         q, k, v, captured, rng = operands
         out, lse = results
+        is_tiled = self.target.backend == "tiled"
+        if self.call.is_empty or not (self._moves or is_tiled):
+            reason = EMPTY if self.call.is_empty else SINK_ALONE
+            return *self._of_sink(operands, results, tangents), TangentOutcome(self, reason)
+        if is_tiled:
+            return self._on_cpu(operands, results, tangents)
         of_out = empty_rows(q, v.shape[3])
         of_lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
-        if self.signature.packed or self.call.is_empty or not self.names:
+        if self.signature.packed:
             of_out.zero_()  # kernels do not write rows outside all sequences
-        if self.call.is_empty or not self.names:
-            of_sink, sink = self._of_sink(tangents), self.signature.sink
-            if sink is not None and of_sink is not None:  # all of LSE in rows without keys
-                by_name = named(self.signature, captured)
-                by_name[sink.name] = of_sink
-                of_lse = lse_without_keys(self.signature, by_name, q, self.call)
-                of_lse.masked_fill_(lse == -torch.inf, 0)  # rows outside all sequences
-            return of_out, of_lse, TangentOutcome(self, EMPTY)
-        if self.target.backend == "tiled":
-            return self._on_cpu(operands, results, tangents)
         scaled, factor = self._scaled(tangents)
         read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "o": out}
         read |= {f"{name}_tangent": getattr(scaled, name) for name in OPERANDS}
@@ -128,11 +126,26 @@ class PreparedTangent(PreparedCall):
             of_lse.mul_(factor)
         return of_out, of_lse, TangentOutcome(self, reason, tuple(done), copies, built)
 
-    def _of_sink(self, tangents: Tangents) -> Tensor | None:
-        """The tangent of the sink; None where it has none."""
-        sink = self.signature.sink
-        learned = zip(self.signature.learned, tangents.captured, strict=False)
-        return next((given for x, given in learned if sink and x.name == sink.name), None)
+    def _of_sink(
+        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+    ) -> tuple[Tensor, Tensor]:
+        """The tangents where nothing moves but the sink, whose share of each row is known."""
+        q, captured, (out, lse) = operands.q, operands.captured, results
+        signature, sink = self.signature, self.signature.sink
+        learned = zip(signature.learned, tangents.captured, strict=False)
+        given = next((x for of, x in learned if sink and of.name == sink.name), None)
+        of_out, of_lse = empty_rows(q, out.shape[3]).zero_(), torch.zeros_like(lse)
+        if sink is None or given is None:
+            return of_out, of_lse
+        by_name = named(signature, captured)
+        logits, way = (
+            lse_without_keys(signature, by_name | {sink.name: each}, q, self.call)
+            for each in (by_name[sink.name], given)
+        )
+        # A sink of -inf has no share, nor have rows outside all sequences.
+        none = (logits == -torch.inf) | (lse == -torch.inf)
+        of_lse = ((logits - lse).exp() * way).masked_fill_(none, 0)
+        return of_out.sub_(of_lse[..., None] * out), of_lse
 
     def _on_cpu(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
@@ -258,25 +271,6 @@ def prepare(
     program.refuse_backward()
     signature = program.signature
     call = check(signature, operands, options)
-    values = dict(zip((x.name for x in signature.tensors), operands.captured, strict=False))
-    for name, tangent, model in (
-        *((name, getattr(tangents, name), getattr(operands, name)) for name in OPERANDS),
-        *(
-            (tensor.name, given, values[tensor.name])
-            for tensor, given in zip(signature.learned, tangents.captured, strict=False)
-        ),
-    ):
-        if tangent is not None and (
-            tangent.shape != model.shape
-            or tangent.dtype != model.dtype
-            or tangent.device != model.device
-        ):
-            refuse(
-                f"the tangent of {name} does not belong to it",
-                f"the tangent of {name}",
-                f"shape {tuple(tangent.shape)}, {tangent.dtype}, on {tangent.device}; expected "
-                f"{tuple(model.shape)}, {model.dtype}, on {model.device}",
-                f"a tensor like {name}",
-            )
+    check_tangents(signature, operands, tangents)
     target = program.target(options.backend, options.arch, operands.q.device)
     return PreparedTangent(program, call, target, names_of(signature, tangents), launch)

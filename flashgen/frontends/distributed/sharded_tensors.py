@@ -61,7 +61,7 @@ def of_length(x: Tensor, dim: int, length: int) -> Tensor:
     """Zeros of another length along a dimension, which need no memory for it; for checks."""
     shape = x.movedim(dim, 0).shape[1:]
     zeros = x.new_zeros(shape).expand(length, *shape).movedim(0, dim)
-    return zeros.requires_grad_(x.requires_grad)
+    return zeros.requires_grad_() if x.requires_grad else zeros  # not inside of torch.func.jvp
 
 
 def joined(exchange: Exchange, sharding: Sharding, sent: Sequence[Tensor], step: str) -> Tensor:

@@ -7,9 +7,11 @@ of q, k and v, and fewer without some of them. The names of the tangents are par
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.spec_terms import moved
 from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile
 from flashgen.kernels.planner.requests import BackwardPlanRequest, TangentPlanRequest
@@ -18,6 +20,7 @@ from flashgen.kernels.planner.tile_problem import problem_of
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import PlanError
 from flashgen.spec.language.signature import refuse_backward
+from flashgen.spec.language.spec import AttentionSpec
 
 
 @functools.lru_cache(maxsize=1024)
@@ -25,12 +28,20 @@ def plan_tangent(request: TangentPlanRequest) -> Plan:
     """The plan of the kernel that computes the tangents of O and LSE.
 
     Raises:
-        PlanError: the architecture is unknown, or no tile, or not the given tile, fits.
+        PlanError: the architecture is unknown, or no tile, or not the given tile, fits; or the
+            tangents need no kernel.
         SpecError: the spec has no derivative, because it is a partial result.
     """
     spec, arch = request.spec, facts(request.arch)
     check_size(spec)
     refuse_backward(spec)
+    if not moves(spec, request.tangents):
+        raise PlanError(
+            "tangents by which neither scores nor V move need no kernel",
+            where="tangents=...",
+            numbers=f"given {', '.join(request.tangents)}",
+            way_out="the call itself, which computes them row by row",
+        )
     problem = problem_of(
         spec,
         arch,
@@ -60,3 +71,13 @@ def plan_tangent(request: TangentPlanRequest) -> Plan:
         products = 5 if backward.scheme == "fused" else 7
         beside = f"; the backward pass has {products}, {backward.cost:.4f} clk"
     return plan_of_tile(problem, chosen, "derived", (note + beside,))
+
+
+def moves(spec: AttentionSpec, tangents: Collection[str]) -> bool:
+    """Whether scores or V have a tangent, so that there are products with V to compute.
+
+    Args:
+        tangents: the names of the tensors that have one.
+    """
+    of = moved(spec, tangents)
+    return bool(of["scores_move"] or of["v_moves"])

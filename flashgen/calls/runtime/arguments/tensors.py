@@ -12,7 +12,7 @@ import torch
 
 from flashgen.calls.runtime.arguments.pages import check_caches
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, known, refuse, shape_of
-from flashgen.shared.call import OutputGradients
+from flashgen.shared.call import Operands, OutputGradients, Tangents
 from flashgen.shared.dtypes import (
     COUNT_LIMIT,
     FLOAT_DTYPES,
@@ -332,6 +332,33 @@ def check_moving(signature: CallSignature, tangents: Sequence[Any]) -> None:
                 f"a tangent of forward mode; spec {signature.name} has {tensor}",
                 f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
                 f"{tensor.name}.detach()",
+            )
+
+
+def check_tangents(signature: CallSignature, operands: Operands, tangents: Tangents) -> None:
+    """Checks that each tangent is like its tensor, which was checked before.
+
+    Raises:
+        InputError: a tangent has another shape, dtype or device; the error names the tensor.
+    """
+    pairs = zip(signature.tensors, operands.captured, strict=True)
+    learned = [(of.name, x) for of, x in pairs if of.grad]
+    given = zip(
+        (*zip(("q", "k", "v"), operands[:3], strict=True), *learned),
+        (*tangents[:3], *(tangents.captured or (None,) * len(learned))),
+        strict=True,
+    )
+    for (name, tensor), tangent in given:
+        if tangent is None:
+            continue
+        has, needs = ((tuple(x.shape), x.dtype, x.device) for x in (tangent, tensor))
+        if has != needs:
+            refuse(
+                f"the tangent of {name} does not belong to it",
+                f"the tangent of {name}",
+                f"shape {has[0]}, {has[1]}, on {has[2]}; expected {needs[0]}, {needs[1]}, on "
+                f"{needs[2]}",
+                f"a tensor like {name}",
             )
 
 
