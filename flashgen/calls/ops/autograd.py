@@ -35,6 +35,7 @@ from flashgen.shared.call import (
     Tangents,
 )
 from flashgen.shared.errors import InputError
+from flashgen.shared.signature import ROWS
 
 Tensor = torch.Tensor
 
@@ -483,6 +484,8 @@ def push_gradients(
     of_gradients: ResultTangents = ResultTangents(),  # noqa: B008
 ) -> tuple[Tensor, ...]:
     """The tangents of out, lse, dq, dk, dv and of the gradients of learned tensors."""
+    if ROWS[1] in operator.tensors:
+        _refuse_entropy()
     tensors = _for_push(operands, (*gradients, *of_gradients), moving)
     if _are_plain_operands(tensors, operands.q):
         found: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
@@ -510,6 +513,15 @@ def _of_push(
 def _are_plain_operands(tensors: Sequence[Any], q: Tensor) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
     return is_plain(q, q, q) and are_plain(given) and not q.is_meta
+
+
+def _refuse_entropy() -> NoReturn:
+    raise InputError(  # the gradient's call takes LSE and the entropy for constants
+        "the entropy has no second derivatives",
+        where="a derivative of a gradient of AuxOutput.entropy",
+        numbers="create_graph=True, torch.func.grad of grad, or jvp of grad",
+        way_out="first derivatives of the entropy; second derivatives of out and lse",
+    )
 
 
 def _refuse_dtensors(q: Any) -> None:
