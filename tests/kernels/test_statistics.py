@@ -327,6 +327,25 @@ def test_the_entropy_has_the_derivatives_that_a_sink_gives_it(dims: tuple[str, .
     torch.testing.assert_close(moved.double(), of_entropy, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("normalize", ["none", fg.Tensor("divisor", ("heads", "seq_q"))])
+def test_statistics_are_of_the_modified_and_divided_weights(normalize: Any) -> None:
+    spec = fg.AttentionSpec(
+        some_rows,
+        softcap,
+        weight_mod=lambda score, *_: fg.maximum(score, 0) ** 2,
+        normalize=normalize,
+        statistics={"squares": OWN["squares"], "age": OWN["age"]},
+        head_dim=16,
+        dtype="float32",
+    )
+    q, k, v = Case(19, 30, 1, 4, 2, "float32", head_dim=16).tensors()
+    divisor = {tensor.name: torch.rand(4, 19) + 1 for tensor in spec.tensors}
+    _, aux = fg.attention(spec)(q, k, v, return_aux=OF_WEIGHTS, **divisor)
+    exact = reference.statistics(spec, q, k, OF_WEIGHTS, tensors=divisor)
+    for name, value in results(aux).items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-4, atol=1e-4)
+
+
 def test_second_derivatives_of_the_entropy_are_refused() -> None:
     op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32"))
     q, k, v = Case(5, 7, 1, 2, 1, "float32", head_dim=16).tensors()
