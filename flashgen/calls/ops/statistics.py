@@ -221,6 +221,13 @@ class Passes:
     def _weights_of_sink(self, sink: TensorArgument) -> Tensor:
         """The sink's share of each row, differentiable by the sink."""
         q, captured = self._operands.q, self._captured
+        if is_dtensor(q):
+            refuse(
+                "the entropy of DTensors has no gradients beside a sink",
+                "argument return_aux",
+                f"entropy=True; sink {sink.name!r}, and operands with gradients",
+                "under torch.no_grad() for the numbers alone; local tensors for gradients",
+            )
         first_head = self._scalars.get(WHOLE[0], 0)
         rows = rows_of_call(self._signature, captured, q, first_head, self._options.q_offset)
         return weights_of(captured[sink.name], sink.dims, rows, captured[ROWS[0]])
