@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from flashgen.shared.call import CheckedCall
 from flashgen.shared.signature import BOUNDARIES, OFFSETS, PAGE_NAMES, CallSignature
 
 Tensor = torch.Tensor
@@ -53,13 +52,17 @@ def rows_at(q: Tensor, first_head: int, places: Tensor, ends: Tensor | None) -> 
 
 
 def rows_of_call(
-    signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
+    signature: CallSignature,
+    captured: Mapping[str, Tensor],
+    q: Tensor,
+    first_head: int,
+    q_offset: int,
 ) -> Rows:
     """The rows of q, [batch, heads, seq_q]. What decides may be data, which no device waits for."""
     places = torch.arange(q.shape[2], device=q.device)
     ends = captured[BOUNDARIES[0]] if signature.packed else None
-    rows = rows_at(q, call.first_head, places, ends)
-    offset: Tensor | int = call.q_offset
+    rows = rows_at(q, first_head, places, ends)
+    offset: Tensor | int = q_offset
     if OFFSETS[0] in captured:
         offset = captured[OFFSETS[0]].long().view(-1)
     elif signature.paged:  # the queries come last
@@ -73,6 +76,14 @@ def rows_of_call(
 def logits_of(sink: Tensor, dims: Dims, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
     """The logits of rows, which broadcast to their shape."""
     return sink.detach()[rows.indices(dims, sink)].to(dtype)
+
+
+def weights_of(sink: Tensor, dims: Dims, rows: Rows, lse: Tensor) -> Tensor:
+    """The sink's share of rows with this LSE; differentiable by the sink."""
+    logits = sink[rows.indices(dims, sink)].float()
+    # Of a row with LSE -inf the sink is -inf, or the row belongs to no sequence.
+    outside = lse == -math.inf
+    return torch.exp(logits.masked_fill(outside, -math.inf) - lse.masked_fill(outside, 0))
 
 
 def gradient_of_rows(sink: Tensor, dims: Dims, rows: Rows, of_rows: Tensor) -> Tensor:

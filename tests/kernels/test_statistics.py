@@ -290,7 +290,7 @@ def test_the_gradient_of_the_entropy_meets_the_error_rule(dtype: str, arch: str 
         assert verdict.ok, verdict
 
 
-def test_the_entropy_has_no_second_derivative_and_no_tangent() -> None:
+def test_the_entropy_has_no_second_derivative() -> None:
     q, k, v = Case(9, 9, 1, 2, 2, "float32", 16).tensors()
     op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32"))
     request = fg.AuxRequest(lse=True, entropy=True)
@@ -300,15 +300,80 @@ def test_the_entropy_has_no_second_derivative_and_no_tangent() -> None:
 
     leaf = q.clone().requires_grad_()
     (slope,) = torch.autograd.grad(of(leaf), leaf, create_graph=True)
-    refused = "first derivatives in reverse mode alone"
+    refused = "entropy has no second derivatives"
     with pytest.raises(InputError, match=refused):
         torch.autograd.grad(slope.sum(), leaf)
-    with pytest.raises(InputError, match=refused):
-        torch.func.jvp(of, (q,), (q,))
     with pytest.raises(InputError, match=refused):
         torch.func.jvp(torch.func.grad(of), (q,), (q,))
     compiled = torch.compile(torch.func.grad(of), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q), slope.detach())
+
+
+@pytest.mark.parametrize("dims", [("heads",), ("batch", "heads", "seq_q")])
+def test_the_entropy_has_the_derivatives_that_a_sink_gives_it(dims: tuple[str, ...]) -> None:
+    op = fg.attention(
+        fg.AttentionSpec(
+            lambda b, h, q, k: q + 3 >= k,
+            sink=fg.Tensor("sink", dims, grad=True),
+            head_dim=16,
+            dtype="float32",
+        )
+    )
+    q, k, v = Case(17, 30, 2, 4, 2, "float32", head_dim=16).tensors()
+    shape = tuple({"batch": 2, "heads": 4, "seq_q": 17}[dim] for dim in dims)
+    values = torch.Generator().manual_seed(1)
+    sink = torch.randn(shape, generator=values)
+    sink[0] = -torch.inf
+
+    def found(q: Tensor, k: Tensor, sink: Tensor) -> Tensor:
+        return op(q, k, v, sink=sink, return_aux=fg.AuxRequest(entropy=True))[1].entropy
+
+    def exact(q: Tensor, k: Tensor, sink: Tensor) -> Tensor:
+        keep = torch.arange(17)[:, None] + 3 >= torch.arange(30)
+        scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(~keep, -torch.inf)
+        logits = sink.view(*sink.shape, *(1,) * (4 - max(sink.ndim, 2))).expand(2, 4, 17, 1)
+        weights = torch.cat([scores, logits], 3).softmax(3)[..., :30]
+        return torch.special.entr(weights.where(keep, 1)).sum(3)
+
+    of_result = torch.randn(2, 4, 17, generator=values)
+    wanted = torch.func.vjp(exact, q.double(), k.double(), sink.double())[1](of_result.double())
+    for one, other in zip(torch.func.vjp(found, q, k, sink)[1](of_result), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    ways = tuple(torch.randn(x.shape, generator=values) for x in (q, k, sink))
+    at, along = (q, k, sink), tuple(x.double() for x in ways)
+    of_entropy = torch.func.jvp(exact, tuple(x.double() for x in at), along)[1]
+    moved = torch.func.jvp(found, at, ways)[1]
+    torch.testing.assert_close(moved.double(), of_entropy, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", ["none", fg.Tensor("divisor", ("heads", "seq_q"))])
+def test_statistics_are_of_the_modified_and_divided_weights(normalize: Any) -> None:
+    spec = fg.AttentionSpec(
+        some_rows,
+        softcap,
+        weight_mod=lambda score, *_: fg.maximum(score, 0) ** 2,
+        normalize=normalize,
+        statistics={"squares": OWN["squares"], "age": OWN["age"]},
+        head_dim=16,
+        dtype="float32",
+    )
+    q, k, v = Case(19, 30, 1, 4, 2, "float32", head_dim=16).tensors()
+    divisor = {tensor.name: torch.rand(4, 19) + 1 for tensor in spec.tensors}
+    _, aux = fg.attention(spec)(q, k, v, return_aux=OF_WEIGHTS, **divisor)
+    exact = reference.statistics(spec, q, k, OF_WEIGHTS, tensors=divisor)
+    for name, value in results(aux).items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rng", [None, torch.tensor([3, 4])])
+def test_statistics_have_the_random_numbers_of_their_output(rng: Tensor | None) -> None:
+    op = fg.attention(
+        fg.AttentionSpec(lambda b, h, q, k: fg.rand(b, h, q, k) < 0.5, head_dim=16, dtype="float32")
+    )
+    q, k, v = Case(17, 30, 1, 2, 1, "float32", head_dim=16).tensors()
+    aux = op(q, k, v, rng=rng, return_aux=fg.AuxRequest(key_mass=True, block_mass=8))[1]
+    torch.testing.assert_close(aux.key_mass.sum(2), torch.full((1, 2), 17.0))
+    torch.testing.assert_close(aux.block_mass.sum(3), torch.ones(1, 2, 17))
 
 
 def test_the_other_statistics_have_no_gradient() -> None:

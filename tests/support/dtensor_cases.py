@@ -429,3 +429,12 @@ def statistics() -> None:
         found = op(**parts, return_aux=request)[1]
         for name, whole in zip(request._fields, wanted, strict=False):
             torch.testing.assert_close(getattr(found, name).full_tensor(), whole)
+    op = operator(_read, sink=SINK, name="entropy_beside_a_sink")
+    parts = {
+        name: distribute_tensor(x, mesh, [Replicate()]).requires_grad_(x.is_floating_point())
+        for name, x in problem(op).items()
+    }
+    with pytest.raises(InputError, match="has no gradients beside a sink"):
+        op(**parts, return_aux=request)
+    with torch.no_grad():
+        op(**parts, return_aux=request)

@@ -287,6 +287,10 @@ class Attention:
         operator = self._operator
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
+        if self._draws and rng is None and isinstance(q, Tensor):
+            if is_dtensor(q):
+                refuse_drawn()
+            rng = new_rng(q.device)
         if return_aux is not None:
             if return_lse:
                 refuse_two_requests()
@@ -304,10 +308,6 @@ class Attention:
             q_offset = 0
         traced = torch.compiler.is_compiling()
         autocast = traced or _C._is_any_autocast_enabled()
-        if self._draws and rng is None and isinstance(q, Tensor):
-            if is_dtensor(q):
-                refuse_drawn()
-            rng = new_rng(q.device)
         operands = Operands(q, k, v, (), rng)
         starts_are_ints = type(q_offset) is int and type(k_offset) is int
         if (

@@ -469,7 +469,7 @@ def push(
     moving: Tangents,
 ) -> tuple[Tensor, ...]:
     """The tangents of out and lse; differentiable."""
-    tensors = _for_push(operator, operands, results, moving)
+    tensors = _for_push(operands, results, moving)
     if _are_plain_operands(tensors, operands.q):
         found: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
         return found
@@ -486,7 +486,9 @@ def push_gradients(
     of_gradients: ResultTangents = ResultTangents(),  # noqa: B008
 ) -> tuple[Tensor, ...]:
     """The tangents of out, lse, dq, dk, dv and of the gradients of learned tensors."""
-    tensors = _for_push(operator, operands, (*gradients, *of_gradients), moving)
+    if ROWS[1] in operator.tensors:
+        _refuse_entropy()
+    tensors = _for_push(operands, (*gradients, *of_gradients), moving)
     if _are_plain_operands(tensors, operands.q):
         found: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
         return found
@@ -494,19 +496,16 @@ def push_gradients(
     return operator.dispatch_backward_tangent(operands, gradients, moving, of_gradients, options)
 
 
-def _for_push(
-    operator: Operator, operands: Operands, results: Sequence[Any], moving: Tangents
-) -> tuple[Any, ...]:
+def _for_push(operands: Operands, results: Sequence[Any], moving: Tangents) -> tuple[Any, ...]:
     """The tensors of `Push`, or with eight results those of `PushGradients`.
 
     Raises:
-        InputError: there are several tangents at once, or those of an entropy.
+        InputError: there are several tangents at once.
     """
     q, k, v, captured, rng = operands
     tangents = (*results[2:], *moving[:3], *moving.captured)
     if any(_is_batched_grad(tensor) for tensor in tangents if tensor is not None):
         _refuse_batched()
-    _refuse_entropy(operator)
     return (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
 
 
@@ -525,16 +524,13 @@ def _are_plain_operands(tensors: Sequence[Any], q: Tensor) -> bool:
     return is_plain(q, q, q) and are_plain(given) and not q.is_meta
 
 
-def _refuse_entropy(operator: Operator) -> None:
-    """The call that has the gradients of the entropy takes LSE and the entropy for constants."""
-    if ROWS[1] in operator.tensors:
-        raise InputError(
-            "the entropy of attention has first derivatives in reverse mode alone",
-            where="a tangent or a second derivative of return_aux=fg.AuxRequest(entropy=True)",
-            numbers="forward mode over the entropy, or create_graph=True for its gradient",
-            way_out="its gradient by backward(); or .detach() of the operands, or of the entropy's "
-            "gradient, where no other derivative is needed",
-        )
+def _refuse_entropy() -> NoReturn:
+    raise InputError(  # the gradient's call takes LSE and the entropy for constants
+        "the entropy has no second derivatives",
+        where="a derivative of a gradient of AuxOutput.entropy",
+        numbers="create_graph=True, torch.func.grad of grad, or jvp of grad",
+        way_out="first derivatives of the entropy; second derivatives of out and lse",
+    )
 
 
 def _refuse_dtensors(q: Any) -> None:

@@ -19,12 +19,22 @@ from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.refusals import (
     is_dtensor,
     refuse,
+    runs_while_traced,
     shown,
     whole_number,
 )
+from flashgen.calls.sinks import rows_of_call, weights_of
 from flashgen.shared.aux_results import AuxOutput, AuxRequest
 from flashgen.shared.call import CallOptions, Operands
-from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, LAYOUT_NAMES, OFFSETS, ROWS
+from flashgen.shared.signature import (
+    BOUNDARIES,
+    FIRST_ROW,
+    LAYOUT_NAMES,
+    OFFSETS,
+    ROWS,
+    WHOLE,
+    TensorArgument,
+)
 
 if TYPE_CHECKING:
     from flashgen.calls.ops.api import Attention
@@ -153,6 +163,7 @@ class Passes:
             op.variant_of(), variant, operands, options, captures, autocast=autocast, **part
         )
         self._operands, self._options = operands, options
+        self._signature = operator.signature
         self._captured = dict(zip(operator.tensors, operands.captured, strict=True))
         self._scalars = dict(zip(operator.scalars, options.scalars, strict=True))
         self._scalars[FIRST_ROW] = options.q_offset
@@ -165,7 +176,8 @@ class Passes:
         """A statistic of each row of queries or, in [batch, heads_q, seq_k], of each key."""
         operator = self._op.statistic_operator(name, self._fields)
         q, k, *_ = self._operands
-        captured, options = self._captured, self._options
+        captured = {name: tensor.detach() for name, tensor in self._captured.items()}
+        options = self._options
         if over == "queries":
             if operator.signature.paged:
                 refuse(
@@ -184,23 +196,44 @@ class Passes:
 
     def with_gradients(self, entropy: Tensor) -> Tensor:
         """The entropy, whose gradients are those of the output of another call."""
-        tensors = (*self._operands[:2], *self._operands.captured)
-        # What torch.compile traces inside of torch.func.grad does not require gradients itself.
-        wrapped = torch.compiler.is_compiling() and _transform() is not None
-        learns = torch.is_grad_enabled() and (wrapped or any(x.requires_grad for x in tensors))
-        # In forward mode the other call refuses the tangents of its operands.
-        if not learns and forward_ad._current_level < 0:
+        if self._op.signature.paged or not self._is_differentiated():
             return entropy
-        if self._op.signature.paged:
-            return entropy
+        # In P (log P + H - mass), whose derivative is that of H where LSE and H are constant, the
+        # scores of a row have less in common than in P log P.
+        mass = of_sink = torch.ones_like(entropy)
+        if self._signature.sink is not None:
+            share = self._weights_of_sink(self._signature.sink)
+            mass = 1 - share.detach()
+            of_sink = share * (mass - entropy)
         operator = self._op.statistic_operator("entropy_slope", self._fields)
         q, k, *_ = self._operands
-        captured = self._captured | {ROWS[1]: entropy - 1}
+        captured = self._captured | {ROWS[1]: entropy - mass}
         first = torch.arange(_COLUMNS, device=k.device) == 0
         v = _on_all_ranks(first.to(k.dtype), k).expand(*k.shape[:3], _COLUMNS)
         slopes = self._call(operator, q, k, v, captured, self._options._replace(split_size=0))[0]
-        carrier = slopes[..., 0].float()  # finite: P (log P + H - 1)
+        carrier = slopes[..., 0].float() + of_sink  # finite
         return entropy + (carrier - carrier.detach())
+
+    def _is_differentiated(self) -> bool:
+        tensors = (*self._operands[:2], *self._operands.captured)
+        # What torch.compile traces inside of torch.func.grad does not require gradients itself.
+        wrapped = torch.compiler.is_compiling() and _transform() is not None
+        reverse = torch.is_grad_enabled() and (wrapped or any(x.requires_grad for x in tensors))
+        return reverse or _in_forward_mode()
+
+    def _weights_of_sink(self, sink: TensorArgument) -> Tensor:
+        """The sink's share of each row, differentiable by the sink."""
+        q, captured = self._operands.q, self._captured
+        if is_dtensor(q):
+            refuse(
+                "the entropy of DTensors has no gradients beside a sink",
+                "argument return_aux",
+                f"entropy=True; sink {sink.name!r}, and operands with gradients",
+                "under torch.no_grad() for the numbers alone; local tensors for gradients",
+            )
+        first_head = self._scalars.get(WHOLE[0], 0)
+        rows = rows_of_call(self._signature, captured, q, first_head, self._options.q_offset)
+        return weights_of(captured[sink.name], sink.dims, rows, captured[ROWS[0]])
 
     def block_mass(self, block: int) -> Tensor:
         """The mass of each block of keys in each row: the weights times a matrix of zeros and ones,
@@ -248,6 +281,11 @@ class Passes:
         scalars = tuple([self._scalars[name] for name in operator.scalars])
         options = options._replace(scalars=scalars)
         return dispatched_call(operator, Operands(q, k, v, tensors, None), options)
+
+
+@runs_while_traced
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
 
 
 def _on_all_ranks(value: Tensor, beside: Tensor) -> Tensor:

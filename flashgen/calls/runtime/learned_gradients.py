@@ -228,7 +228,10 @@ def lse_without_keys(
     signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
 ) -> Tensor:
     """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
-    sink, rows = _sink(signature), sinks.rows_of_call(signature, captured, q, call)
+    sink, rows = (
+        _sink(signature),
+        sinks.rows_of_call(signature, captured, q, call.first_head, call.q_offset),
+    )
     lse = sinks.logits_of(captured[sink.name], sink.dims, rows).expand(q.shape[:3]).contiguous()
     if signature.packed:
         lse.masked_fill_(rows_outside(captured, q.shape[2]), -torch.inf)
@@ -247,7 +250,7 @@ def add_sink_without_keys(
     if sink is not None and sink.grad and dlse is not None:
         if signature.packed:
             dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
-        rows = sinks.rows_of_call(signature, captured, dlse, call)
+        rows = sinks.rows_of_call(signature, captured, dlse, call.first_head, call.q_offset)
         tensor = captured[sink.name]
         found = sinks.gradient_without_keys(tensor, sink.dims, rows, dlse.float())
         gradients.add(sink.name, found)
@@ -269,7 +272,7 @@ def add_sink_of_rows(
         rows: the delta kernel's results, whose second numbers are delta.
     """
     sink = _sink(signature)
-    places = sinks.rows_of_call(signature, captured, lse, call)
+    places = sinks.rows_of_call(signature, captured, lse, call.first_head, call.q_offset)
     logits = sinks.logits_of(captured[sink.name], sink.dims, places)
     # Of a row with LSE -inf the sink is -inf, or the row belongs to no sequence.
     weights = (logits - lse).exp().masked_fill(lse == -torch.inf, 0)

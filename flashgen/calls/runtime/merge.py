@@ -188,7 +188,8 @@ class Splits:
             return None, None
         sink = captured[argument.name]
         if argument.by_row:
-            rows = rows_of_call(self._signature, captured, out, self._call)
+            first_head, q_offset = self._call.first_head, self._call.q_offset
+            rows = rows_of_call(self._signature, captured, out, first_head, q_offset)
             return sink_as_result(out, logits_of(sink, argument.dims, rows)), None
         first, heads = self._call.first_head, self._call.heads_q
         return None, of_heads(sink.float().reshape(-1), first, heads).expand(heads)

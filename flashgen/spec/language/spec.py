@@ -21,7 +21,7 @@ from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
 from flashgen.spec.language.statistics import statistics_of
 from flashgen.spec.language.symbols import SCORE, H
-from flashgen.spec.language.tensor import Tensor, divisor_of, sink_of
+from flashgen.spec.language.tensor import Tensor, divisor_of, element_of_row, sink_of
 from flashgen.spec.language.traced import Capture
 from flashgen.spec.language.tracing import (
     PickledMod,
@@ -192,13 +192,11 @@ class AttentionSpec:
         given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
         modified = SCORE if score is None else score.expr
         weighs = SCORE if weight is None else weight.expr
-        if divisor is not None:
-            weighs = FloatQuotient(weighs, divisor.expr)
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
-            "score": modified if self.is_softmax else weighed(modified, weighs),
+            "score": modified if self.is_softmax else weighed(modified, self._divided(weighs)),
             "modified": modified,
-            "weight": SCORE if weight is None else weight.expr,
+            "weight": weighs,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
             "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
             "mask_line": None if mask is None else mask.lines,
@@ -250,6 +248,15 @@ class AttentionSpec:
     def normalizer(self) -> str:
         """``normalize``; "none" for a Tensor, by which the weights themselves are divided."""
         return self.normalize if isinstance(self.normalize, str) else "none"
+
+    @property
+    def divided_weight(self) -> sympy.Expr:
+        """``weight``, divided by the element of the row where ``normalize`` is a Tensor."""
+        return self._divided(self.weight)
+
+    def _divided(self, weight: sympy.Expr) -> sympy.Expr:
+        by = self.normalize
+        return FloatQuotient(weight, element_of_row(by)) if isinstance(by, Tensor) else weight
 
     @property
     def sums_weights(self) -> bool:

@@ -109,7 +109,8 @@ def _share(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Expr
     """The weight of a score, over SCORE in place of the modified score."""
     if spec.is_softmax:
         return exp(Value(SCORE) - Value(lse)).expr
-    weight = Let(spec.score) if spec.score.args else spec.score
+    weight = spec.divided_weight
+    weight = Let(weight) if weight.args else weight
     if spec.normalizer == "sum" and divides:
         return FloatQuotient(weight, lse)
     return weight
