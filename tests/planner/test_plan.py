@@ -358,3 +358,16 @@ def test_importing_the_planner_leaves_plan_a_function():
     assert isinstance(fg.plan, types.FunctionType)
     assert plan is api.plan
     assert inspect.unwrap(fg.plan) is inspect.unwrap(plan)
+
+
+def test_plans_of_other_weights_do_not_stand_in_for_those_of_softmaxes():
+    # The model has the same numbers for both, and divides exponentials of softmaxes alone.
+    causal = fg.load(ROOT / "specs/causal.py")
+    weighs = causal.replace(weight_mod=lambda s, *_: s * fg.sigmoid(s), normalize="none")
+    softcap = fg.load(ROOT / "specs/softcap.py")
+    plan_of_softmax = plan(softcap, "sm_90a")
+    cheapest.cache_clear()
+    api.plan_forward.cache_clear()
+    assert plan(weighs, "sm_90a").fma_columns == 0
+    assert plan(softcap, "sm_90a") == plan_of_softmax
+    assert plan_of_softmax.fma_columns > 0

@@ -97,7 +97,7 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
             problem.kernel, problem.spec.dtype, problem.learned, rows, tile.step
         )
     at = model.costs(model.needs(at))
-    if problem.spec.is_softmax:
+    if problem.softmax:
         at = _with_divided_exponentials(model, at)
     excesses = tuple(_excesses(problem, model, tile, at))
     return Evaluated(tile, model, at, float(at["cost"]), excesses)

@@ -91,6 +91,7 @@ class TileProblem:
         strides: whether a block may own keys that are apart: its queries are bounded on one side
             at most, so that they are hardly more for it.
         learned: the elements of learned tensors to which each score adds for itself.
+        softmax: whether weights are exponentials.
         tangents: of the kernel of tangents, the names of the tensors that have one.
     """
 
@@ -101,6 +102,7 @@ class TileProblem:
     given: Quantities
     heads_per_tile: int
     learned: spec_terms.Learned
+    softmax: bool
     layout: BlockSparse | None = None
     records: bool = False
     strides: bool = False
@@ -206,8 +208,6 @@ def problem_of(
     row = row_interval(spec.mask, WalkedAxis(Q))
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)
-    own = (layout, records, strides)
+    of_spec = (learned, spec.is_softmax, layout, records, strides)
     numbers = Quantities(given)
-    return TileProblem(
-        spec, kernel, arch, path, numbers, heads_per_tile, learned, *own, tangents=tangents
-    )
+    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents)
