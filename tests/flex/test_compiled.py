@@ -93,7 +93,7 @@ class Gate(torch.nn.Module):
         self.gate = torch.nn.Parameter(noise(3))
 
     def forward(self, s, b, h, q, k):
-        return s * self.gate[h]
+        return s * self.gate[h] - 0.125  # a mod of its own: equal mods share their names
 
 
 SHORT = noise(3)
