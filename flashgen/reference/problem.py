@@ -305,7 +305,7 @@ def problem_of(
         InputError: scalars or tensors differ from those of the spec, or dropout_p or rng is wrong.
     """
     scalars, tensors = call.get("scalars") or {}, dict(call.get("tensors") or {})
-    if any(tensor.name == RANDOM_STATE for tensor in spec.tensors):
+    if spec.draws:
         seed, offset = numbers_of(spec, call.get("rng"), "mods that call fg.rand")
         words = seed, seed >> 32, offset, offset >> 32
         tensors[RANDOM_STATE] = torch.tensor([word & 0xFFFFFFFF for word in words], device=q.device)

@@ -273,11 +273,9 @@ def add_sink_of_rows(
     """
     sink = _sink(signature)
     places = sinks.rows_of_call(signature, captured, lse, call.first_head, call.q_offset)
-    logits = sinks.logits_of(captured[sink.name], sink.dims, places)
-    # Of a row with LSE -inf the sink is -inf, or the row belongs to no sequence.
-    weights = (logits - lse).exp().masked_fill(lse == -torch.inf, 0)
-    of_rows = -weights * rows[..., 1]
-    found = sinks.gradient_of_rows(captured[sink.name], sink.dims, places, of_rows)
+    logits = captured[sink.name].detach()
+    of_rows = -sinks.weights_of(logits, sink.dims, places, lse) * rows[..., 1]
+    found = sinks.gradient_of_rows(logits, sink.dims, places, of_rows)
     gradients.add(sink.name, found)
 
 

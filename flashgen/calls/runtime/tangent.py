@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flashgen.calls import sinks
 from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.tensors import check_tangents
@@ -19,7 +20,6 @@ from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
-from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
@@ -137,14 +137,11 @@ class PreparedTangent(PreparedCall):
         of_out, of_lse = empty_rows(q, out.shape[3]).zero_(), torch.zeros_like(lse)
         if sink is None or given is None:
             return of_out, of_lse
-        by_name = named(signature, captured)
-        logits, way = (
-            lse_without_keys(signature, by_name | {sink.name: each}, q, self.call)
-            for each in (by_name[sink.name], given)
-        )
-        # A sink of -inf has no share, nor have rows outside all sequences.
-        none = (logits == -torch.inf) | (lse == -torch.inf)
-        of_lse = ((logits - lse).exp() * way).masked_fill_(none, 0)
+        by_name, call = named(signature, captured), self.call
+        rows = sinks.rows_of_call(signature, by_name, q, call.first_head, call.q_offset)
+        share = sinks.weights_of(by_name[sink.name].detach(), sink.dims, rows, lse)
+        way = sinks.logits_of(given, sink.dims, rows)
+        of_lse = (share * way).masked_fill_(share == 0, 0)
         return of_out.sub_(of_lse[..., None] * out), of_lse
 
     def _on_cpu(

@@ -36,7 +36,6 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import SPAN
-from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import is_by_row
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
@@ -128,7 +127,7 @@ def kernel(
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
-        draws=any(tensor.name == RANDOM_STATE for tensor in spec.tensors),
+        draws=spec.draws,
         softmax=spec.is_softmax,
         sums_weights=spec.sums_weights,
         # The weighted sums over some of a row's keys are divided when they have been merged.

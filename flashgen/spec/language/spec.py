@@ -11,6 +11,7 @@ import sympy
 
 from flashgen.shared.dtypes import dtype_name
 from flashgen.shared.errors import SpecError
+from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE, is_by_row
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
@@ -262,6 +263,11 @@ class AttentionSpec:
     def sums_weights(self) -> bool:
         """Whether kernels sum the weights of each row, or take their maximum."""
         return self.normalizer != "none"
+
+    @property
+    def draws(self) -> bool:
+        """Whether the mods call fg.rand."""
+        return any(tensor.name == RANDOM_STATE for tensor in self.tensors)
 
     @property
     def rounds_sums(self) -> bool:
