@@ -205,7 +205,8 @@ class _Call(NamedTuple):
         return _Call(operator, Operands(q, k, v, captured, rng), options)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return self.operator.compute(self.operands, self.options)
+        out, lse = self.operator.compute(self.operands, self.options)
+        return out, lse
 
     def backward(self, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         gradients = OutputGradients(out, lse, dout)

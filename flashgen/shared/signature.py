@@ -191,6 +191,7 @@ class CallSignature:
         zero_divisions: divisions that a call must not make divisions by 0.
         offsets: those of `OFFSETS` that are captured tensors.
         split: whether the keys are split, by the scalar `SPLIT`.
+        returns_maxima: whether a call has a third result, the largest score of each row.
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
@@ -220,6 +221,7 @@ class CallSignature:
     zero_divisions: tuple[ZeroDivision, ...] = ()
     offsets: tuple[str, ...] = ()
     split: bool = False
+    returns_maxima: bool = False
     paged: bool = False
     normalize: str = "softmax"
     divisible: tuple[str, ...] = ()

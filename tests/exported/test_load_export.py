@@ -142,8 +142,9 @@ def test_statistics_are_refused_but_the_lse_of_the_call_itself() -> None:
     captures = captures_of("sliding_window")
     _, aux = op(q, k, v, **captures, return_aux=fg.AuxRequest(lse=True))
     assert torch.equal(aux.lse, op(q, k, v, **captures, return_lse=True)[1])
-    with pytest.raises(InputError, match="no kernels of statistics"):
-        op(q, k, v, **captures, return_aux=fg.AuxRequest(entropy=True))
+    for request in (fg.AuxRequest(), fg.AuxRequest(lse=True, max_scores=True)):
+        with pytest.raises(InputError, match="no kernels of statistics"):
+            op(q, k, v, **captures, return_aux=request)
 
 
 def test_a_gradient_without_backward_kernels_is_refused() -> None:

@@ -32,7 +32,7 @@ def forward(
     v: Tensor,
     arguments: TileArguments,
     parts: Iterable[SequenceParts] = (),
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Computes attention of CPU tensors tile by tile, in memory linear in N.
 
     Args:
@@ -48,7 +48,8 @@ def forward(
         spec is partial), with its axes ordered in memory as q's are; lse [batch, heads_q, seq_q],
         natural log, undropped, float32 (float64 for float64 operands). A row without a kept key has
         out 0 and lse -inf, or the spec's sink. With other weights than those of the softmax, lse is
-        the sum of a row's weights, or 0 where nothing is divided by it.
+        the sum of a row's weights, or 0 where nothing is divided by it. Where the spec returns
+        maxima, the largest score of each row is a third result, of the kind of lse.
 
     Scores, statistics and accumulators are float32, P is rounded to a 16-bit operand dtype before
     P V; for float64 operands everything is float64. Products of q and k are as
@@ -56,19 +57,20 @@ def forward(
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = _empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
-    lse = torch.empty(q.shape[:3], dtype=dtype)
+    rows = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)  # LSE, and maxima
     if spec.packed:
         out.zero_()
-        lse.fill_(signature_of(spec).lse_of_nothing)
+        rows.fill_(signature_of(spec).lse_of_nothing)
     waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
-        of_q, of_out, of_lse = sequence.of_queries(q, out, lse)
+        of_q, of_out, of_rows = sequence.of_queries(q, out, rows)
         of_k, of_v = sequence.of_keys(k, v)
         if problem.is_empty:
-            _without_keys(problem, of_out, of_lse)
+            of_rows.fill_(-math.inf)
+            _without_keys(problem, of_out, of_rows[..., 0])
             continue
         for chunk in chunks:
-            waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_lse
+            waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_rows
     threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
     works = [Workspace(dtype) for _ in range(threads)]
     # Threads share the chunks; the tiles of each chunk where there are fewer chunks than threads.
@@ -82,7 +84,7 @@ def forward(
             _chunk(chunk, works[thread:], of_tiles, *tensors)
 
     share(of_chunks, len(waiting), compute)
-    return out, lse
+    return out, *(each.contiguous() for each in rows.unbind(-1))
 
 
 def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
@@ -104,8 +106,8 @@ def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(batch, heads, seq, dim, dtype=dtype)
 
 
-def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes out and lse of a chunk of few scores, in float64 and without tiles.
+def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor) -> None:
+    """Writes the results of a chunk of few scores, in float64 and without tiles.
 
     The time of such a chunk is that of its operations in torch, and these are fewer.
     """
@@ -115,7 +117,9 @@ def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     if of.removed is not None:
         scores.masked_fill_(of.removed, -math.inf)
     sums = scores.logsumexp(-1, keepdim=True)
-    lse.copy_(sums.view(lse.shape))
+    rows[..., 0].copy_(sums.view(rows.shape[:3]))
+    if of.problem.spec.returns_maxima:
+        rows[..., 1].copy_(scores.amax(-1).view(rows.shape[:3]))
     # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
     p = scores.sub_(sums.clamp_min_(_LOWEST)).exp_()
     out.copy_(torch.bmm(p, v).view(out.shape))
@@ -132,26 +136,26 @@ def _chunk(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    rows: Tensor,
 ) -> None:
-    """Writes out and lse of one chunk; ``threads`` share its tiles, with a workspace each."""
+    """Writes the results of one chunk; ``threads`` share its tiles, with a workspace each."""
     problem, chunk = scores.problem, scores.chunk
     q, k, v, power_of_2 = alone(threads, lambda: _operands(scores, q, k, v))
     o = chunk.result_for(out, q.shape[1], problem.real)
-    statistics = chunk.result_for(lse[..., None], q.shape[1], problem.real)
+    statistics = chunk.result_for(rows, q.shape[1], problem.real)
     group = problem.sizes.group
     tiles = [*problem.queries.tiles()][::-1]  # the last tiles of causal masks take longest
 
     def compute(thread: int, item: int) -> None:
         start, stop = tiles[item]
-        rows = slice(start * group, stop * group)
-        given, results = (q[:, rows], k, v), (o[:, rows], statistics[:, rows])
+        own = slice(start * group, stop * group)
+        given, results = (q[:, own], k, v), (o[:, own], statistics[:, own])
         tile = _query_tile if problem.spec.is_softmax else _weighted_tile
         tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
 
     share(threads, len(tiles), compute)
     alone(threads, lambda: chunk.to_queries(out, o))
-    chunk.to_queries(lse[..., None], statistics)
+    chunk.to_queries(rows, statistics)
 
 
 def _operands(
@@ -172,14 +176,15 @@ def _query_tile(
     power_of_2: bool,
     results: tuple[Tensor, Tensor],
 ) -> None:
-    """Writes O and LSE of the query positions ``rows``.
+    """Writes O, LSE and the largest scores of the query positions ``rows``.
 
     Args:
         operands: q of these positions, [pairs, rows * group, head_dim]; k and v, [pairs, seq_k, x].
         power_of_2: as in `Products`.
-        results: rows of O and of LSE.
+        results: rows of O, and of LSE with the largest scores beside it.
     """
-    problem, (q, k, v), (out, lse) = of.problem, operands, results
+    problem, (q, k, v), (out, of_rows) = of.problem, operands, results
+    lse, largest = of_rows[..., :1], of_rows[..., 1:]
     lowest = torch.finfo(problem.real).min
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
@@ -215,7 +220,10 @@ def _query_tile(
     if row_max is None or row_sum is None:
         out.zero_()
         lse.copy_(alone)
+        largest.fill_(-math.inf)
         return
+    if problem.spec.returns_maxima:
+        torch.div(row_max, LOG2_E if power_of_2 else 1.0, out=largest)
     empty = row_max == -math.inf
     row_max.clamp_min_(lowest)
     if problem.sink is not None:

@@ -22,7 +22,6 @@ from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import (
     draw_rng,
     new_rng,
-    refuse_exported_statistics,
     refuse_positional,
     refuse_return_lse,
     refuse_two_requests,
@@ -105,6 +104,7 @@ class Attention:
 
     Attributes:
         spec: the variant that is computed.
+        is_exported: whether the kernels are those of an export.
         own_statistics: the name of each statistic that the spec names, and what it is over:
             "keys" or "queries".
     """
@@ -117,6 +117,8 @@ class Attention:
         self._draws = self._operator.signature.draws
         self._used = self._operator
         self._variants = SimpleNamespace()
+        self._for_maxima: Attention | None = None
+        self.is_exported = isinstance(spec, CallProgram)
         own = getattr(spec, "statistics", ())
         self.own_statistics = tuple((name, each.over) for name, each in own)
 
@@ -199,7 +201,7 @@ class Attention:
         arch: str | None = None,
         deterministic: bool | None = None,
         **captures: Any,
-    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]:
         """Computes attention of q over k and v, with gradients for them and for learned tensors.
 
         The algorithm is that of FlashAttention-2 (Dao, 2023): Algorithm 1 forward, Algorithm 2
@@ -395,6 +397,24 @@ class Attention:
 
     # Statistics: `flashgen.calls.ops.statistics`.
 
+    def with_maxima(self, *operands: Any, **rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """out, lse and the largest score of each row, of one kernel: a call with return_lse."""
+        self._make_for_maxima()
+        made = self._for_maxima
+        assert made is not None, "made above"
+        results: Any = made(*operands, return_lse=True, **rest)
+        if not torch.compiler.is_compiling():
+            self._used = made._used
+        out, lse, maxima = results
+        return out, lse, maxima
+
+    @runs_while_traced
+    def _make_for_maxima(self) -> None:
+        if self._for_maxima is None:
+            from flashgen.spec.language.signature import returning_maxima
+
+            self._for_maxima = attention(returning_maxima(_of_output(self.spec)))
+
     @property
     def signature(self) -> CallSignature:
         """The arguments of calls."""
@@ -420,8 +440,6 @@ class Attention:
 
         program = program_of(self.spec)
         spec = program.variant(Variant(*fields))
-        if isinstance(spec, CallProgram):
-            refuse_exported_statistics()
         made = statistic_spec(spec, name)
         operator = operator_of(with_columns(made, columns) if columns else made)
         setattr(self._variants, operator.name, operator)

@@ -208,7 +208,10 @@ def differentiate_native(
 
 
 class Attend(torch.autograd.Function):
-    """out and lse of one operator. The tensors are q, k, v, rng and the captured tensors."""
+    """The results of one operator. The tensors are q, k, v, rng and the captured tensors.
+
+    A third result, the largest score of each row, has no derivatives.
+    """
 
     @staticmethod
     def forward(
@@ -219,7 +222,7 @@ class Attend(torch.autograd.Function):
         v: Tensor,
         rng: Tensor | None,
         *captured: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         operands = Operands(q, k, v, captured, rng)
         if is_plain(q, k, v) and are_plain(captured) and not q.is_meta:
             return operator.compute(operands, operator.numbers_in(options))
@@ -227,12 +230,15 @@ class Attend(torch.autograd.Function):
             return operator.dispatch(operands, options)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         operator, options, q, k, v, rng, *captured = inputs
-        _save(ctx, operator, options, q, k, v, *output, rng, *captured)
+        _save(ctx, operator, options, q, k, v, *output[:2], rng, *captured)
+        ctx.mark_non_differentiable(*output[2:])
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         operator: Operator = ctx.operator
@@ -249,7 +255,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def jvp(
         ctx: Any, _operator: Any, _options: Any, q: Any, k: Any, v: Any, _rng: Any, *captured: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         operator: Operator = ctx.operator
         options, tensors = _saved(ctx)
         # Without their tangents: the function of the tangents is differentiated by itself.
@@ -257,7 +263,8 @@ class Attend(torch.autograd.Function):
         operands = Operands(own_q, own_k, own_v, tuple(own), rng)
         check_moving(operator.signature, captured)
         moving = Tangents(q, k, v, operator.of_learned(captured))
-        return push(operator, options, operands, (out, lse), moving)
+        no_more = (None,) * operator.signature.returns_maxima
+        return (*push(operator, options, operands, (out, lse), moving), *no_more)
 
 
 class AttendPlain(torch.autograd.Function):
@@ -273,10 +280,11 @@ class AttendPlain(torch.autograd.Function):
         v: Tensor,
         rng: Tensor | None,
         *captured: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         results = operator.compute(Operands(q, k, v, captured, rng), options)
         dual = forward_ad._current_level >= 0
-        _save(ctx, operator, options, q, k, v, *results, rng, *captured, forward=dual)
+        _save(ctx, operator, options, q, k, v, *results[:2], rng, *captured, forward=dual)
+        ctx.mark_non_differentiable(*results[2:])
         return results
 
     backward = Attend.backward

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 def dispatched_call(
     operator: Operator, operands: Operands, options: CallOptions
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """A call whose numbers may be symbols, which are checked when it runs.
 
     Raises:
@@ -64,7 +64,7 @@ def dispatched_call(
         if torch.compiler.is_dynamo_compiling():
             keep_uncached(operator)
         overload = operator.of_this_rank
-    result: tuple[Tensor, Tensor] = overload(
+    result: tuple[Tensor, ...] = overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars
     )
     return result

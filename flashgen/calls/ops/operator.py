@@ -78,8 +78,8 @@ class Operator:
         parts: what these rules found for calls of a kind.
         of_this_rank: ``overload`` for calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
-        native: the calls that need no Python; None before the first call on a GPU, and where the
-            native part is not used.
+        native: the calls that need no Python; None before the first call on a GPU, where the
+            native part is not used, and where calls have a third result.
     """
 
     overload: Any
@@ -168,10 +168,10 @@ class Operator:
 
     # Calls through torch's dispatcher.
 
-    def dispatch(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
+    def dispatch(self, operands: Operands, options: CallOptions) -> tuple[Tensor, ...]:
         q, k, v, captured, rng = operands
         p, scale, *floats = self.float_tensors(options)
-        result: tuple[Tensor, Tensor] = self.overload(
+        result: tuple[Tensor, ...] = self.overload(
             q, k, v, *captured, *floats, rng, p, scale, **self.keywords(options)
         )
         return result
@@ -234,8 +234,8 @@ class Operator:
 
     # Direct calls.
 
-    def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, Tensor]:
-        """Computes out and lse of ordinary tensors; each combination of options is checked once."""
+    def compute(self, operands: Operands, options: CallOptions) -> tuple[Tensor, ...]:
+        """Computes the results of ordinary tensors; each combination of options is checked once."""
         if type(options.dropout_p) is not float:
             options = _with_probability(options)
         key = _key(operands, options)
@@ -250,14 +250,15 @@ class Operator:
             call = forward.prepare(self.spec, operands, options)
             if call.target.settled and key is not None:
                 _cache(self._forwards, key, call)
-            if self.native is None and call.target.backend == "gpu":
+            serves = call.target.backend == "gpu" and not self.signature.returns_maxima
+            if self.native is None and serves:
                 self.native = native_calls.attach(self.differentiate)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
-        out, lse, self.done = call.run(operands)
+        *results, self.done = call.run(operands)
         if self.native is not None:
             self.native.forget_forward()
-        return out, lse
+        return tuple(results)
 
     def compute_backward(
         self,

@@ -160,7 +160,8 @@ def register(operator: Operator) -> None:
         check_traced(signature, operands, operator.options(by_name, floats).scalars)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         dtype = None if signature.out_dtype is None else getattr(torch, signature.out_dtype)
-        return empty_rows(q, signature.head_dim_v, dtype), lse
+        maxima = [torch.empty_like(lse)] if signature.returns_maxima else []
+        return empty_rows(q, signature.head_dim_v, dtype), lse, *maxima
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
         operands, _, floats = _values(operator, tensors, 4)
@@ -350,10 +351,9 @@ def _define(operator: Operator) -> None:
             way_out="one tensor with a further dimension for several of the same shape, as in "
             "table[i, h, k]",
         )
+    returned = "Tensor out, Tensor lse" + ", Tensor max_scores" * signature.returns_maxima
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(
-        f"{name}({operands}, {optional}, *, {numbers}) -> (Tensor out, Tensor lse)", tags=tags
-    )
+    _library.define(f"{name}({operands}, {optional}, *, {numbers}) -> ({returned})", tags=tags)
     _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
     moving = f"{operands}, Tensor?[] tangents, Tensor?[] results, {optional}, *, {numbers}"
     of_results = "Tensor out_tangent, Tensor lse_tangent"

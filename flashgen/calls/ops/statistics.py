@@ -1,8 +1,9 @@
 """A call that returns statistics beside its output.
 
-The statistics are computed by further calls, of the specs that `statistic_spec` makes: for each one
-pass over the scores. A call and its statistics take the same way through torch, so that they can be
-compiled, mapped and traced alike.
+The forward kernel writes LSE and, for a softmax, the largest scores. Other statistics are computed
+by further calls, of the specs that `statistic_spec` makes: for each one pass over the scores. A
+call and its statistics take the same way through torch, so that they can be compiled, mapped and
+traced alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from flashgen.calls.ops.dispatched_call import dispatched_call
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.runtime.arguments.call import Call
+from flashgen.calls.runtime.arguments.options import refuse_exported_statistics
 from flashgen.calls.runtime.arguments.refusals import (
     is_dtensor,
     refuse,
@@ -68,22 +70,22 @@ def call_with_statistics(
         InputError: as for the call; or a statistic is not available for it.
     """
     request = _checked(op, request)
-    names = request.max_scores or request.entropy or request.key_mass
     softmax = op.signature.normalize == "softmax"
     found: dict[str, Any] = {}
     q, k, v, _, rng = operands
-    result: Any = op(  # type: ignore[call-overload]
-        *(q, k, v),
-        rng=rng,
-        return_lse=softmax,
-        **dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)),
-        **part,
-        **captures,
-    )
-    out, lse = result if softmax else (result, None)
+    given = dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)) | part
+    out: Any
+    # Kernels of other weights have no maximum of scores, and the rules of DTensors no third result.
+    if request.max_scores and softmax and not is_dtensor(q):
+        out, lse, found["max_scores"] = op.with_maxima(q, k, v, rng=rng, **given, **captures)
+        request = request._replace(max_scores=False)
+    elif softmax:
+        out, lse = op(q, k, v, rng=rng, return_lse=True, **given, **captures)
+    else:
+        out, lse = op(q, k, v, rng=rng, **given, **captures), None
     if request.lse:
         found["lse"] = lse
-    if names or op.own_statistics or request.block_mass:
+    if any(request[1:]) or op.own_statistics:
         passes = Passes(op, operands, options, captures, lse, **part)
         if request.max_scores:
             found["max_scores"] = passes.statistic("max_scores")
@@ -127,6 +129,8 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
         )
     truths = {name: bool(value) for name, value in values.items() if name != "block_mass"}
     asked = AuxRequest(**truths, block_mass=block)
+    if op.is_exported and asked != AuxRequest(lse=True):
+        refuse_exported_statistics()
     if op.signature.normalize != "softmax" and (asked.lse or asked.entropy):
         refuse(
             "weights that are no exponentials have no log-sum-exp and no entropy",
@@ -276,7 +280,7 @@ class Passes:
         v: Tensor,
         captured: Mapping[str, Tensor],
         options: CallOptions,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         tensors = tuple([captured[name] for name in operator.tensors])
         scalars = tuple([self._scalars[name] for name in operator.scalars])
         options = options._replace(scalars=scalars)

@@ -83,7 +83,7 @@ def run_forward(
     )
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
     call = forward.prepare(program, operands, options, launch)
-    out, lse, record = call.run(operands)
+    out, lse, *_, record = call.run(operands)
     return ForwardRun(out, lse, forward.report(record), rng if call.drops or draws else None)
 
 

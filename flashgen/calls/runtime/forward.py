@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -105,8 +106,11 @@ class PreparedForward(PreparedCall):
         if self.signature.split and not call.is_empty:
             self._splits = Splits(self.program, call, target)
 
-    def run(self, operands: Operands) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-        """Returns out, lse, and the fields of a `ForwardOutcome` for `report`."""
+    def run(self, operands: Operands) -> tuple[Any, ...]:
+        """Returns the results of the call, and the fields of a `ForwardOutcome` for `report`.
+
+        The results are out, lse and, where the signature says so, the largest score of each row.
+        """
         q, k, v, captured, rng = operands
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -134,6 +138,7 @@ class PreparedForward(PreparedCall):
             to_out, to_lse = self._splits.parts(out, lse)
             if self.signature.packed:
                 to_lse.fill_(of_nothing)
+        maxima = self._like_lse(to_lse)
         at: tuple[int, ...]
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
         if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
@@ -142,7 +147,7 @@ class PreparedForward(PreparedCall):
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
         kernel = self._kernels.get(width)
         if kernel is None:
-            kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse), by_name)
+            kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse, maxima), by_name)
         bound = kernel.bound
         built, self._built = self._built, 0.0
         counters = merge = None
@@ -152,13 +157,16 @@ class PreparedForward(PreparedCall):
             tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         start = perf_counter()
         if self.target.backend == "gpu" and not by_name:
+            if maxima is not None:
+                at = (*at, maxima.data_ptr())
             if rng is not None:
                 at = (*at, rng.data_ptr())
             if bound.blocks is not None:
                 at = (*at, 0 if tile_counter is None else tile_counter.data_ptr())
             bound.launch(at, self.target.index)
         else:
-            tensors = _tensors(q, k, v, to_out, to_lse) | {"rng": rng, "tile_counter": tile_counter}
+            tensors = _tensors(q, k, v, to_out, to_lse, maxima)
+            tensors |= {"rng": rng, "tile_counter": tile_counter}
             if kernel.tables is not None:
                 tensors |= pointers_of(by_name)
                 made, tables = kernel.tables.run(self.target, by_name, self.launch)
@@ -168,7 +176,18 @@ class PreparedForward(PreparedCall):
         seconds = perf_counter() - start
         if self._splits is not None:
             merge = self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
-        return out, lse, (self, width, reason, kernel, counters, built, seconds, tables, merge)
+        done = self, width, reason, kernel, counters, built, seconds, tables, merge
+        if maxima is None:
+            return out, lse, done
+        return out, lse, maxima if self._splits is None else maxima.amax(0), done
+
+    def _like_lse(self, lse: Tensor) -> Tensor | None:
+        """Where the kernel writes the largest scores of rows; None where it writes none."""
+        if not self.signature.returns_maxima:
+            return None
+        maxima = torch.empty_like(lse)
+        # Rows outside all sequences are rows without keys.
+        return maxima.fill_(-math.inf) if self.signature.packed else maxima
 
     def _kernel(
         self, width: int, tensors: Tensors, captured: Mapping[str, Tensor]
@@ -215,9 +234,7 @@ class PreparedForward(PreparedCall):
         bases = map(memory_layout.base_obstacle, _NAMES, tensors)
         return self._obstacle or next(text for text in bases if text)
 
-    def _without_scores(
-        self, q: Tensor, captured: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    def _without_scores(self, q: Tensor, captured: tuple[Tensor, ...]) -> tuple[Any, ...]:
         out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
         if self.signature.sink is None:
             of_nothing = self.signature.lse_of_nothing
@@ -225,27 +242,26 @@ class PreparedForward(PreparedCall):
         else:
             by_name = named(self.signature, captured)
             lse = lse_without_keys(self.signature, by_name, q, self.call)
-        return out, lse, ForwardOutcome(self, 0, EMPTY)
+        maxima = [lse.new_full(lse.shape, -math.inf)] if self.signature.returns_maxima else []
+        return out, lse, *maxima, ForwardOutcome(self, 0, EMPTY)
 
-    def _on_cpu(
-        self, operands: Operands, captured: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    def _on_cpu(self, operands: Operands, captured: Mapping[str, Tensor]) -> tuple[Any, ...]:
         from flashgen.calls import cpu
 
         start = perf_counter()
         q, k, v, _, rng = operands
         with without_autocast():
             if self.signature.paged:
-                out, lse = self._of_contiguous(operands, captured)
+                results = self._of_contiguous(operands, captured)
             else:
                 tiles = self._tiles(q, k, captured, rng, backward=False)
-                out, lse = cpu.forward(self.spec, q, k, v, *tiles)
+                results = cpu.forward(self.spec, q, k, v, *tiles)
         seconds = perf_counter() - start
-        return out, lse, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
+        return *results, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
 
     def _of_contiguous(
         self, operands: Operands, captured: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The results of a call with a paged cache, from copies of its keys and values."""
         from flashgen.calls import cpu
         from flashgen.spec.language.signature import contiguous
@@ -253,15 +269,18 @@ class PreparedForward(PreparedCall):
         spec = contiguous(self.spec)
         copied = contiguous_call(*operands[:3], captured)
         arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
-        out, lse = cpu.forward(spec, *copied[:3], arguments)
+        out, *of_rows = cpu.forward(spec, *copied[:3], arguments)
         q = operands.q
         out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
-        return out, copied.of_queries(lse, q)
+        return out, *(copied.of_queries(each, q) for each in of_rows)
 
 
-def _tensors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor | None]:
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, maxima: Tensor | None
+) -> dict[str, Tensor | None]:
     """Operands and results by their names in kernels; paged ones call k and v caches."""
-    return {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v, "o": o, "lse": lse}
+    results = {"o": o, "lse": lse, "max_scores": maxima}
+    return {"q": q, "k": k, "v": v, "k_cache": k, "v_cache": v, **results}
 
 
 def report(fields: tuple[Any, ...]) -> Report:

@@ -218,6 +218,13 @@ class SpecProgram(CallProgram):
 
         return program_of(without_dropout(self.spec))
 
+    @property
+    def _of_others(self) -> AttentionSpec:
+        """The spec whose kernels are all but the forward kernel."""
+        from flashgen.spec.language.signature import returning_maxima
+
+        return returning_maxima(self.spec, False)
+
     def learning(self, names: frozenset[str]) -> CallProgram:
         from flashgen.spec.language.signature import learning
 
@@ -262,7 +269,7 @@ class SpecProgram(CallProgram):
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
-        return remembered(self.spec, arch, which, call, index)
+        return remembered(self._of_others, arch, which, call, index)
 
     def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
         from flashgen.kernels.pipeline import build
@@ -293,7 +300,7 @@ class SpecProgram(CallProgram):
         from flashgen.kernels.pipeline import build_backward
 
         return build_backward(
-            self.spec,
+            self._of_others,
             arch,
             sram=launch.sram,
             deterministic=deterministic,
@@ -309,7 +316,9 @@ class SpecProgram(CallProgram):
         from flashgen.kernels.pipeline import build_tangent
 
         tile = launch.tiles.get("tangent")
-        return build_tangent(self.spec, arch, names, sram=launch.sram, tile=tile, ranges=ranges)
+        return build_tangent(
+            self._of_others, arch, names, sram=launch.sram, tile=tile, ranges=ranges
+        )
 
     def moves(self, names: tuple[str, ...]) -> bool:
         from flashgen.kernels.planner import moves
@@ -319,7 +328,7 @@ class SpecProgram(CallProgram):
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_minmax_tables
 
-        return build_minmax_tables(self.spec, arch)
+        return build_minmax_tables(self._of_others, arch)
 
     def merge(self, arch: str) -> LaunchableKernel:
         from flashgen.kernels.pipeline import build_merge

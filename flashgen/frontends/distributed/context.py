@@ -104,7 +104,8 @@ class Context:
             operands: those of the call, with the rows of the chunk as q.
             keys: its number is that of the first of its chunks.
         """
-        return operator.compute(*self._arguments(operator, operands, number, keys))
+        out, lse = operator.compute(*self._arguments(operator, operands, number, keys))
+        return out, lse
 
     def backward(
         self, operands: Operands, results: OutputGradients, number: int, keys: Chunk

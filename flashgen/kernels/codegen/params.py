@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from flashgen.kernels.codegen.source import Param
 from flashgen.shared.dtypes import SCALAR_DTYPES
@@ -77,7 +77,8 @@ _PER_ROW = "[batch, heads_q, seq_q]"
 _LOG = "natural log"
 _LSE = f"{_PER_ROW}, {_LOG}"
 _ROWS = "[batch, heads_q, seq_q, 2]: base of P, and delta = rowsum(dO * O) - dLSE"
-_FORWARD_ROWS = (Param("lse", "float*", _LSE),)
+_MAX_SCORES = Param("max_scores", "float*", f"{_PER_ROW}, the largest score of each row")
+_FORWARD_ROWS = (Param("lse", "float*", _LSE), _MAX_SCORES)
 _DELTA_ROWS = (
     Param("lse", "const float*", _LSE),
     Param("dlse", "const float*", f"{_PER_ROW}; null: zeros"),
@@ -163,7 +164,8 @@ def params_of(
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split:
         params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
-        rows = (Param("lse", "float*", _OF_SPLITS.format(_LSE[1:])), *_SPLITS)
+        of_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
+        rows = (*of_splits, *_SPLITS)
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", path.dq_sums))
@@ -197,7 +199,7 @@ def params_of(
 
 def _of_weights(param: Param) -> Param:
     """The parameter of a kernel whose weights are no exponentials."""
-    return dataclasses.replace(param, what=param.what.replace(_LOG, "sums of weights"))
+    return replace(param, what=param.what.replace(_LOG, "sums of weights"))
 
 
 def head_in_whole(spec: AttentionSpec, head: str) -> str:
@@ -231,14 +233,14 @@ def _of_all_sequences(param: Param) -> Param:
     what = sizes.get(param.name, param.what.replace("[batch, ", "[1, "))
     if param.ctype == "tensormap":
         what += ", with ragged rows"
-    return dataclasses.replace(param, what=what)
+    return replace(param, what=what)
 
 
 def _of_pages(param: Param) -> Param:
     """The field with the comment that it has where keys and values are in pages."""
     if param.name not in _CACHES:
         return param
-    return dataclasses.replace(param, what=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
+    return replace(param, what=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
 
 
 def tangent_field(name: str) -> str:

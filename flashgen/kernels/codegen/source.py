@@ -146,6 +146,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     place = role if role in ("forward", "tangent") else f"backward_{role}"
     place += "".join(f"_{name}" for name in plan.tangents)
     place += "_parts" if plan.in_parts else ""
+    place += "_max_scores" if plan.returns_maxima else ""
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""
     return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}_{dims}{heads}{wide}"

@@ -337,7 +337,7 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
-        return operands + queries * (plan.head_dim_v * plan.out_itemsize + LSE_BYTES)
+        return operands + queries * (plan.head_dim_v * plan.out_itemsize + plan.lse_bytes)
     parts, _ = plan.parts_of_group(*sizes)
     rows = (sizes.heads_q, sizes.seq_q)
     if plan.of_parts is not None:

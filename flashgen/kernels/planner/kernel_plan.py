@@ -89,6 +89,7 @@ class Plan(LaunchRules):
             in their order.
         of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
+        returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
             "dkdv" and "fused" owns block_k keys and walks the queries in steps of block_q; any
@@ -173,6 +174,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     has_rows: bool = True
     partial: bool = False
+    returns_maxima: bool = False
     box_k: int = 0
     gathers: bool = False
     box_q: int = 0
@@ -186,6 +188,11 @@ class Plan(LaunchRules):
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize
+
+    @property
+    def lse_bytes(self) -> int:
+        """Bytes that "forward" writes of a row beside O: LSE, and the largest score."""
+        return 8 if self.returns_maxima else 4
 
     @property
     def moving(self) -> tuple[str, ...]:

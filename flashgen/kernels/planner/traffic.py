@@ -221,7 +221,7 @@ def forward_traffic(
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
     kv_touched = rows_in(set(chain(*walks)), plan.walked_keys, seq_k)
-    q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * LSE_BYTES
+    q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * plan.lse_bytes
     neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
     logits = heads_q * plan.sink_bytes
     lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads

@@ -46,7 +46,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
     assert spec.head_dim_v is not None, "set when a spec is made"
     divisible = _divisible(spec)
     return CallSignature(
-        name=spec.name,
+        name=f"{spec.name}_max_scores" if spec.returns_maxima else spec.name,
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         dtype=spec.dtype,
@@ -62,6 +62,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         zero_divisions=_zero_divisions(spec),
         offsets=tuple(tensor.name for tensor in spec.offsets),
         split=spec.split,
+        returns_maxima=spec.returns_maxima,
         paged=spec.paged,
         normalize=spec.normalizer,
         divisible=tuple(divisible),
@@ -249,6 +250,16 @@ def split(spec: AttentionSpec) -> AttentionSpec:
         whole = with_options(whole, **_substituted(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}))
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
     return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
+
+
+@functools.lru_cache(maxsize=1024)
+def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpec:
+    """``spec`` for calls whose third result is the largest score of each row, float32.
+
+    The score is that after score_mod; -inf stands for rows without keys. Only the forward kernel
+    is another one, and its first two results are those of ``spec``, whose weights are a softmax.
+    """
+    return _changed(spec, "returns_maxima", returned)
 
 
 def refuse_backward(spec: AttentionSpec) -> None:

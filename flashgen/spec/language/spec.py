@@ -120,6 +120,8 @@ class AttentionSpec:
             (`flashgen.spec.language.signature.partial`).
         split: whether the keys of a call are split, and the results over each split merged
             (`flashgen.spec.language.signature.split`).
+        returns_maxima: whether the forward kernel writes the largest score of each row beside LSE
+            (`flashgen.spec.language.signature.returning_maxima`).
 
     Raises:
         SpecError: an option is outside its range, or a mod cannot be traced. One error reports
@@ -155,6 +157,7 @@ class AttentionSpec:
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
     split: bool = field(init=False, repr=False, default=False)
+    returns_maxima: bool = field(init=False, repr=False, default=False)
 
     def __new__(cls, *given: object, **options: object) -> AttentionSpec:
         """An empty spec. It refuses options that there are not, for which Python has no way out."""
@@ -320,6 +323,7 @@ class AttentionSpec:
             self.block_sparse,
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
+            *(("returns_maxima",) if self.returns_maxima else ()),
             *(("paged",) if self.paged else ()),
             *(() if self.is_softmax else (self.normalizer,)),
         )
