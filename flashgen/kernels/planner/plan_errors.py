@@ -134,7 +134,7 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
         if not lower.excesses:
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    for parts in range(2, MOST_PARTS + 1) if problem.kernel == "forward" else ():
+    for parts in range(2, MOST_PARTS + 1):
         of_part = VECTOR * math.ceil(d_v / parts / VECTOR)
         if not smallest(problem.given_as(d_v=of_part)).excesses:
             yield (
