@@ -41,7 +41,7 @@ class SpecChanges:
     """What a spec gets instead of its own."""
 
     dtype: Annotated[str | None, "DTYPE", f"Instead: {', '.join(OPERAND_DTYPES)}."] = None
-    head_dim: Annotated[int | None, "Another head dim: a multiple of 8 up to 256."] = None
+    head_dim: Annotated[int | None, "Another head dim: a multiple of 8 up to 576."] = None
     head_dim_v: Annotated[int | None, "Another head dim of v and the output."] = None
 
 
