@@ -13,6 +13,7 @@ from flashgen.spec.language.spec_file import load
 from flashgen.tools.cli.captured_tensors import tensor_values
 from flashgen.tools.cli.inputs import Shape
 from tests.support.commands import CAUSAL, WINDOWED, flashgen, rows
+from tests.support.examples import spec_path
 
 
 def test_run_ends_with_a_table_that_says_pass():
@@ -45,6 +46,15 @@ def test_run_takes_the_options_that_change_the_problem(windowed):
     assert "window = 7" in table["scalars"]
     assert "(slope: the file's example)" in table["scalars"]
     assert table["arch"] == "sm_90"
+
+
+def test_run_compares_the_gradients_of_weights_which_have_no_lse():
+    of_weights = str(spec_path("relu_squared"))
+    result = flashgen("run", of_weights, "--backward", "--shape", "1,1,16", "--backend", "emulator")
+    assert result.exit_code == 0, result.output
+    table = rows(result.stdout)
+    assert all(table[name].startswith("pass") for name in ("out", "dq", "dk", "dv"))
+    assert "lse" not in table
 
 
 @pytest.mark.slow

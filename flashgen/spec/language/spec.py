@@ -262,6 +262,11 @@ class AttentionSpec:
         return self.normalizer != "none"
 
     @property
+    def row_results(self) -> tuple[str, ...]:
+        """What forward kernels return for each row beside the output."""
+        return ("lse",) if self.is_softmax else ("sums",) if self.sums_weights else ()
+
+    @property
     def draws(self) -> bool:
         """Whether the mods call fg.rand."""
         return any(tensor.name == RANDOM_STATE for tensor in self.tensors)

@@ -84,7 +84,9 @@ def random_call(
     if arguments.dropout:
         options["dropout_p"] = arguments.dropout
     examples = frozenset([*scalar_examples, *tensor_examples])
-    return RandomCall((q, k, v), (dout, dlse), options, examples)
+    # Weights that are no exponentials have no LSE.
+    of_results = dout, dlse if spec.is_softmax else None
+    return RandomCall((q, k, v), of_results, options, examples)
 
 
 def operand_elements(spec: AttentionSpec, sizes: Shape) -> int:
