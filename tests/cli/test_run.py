@@ -68,7 +68,7 @@ def test_run_compares_gradients_and_tangents_without_a_softmax():
     assert rows(result.stdout)["tangent"].startswith("retention_tangent_q_k_v_bf16_d16: ")
     for name in ("dq", "dk", "dv", "out's tangent"):
         assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
-    assert "lse's tangent" not in result.stdout
+    assert not {"lse", "lse's tangent"} & set(rows(result.stdout))
 
 
 def test_run_takes_several_orders_of_the_emulator_and_compares_their_bits(monkeypatch):
