@@ -208,7 +208,12 @@ def judged_gradients(
     return judged
 
 
-def judge_tangents(
+def judge_tangents(*of: Any, **call: Any) -> dict[str, Verdict]:
+    """The verdicts of `judged_tangents`, whose arguments and errors it has, alone."""
+    return {name: each.verdict for name, each in judged_tangents(*of, **call).items()}
+
+
+def judged_tangents(
     found: Sequence[Tensor],
     spec: AttentionSpec,
     q: Tensor,
@@ -216,7 +221,7 @@ def judge_tangents(
     v: Tensor,
     moving: Tangents,
     **call: Unpack[OracleArguments],
-) -> dict[str, Verdict]:
+) -> dict[str, Judged]:
     """The verdicts on the tangents of out and lse; of out alone without a softmax.
 
     Args:
@@ -234,7 +239,7 @@ def judge_tangents(
         strict=False,
     )
     return {
-        name: compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept)
+        name: Judged(compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept), exact, same)
         for name, got, exact, same, kept in rows
     }
 

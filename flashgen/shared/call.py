@@ -66,6 +66,9 @@ class Tangents(NamedTuple):
     captured: tuple[Tensor | None, ...] = ()
 
 
+NO_TANGENTS = Tangents()
+
+
 class ResultTangents(NamedTuple):
     """The tangents of the results of a forward call and of their gradients; None for zeros."""
 
@@ -77,18 +80,20 @@ class ResultTangents(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one call, forward and backward, for tools.
+    """The inputs of one call, forward, backward and in forward mode, for tools.
 
     Attributes:
         operands: q, k, v.
         gradients: the gradients of out and of lse, the second may be None.
         options: scalars, tensors, offsets, scale, dropout_p and rng, as for
             `flashgen.calls.ops.run_forward`.
+        tangents: those of the operands.
     """
 
     operands: tuple[Tensor, Tensor, Tensor]
     gradients: tuple[Tensor, Tensor | None]
     options: dict[str, Any]
+    tangents: Tangents = NO_TANGENTS
 
 
 class CallOptions(NamedTuple):

@@ -60,7 +60,7 @@ def test_the_work_of_a_call_is_known_before_it_runs(deterministic):
         run_backward(spec, *tensors, **call.options, **how, deterministic=deterministic)
     launches = [each for each in counted.values() if each not in before]
     assert sum(each.multiply_adds for each in launches) == progress.expected_work(
-        spec, call, arguments, backward=True
+        spec, call, arguments, "backward"
     )
 
 

@@ -13,6 +13,7 @@ from flashgen.spec.language.spec_file import load
 from flashgen.tools.cli.captured_tensors import tensor_values
 from flashgen.tools.cli.inputs import Shape
 from tests.support.commands import CAUSAL, WINDOWED, flashgen, rows
+from tests.support.paths import ROOT
 
 
 def test_run_ends_with_a_table_that_says_pass():
@@ -57,6 +58,17 @@ def test_run_compares_the_gradients_too_with_dropout_and_in_either_mode(windowed
             assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
         assert "dropout" in result.stdout
         assert ("backward_dq" in result.stdout) == bool(mode)
+
+
+def test_run_compares_gradients_and_tangents_without_a_softmax():
+    retention = str(ROOT / "specs" / "retention.py")
+    options = ("--shape", "1,2,1,20,30", "--head-dim", "16", "--head-dim-v", "16")
+    result = flashgen("run", retention, "--backward", "--tangent", *options)
+    assert result.exit_code == 0, result.output
+    assert rows(result.stdout)["tangent"].startswith("retention_tangent_q_k_v_bf16_d16: ")
+    for name in ("dq", "dk", "dv", "out's tangent"):
+        assert re.search(rf"^{name} +pass", result.stdout, re.MULTILINE), result.stdout
+    assert not {"lse", "lse's tangent"} & set(rows(result.stdout))
 
 
 def test_run_takes_several_orders_of_the_emulator_and_compares_their_bits(monkeypatch):

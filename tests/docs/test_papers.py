@@ -368,6 +368,24 @@ def meanflow(
     return attend(scores(q, k), v, everywhere) + elapsed * du
 
 
+def snapkv(q: Tensor, k: Tensor, v: Tensor, observed: int, count: int) -> Tensor:
+    s = scores(q[:, :, -observed:].detach().double(), k.detach().double())
+    mass = softmax(s, CAUSAL[-observed:]).sum(2)[..., :-observed]
+    best = F.avg_pool1d(mass, 5, stride=1, padding=2).topk(count, -1).indices
+    keep = torch.zeros(*mass.shape[:2], N, dtype=torch.bool).scatter(-1, best, True)
+    keep[..., -observed:] = True
+    return attend(scores(q[:, :, -1:], k), v, keep[:, :, None])
+
+
+def entropy_guided(q: Tensor, k: Tensor, v: Tensor, threshold: float) -> Tensor:
+    s = scores(q, k)
+    weights = softmax(s)
+    entropy = -(weights * weights.masked_fill(~CAUSAL, 1).log()).sum(-1)
+    excess = torch.relu(entropy.mean(2) - threshold)
+    out = attend(s, v).to(s.dtype)
+    return torch.cat([out, excess[:, :, None, None].expand(*out.shape[:3], 1)], -1)
+
+
 # ---- inputs -------------------------------------------------------------------------------------
 
 
@@ -427,6 +445,8 @@ def made(name: str) -> dict[str, Any]:
             "index_weight": normal(B, 8, N).abs(),
             "count": 24,
         },
+        "snapkv": {"observed": 16, "count": 24},
+        "entropy_guided": {"threshold": 2.5},
         "meanflow": {
             **{f"{x}_way": normal(*inputs[x].shape) for x in "qkv"},
             "elapsed": 0.25,

@@ -63,6 +63,7 @@ def recorded(sms: int) -> Iterator[list[SimpleNamespace]]:
                 smem=self.smem_bytes,
                 params=self.arguments.packed(addresses),
                 maps=self.arguments.maps,
+                lse=tensors.get("lse"),  # without a softmax, the sum of weights
             )
         )
         return emulate_bound(self, tensors, launch)
@@ -85,6 +86,7 @@ class Compared:
         self.folder, self.arch = open_folder(path), arch
         self.op = fg.load_export(path)
         self.spec = spec_of(name, dropout=self.dropout_p > 0)
+        case = replace(case, dtype=self.spec.dtype)
         self.qkv = case.tensors(3)
         found = values_of(spec_path(name), case)
         self.captures = found["scalars"] | found["tensors"]
@@ -102,8 +104,8 @@ class Compared:
         }
         qkv = [x.detach().requires_grad_(backward) for x in self.qkv]
         with recorded(self.sms) as launches:
-            out, lse = self.op(*qkv, **captures, **drops, return_lse=True, arch=self.arch, **how)
-            self.results = out.detach(), lse.detach()
+            out = self.op(*qkv, **captures, **drops, arch=self.arch, **how)
+            self.results = out.detach(), launches[-1].lse
             if backward:
                 launches.clear()
                 self.dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
@@ -190,6 +192,8 @@ CASE = Case(24, 40, 1, 4, 2, "float16", 16)
         slow("variable_length", "sm_80", {}),
         slow("variable_length", "sm_90a", {}),  # tensor maps with ragged rows
         slow("sink", "sm_80", {}),
+        slow("power", "sm_80", {}),  # a sum of weights in the place of the LSE
+        slow("hstu", "sm_90a", {}),  # no sum, and a learned tensor in the weight
     ],
 )
 def test_a_forward_launch_from_c_has_the_bytes_of_python_and_meets_the_error_rule(
@@ -203,6 +207,9 @@ def test_a_forward_launch_from_c_has_the_bytes_of_python_and_meets_the_error_rul
     assert {x.stream for x in both.library.launches()} == {77}
     both.execute(workspace)
     out, lse = both.memory["o"], both.memory["lse"]
+    if not both.spec.sums_weights:  # nothing is written
+        assert lse.isnan().all()
+        lse = both.results[1]
     if not both.spec.packed:
         assert torch.equal(out, both.results[0])
         verdicts = forward_verdicts((out, lse), both.spec, *both.qkv, **both.numbers)
@@ -222,6 +229,8 @@ def test_a_forward_launch_from_c_has_the_bytes_of_python_and_meets_the_error_rul
         slow("dense_bias", "sm_90a", False),
         slow("document", "sm_80", False),
         slow("variable_length", "sm_90a", False),
+        slow("power", "sm_80", False),
+        slow("hstu", "sm_90a", False),
     ],
 )
 def test_backward_launches_from_c_have_the_bytes_of_python_and_its_gradients(

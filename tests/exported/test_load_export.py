@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.calls.export import ExportRequest, export
 from flashgen.calls.exported import folder as folders
 from flashgen.calls.exported.folder import open_folder
 from flashgen.calls.exported.manifest import FORMAT, PathRecord, digest_of
@@ -92,6 +93,62 @@ print([m for m in sys.modules if m.split(".")[0] in ("sympy", "jinja2") or "bind
     assert torch.equal(out, run.out)
     assert torch.equal(lse, run.lse)
     call.check(run)
+
+
+def draws(score, b, h, q, k):
+    return fg.where(fg.rand(b, h, q, k) < 0.2, -1.0, score)
+
+
+OPEN = {
+    "sum": {"weight_mod": lambda s, b, h, q, k: fg.maximum(s, 0.0) ** 2, "normalize": "sum"},
+    "none": {"weight_mod": lambda s, b, h, q, k: s * fg.rand(b, h, q, k), "normalize": "none"},
+    "rows": {
+        "weight_mod": lambda s, b, h, q, k: s,
+        "normalize": fg.Tensor("rows", ("batch", "heads", "seq_q"), "float32", grad=True),
+    },
+    "sink": {
+        "score_mod": draws,
+        "sink": fg.Tensor("rows", ("heads", "seq_q"), "float32", grad=True),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("sum", "sm_80"),
+        ("sink", "sm_80"),
+        slow("sum", "sm_90a"),
+        slow("none", "sm_80"),
+        slow("rows", "sm_90a"),
+        slow("sink", "sm_90a"),
+    ],
+)
+def test_weights_row_sinks_and_random_numbers_have_the_bits_of_the_compiled_operator(
+    name: str, arch: str, tmp_path: Path
+) -> None:
+    spec = fg.AttentionSpec(**OPEN[name], head_dim=16, name=f"exported_{name}")
+    export(ExportRequest(spec=spec, archs=(arch,), backward=True), tmp_path / name)
+    learned = [tensor for tensor in spec.tensors if tensor.grad]
+    found = []
+    for op in (fg.load_export(tmp_path / name), fg.attention(spec)):
+        qkv = [x.requires_grad_() for x in CASE.tensors(3)]
+        rows = torch.linspace(0.5, 1.5, 4 * CASE.seq_q).reshape(1, 4, -1)
+        given = {t.name: rows[0] if t is spec.sink else rows for t in learned}
+        given = {n: x.clone().requires_grad_() for n, x in given.items()}
+        rng = {"rng": torch.tensor([3, 5])} if name in ("none", "sink") else {}
+        out = op(*qkv, **given, **rng, backend="emulator", arch=arch, split_size=0)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        found.append((out, *torch.autograd.grad(out, (*qkv, *given.values()), dout)))
+    assert all(map(torch.equal, *found))
+
+
+def test_an_export_names_what_has_tangents() -> None:
+    op = fg.load_export(exported("causal", backward=True))
+    q, k, v = CASE.tensors(3)
+    with pytest.raises(InputError, match="an export has no kernel of tangents") as caught:
+        torch.func.jvp(lambda q: op(q, k, v), (q,), (q,))
+    assert_four_lines(caught.value)
 
 
 SPECS = ("causal", "dense_bias", "document", "sink", "block_diagonal", "variable_length", "bigbird")

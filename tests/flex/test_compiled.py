@@ -439,8 +439,17 @@ def not_served() -> dict[str, Any]:
         "BACKEND TRITON": lambda t: flex_attention(*t, kernel_options={"BACKEND": "TRITON"}),
         "torch.float64": lambda t: flex_attention(*[x.double() for x in t]),
         "bessel_j0": lambda t: flex_attention(*t, bessel),
-        "head_dim 320": lambda t: flex_attention(*[x.repeat(1, 1, 1, 20) for x in t]),
+        "head_dim 640": lambda t: flex_attention(*[x.repeat(1, 1, 1, 40) for x in t]),
     }
+
+
+def test_heads_without_a_tile_on_a_gpu_are_not_served_there() -> None:
+    wide = compiled.why_no_tile(512, 512, torch.bfloat16, (9, 0))
+    assert wide.startswith("no tile fits in the registers of a thread: attention(head_dim=512")
+    assert "limit 240 per thread" in wide
+    assert "float32" in compiled.why_no_tile(320, 320, torch.float32, (8, 6))
+    for dims in ((320, 320), (317, 100)):
+        assert not compiled.why_no_tile(*dims, torch.float16, (8, 0))
 
 
 @pytest.mark.parametrize("reason", one_in(4, not_served(), 3))

@@ -73,6 +73,7 @@ LONG = gpu.pick(
         ("causal", Case(2048, 2048, 2, 16, 2, "bfloat16", 128), Mode(0.0, True)),
         ("causal", Case(4224, 4224, 1, 4, 4, "bfloat16", 128), Mode()),
         ("softcap", Case(2048, 2048, 1, 4, 4, "float16", 256), Mode(0.0, True)),
+        ("causal", Case(2048, 2048, 1, 4, 2, "bfloat16", 320), Mode()),
         ("full", Case(1024, 4096, 1, 4, 1, "float16", 96), Mode()),
         ("sliding_window", Case(8192, 8192, 1, 4, 2, "bfloat16", 64), Mode()),
         ("alibi", Case(2048, 2048, 1, 2, 2, "float16", 128), Mode(0.17, True)),

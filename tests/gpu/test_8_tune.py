@@ -14,9 +14,10 @@ import torch
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
 from flashgen.calls.runtime import tuned_tiles as tuned
+from flashgen.calls.runtime.calls import run_tangent
 from flashgen.calls.runtime.tuned_tiles import Winner
 from flashgen.kernels.visits.visited_tiles import KnownCall
-from flashgen.shared.call import Inputs
+from flashgen.shared.call import Inputs, Tangents
 from flashgen.tools.profile.run import problem_of_call
 from flashgen.tools.tune.measure import checked, fastest, on_gpu
 from flashgen.tools.tune.rank import derived, rank
@@ -39,11 +40,12 @@ TIMER = gpu.pick(on_gpu, by_the_wall)
 def inputs(spec, batch, heads, seq) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     shape = (batch, heads, seq, spec.head_dim)
-    q, k, v, dout = (
+    q, k, v, dout, *moving = (
         torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype)).to(gpu.DEVICE)
-        for _ in range(4)
+        for _ in range(7)
     )
-    return Inputs((q, k, v), (dout, None), {"scalars": {}, "tensors": {}})
+    options = {"scalars": {}, "tensors": {}}
+    return Inputs((q, k, v), (dout, None), options, Tangents(*moving))
 
 
 @pytest.mark.parametrize("which", tuned.PASSES)
@@ -74,7 +76,10 @@ def test_the_winner_is_right_remembered_and_taken(which, tmp_path, monkeypatch):
     (q, k, v), (dout, _) = given.operands, given.gradients
     forward = run_forward(spec, q, k, v)
     plans = [forward.plan]
-    if which != "forward":
+    if which == "tangent":
+        run = run_tangent(spec, q, k, v, forward.out, forward.lse, given.tangents)
+        plans = [report.kernel.plan for report in run.reports]
+    elif which != "forward":
         run = run_backward(
             spec, q, k, v, forward.out, forward.lse, dout, deterministic=which == "deterministic"
         )

@@ -127,7 +127,7 @@ def test_what_has_no_kernel_is_refused_with_a_reason(options: dict[str, Any], wh
 
 
 def test_a_head_without_a_kernel_is_refused_with_a_reason() -> None:
-    q = drawn(1, 4, 1, 264)
+    q = drawn(1, 4, 1, 584)
     with diffusers.attention_backend("flashgen"), pytest.raises(fg.InputError, match="no kernel"):
         dispatch_attention_fn(q, q, q)
 

@@ -88,9 +88,9 @@ def test_one_name_for_two_scalars_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "what", "numbers", "way_out"),
     [
-        ({"head_dim": 60}, "head_dim is a multiple of 8 from 8 to 256", "60", "head_dim=64"),
+        ({"head_dim": 60}, "head_dim is a multiple of 8 from 8 to 576", "60", "head_dim=64"),
         ({"head_dim": 0}, "head_dim is a multiple of 8", "0", "head_dim=8"),
-        ({"head_dim": 512}, "head_dim is a multiple of 8", "512", "head_dim=256"),
+        ({"head_dim": 640}, "head_dim is a multiple of 8", "640", "head_dim=576"),
         ({"head_dim": 64.0}, "head_dim is a multiple of 8", "64.0", "head_dim=64"),
         ({"head_dim": None}, "head_dim is a multiple of 8", "None", "head_dim=64"),
         ({"head_dim_v": 7}, "head_dim_v is a multiple of 8", "7", "head_dim_v=8"),

@@ -183,10 +183,38 @@ def test_no_tile_fits_names_the_need_the_limit_and_what_would_fit():
         "  where    wide(head_dim=256, dtype=float32)\n"
         "  numbers  needs 65,536 B at the smallest tile (block_q 32, block_k 16); "
         "limit 40,000 B per block as given by sram\n"
+        "           smem = e*max(block_q*d_qk + stages*block_k*(d_qk + d_v), block_q*d_v)\n"
+        "             = 4*max(32*256 + 1*16*(256 + 256), 32*256) = 65,536 B of 40,000 B\n"
         '  try      dtype="float16" (24,576 B)\n'
         "           head_dim=152 (38,912 B)\n"
         "           sram=65536, or none for sm_86's own 101,376 B"
     )
+
+
+@pytest.mark.parametrize(("arch", "limit"), [("sm_80", 255), ("sm_86", 255), ("sm_90a", 240)])
+def test_heads_whose_output_fills_the_registers_are_refused_with_the_derivation(arch, limit):
+    for head_dim in (512, 576):
+        with pytest.raises(fg.PlanError) as caught:
+            plan(spec_of(head_dim, 512, "bfloat16"), arch)
+        assert caught.value.what == "no tile fits in the registers of a thread"
+        assert "d_v" in caught.value.numbers.splitlines()[1]
+        assert caught.value.numbers.endswith(f" of {limit}")
+        of_head_dim, *of_parts, of_cpu = caught.value.way_out.splitlines()
+        assert of_cpu == "tensors on the CPU, where no tile has to fit"
+        able = int(of_head_dim.split(" (")[0].removeprefix("head_dim="))
+        plan(spec_of(able, able, "bfloat16"), arch)
+        assert of_parts[0].startswith("head_dim_v=256, and a call for each part")
+        plan(spec_of(head_dim, 256, "bfloat16"), arch)
+        plan_backward(spec_of(head_dim, 256, "bfloat16"), arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+def test_heads_of_320_have_tiles_in_both_passes_for_16_bit_operands(arch):
+    for dims in ((264, 264), (288, 288), (304, 304), (320, 320), (320, 256), (64, 320)):
+        spec = spec_of(*dims, "bfloat16")
+        plan(spec, arch)
+        for deterministic in (False, True):
+            plan_backward(spec, arch, deterministic=deterministic)
 
 
 def test_every_way_out_of_a_plan_error_works():
@@ -200,6 +228,10 @@ def test_every_way_out_of_a_plan_error_works():
             name, _, value = way.split(" (")[0].split(",")[0].partition("=")
             if name == "sram":
                 plan(spec, sram=int(value))
+            elif name == "head_dim_v":
+                plan(spec.replace(head_dim_v=int(value)), sram=sram)
+            elif name.startswith("torch.cat"):  # the calls of that spec
+                continue
             elif name == "dtype":
                 plan(spec.replace(dtype=value.strip('"')), sram=sram)
             else:
@@ -214,7 +246,7 @@ def test_the_error_for_an_architecture_s_own_limit_names_larger_architectures():
     problem = problem_of(spec, small, None, 16)
     assert cheapest(problem) is None
     error = no_tile_fits(problem, given_sram=False)
-    assert error.numbers.endswith("limit 61,440 B per block on sm_86")
+    assert "limit 61,440 B per block on sm_86\nsmem = " in error.numbers
     assert error.way_out.splitlines()[-1] == (
         "arch=sm_80 or sm_86 or sm_89 or sm_90 or sm_100 or sm_120"
     )

@@ -20,7 +20,7 @@ from flashgen.tools.profile.prediction import LaunchPrediction
 from flashgen.tools.profile.run import profile_of
 from ptx_emulator.counters.recorder import SECTOR_BYTES
 from tests.support.parts_of_groups import divide_groups
-from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
+from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands, tangents
 from tests.support.tiers import one_in, slow
 
 pytestmark = pytest.mark.usefixtures("rounded_sums")
@@ -96,6 +96,22 @@ def test_predicted_bytes_and_products_of_hoppers_backward_kernels_are_exact(
         products = [each for each in profile.work if each.name == "multiply-adds"]
         assert all(each.counted == each.predicted for each in products)
         assert bool(products) == (not profile.plan.streams)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("causal", "sm_90a"), slow("causal", "sm_80"), ("sink", "sm_80"), slow("sink", "sm_90a")],
+)
+def test_predicted_bytes_and_products_of_the_kernel_of_tangents_are_exact(name, arch):
+    spec, sizes = loaded(name).replace(head_dim=64, head_dim_v=64), (1, 2, 1, 113, 203)
+    (profile,) = tangents(spec, sizes, arch)
+    assert profile.plan.kernel == "tangent"
+    for tensor in profile.tensors:
+        if tensor.name != "c_sink_tangent":
+            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+    (products,) = [each for each in profile.work if each.name == "multiply-adds"]
+    assert products.counted == products.predicted
+    assert profile.duration is not None
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import flashgen as fg
 from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.spec.language.signature import signature_of
 from flashgen.tools.profile.kernel_profile import Profile
-from flashgen.tools.profile.run import profile_backward, profile_forward
+from flashgen.tools.profile.run import profile_backward, profile_forward, profile_tangent
+from tests.support.judged import Call
 from tests.support.paths import ROOT
 from tests.support.sparse_layouts import random_layout
 
@@ -81,3 +82,12 @@ def all_kernels(
         )
         found += more
     return found
+
+
+def tangents(spec: fg.AttentionSpec, sizes: Sizes, arch: str = "sm_80") -> tuple[Profile, ...]:
+    """The profiles of the tangent pass, along random tangents of all operands."""
+    numbers = {}
+    if spec.sink is not None:
+        numbers["tensors"] = {spec.sink.name: torch.linspace(-1, 1, sizes[1])}
+    call = Call(spec, random_operands(spec, sizes), numbers, arch=arch)
+    return profile_tangent(spec, *call.qkv, *call.results, call.moving(), arch=arch, **numbers)[1]

@@ -139,7 +139,7 @@ def test_keys_without_contiguous_rows_and_a_head_dim_that_no_kernel_has() -> Non
     mask = make_mask(2, LENGTH, LENGTH)
     out, _ = attention(Layer(), q, k.transpose(2, 3).contiguous().transpose(2, 3), v, mask)
     torch.testing.assert_close(out, attention(Layer(), q, k, v, mask)[0])
-    wide = torch.zeros(2, 4, LENGTH, 264)
+    wide = torch.zeros(2, 4, LENGTH, 584)
     with pytest.raises(InputError, match="no kernel computes the attention of this layer"):
         attention(Layer(), wide, wide, wide, mask)
 

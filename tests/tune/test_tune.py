@@ -16,9 +16,16 @@ from flashgen.calls.ops import run_forward as run_on_emulator
 from flashgen.calls.runtime import backends
 from flashgen.calls.runtime import tuned_tiles as tuned
 from flashgen.calls.runtime.forward import PreparedForward
+from flashgen.calls.runtime.tangent import PreparedTangent
 from flashgen.kernels.compile import cache
 from flashgen.kernels.compile.cache import CacheWarning
-from flashgen.kernels.planner import Tile, plan, plan_backward
+from flashgen.kernels.planner import (
+    TangentPlanRequest,
+    Tile,
+    plan,
+    plan_backward,
+    plan_tangent,
+)
 from flashgen.kernels.planner.backward_schemes import streaming_kernels_of
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP_GAP_US
@@ -58,11 +65,12 @@ def test_choices_come_by_predicted_time(which):
         launches = [plan.launches for plan in choice.plans]
         assert launches == [1] * len(choice.plans)
         with_tiles = sum(each.seconds for each in choice.durations)
-        if which == "forward":
+        if which in ("forward", "tangent"):
             assert choice.seconds == pytest.approx(with_tiles)
         kernels = set(choice.tiles)
-        assert kernels in ({"forward"}, {"fused"}, {"dkdv", "dq"})
-        assert (kernels == {"forward"}) == (which == "forward")
+        assert kernels in ({"forward"}, {"tangent"}, {"fused"}, {"dkdv", "dq"})
+        for alone in ("forward", "tangent"):
+            assert (kernels == {alone}) == (which == alone)
         assert which != "deterministic" or kernels == {"dkdv", "dq"}
 
 
@@ -124,7 +132,8 @@ def test_no_time_is_predicted_for_packed_sequences():
 
 def inputs(seq_q=40, seq_k=50) -> Inputs:
     call = plain(NARROW, seq_q, seq_k)
-    return Inputs(call.qkv, (call.gradients[0], None), {"scalars": {}, "tensors": {}})
+    options = {"scalars": {}, "tensors": {}}
+    return Inputs(call.qkv, (call.gradients[0], None), options, call.moving())
 
 
 HOW = {"backend": "emulator", "arch": ARCH}
@@ -244,6 +253,24 @@ def test_operands_that_tma_cannot_take_do_not_get_a_winner_of_its_path(folder, m
     assert bound.build.plan.path == "sm_80"
 
 
+def test_tangents_of_all_operands_have_the_winner(folder, monkeypatch):
+    monkeypatch.setattr(backends, "index_of", lambda device: 0)
+    call = plain(CAUSAL, 100, 100)
+    stated = check(CAUSAL, *call.qkv, scale=None, q_offset=0, k_offset=0, scalars={})
+    own = plan_tangent(TangentPlanRequest.of_all(CAUSAL, ARCH)).tile
+    smaller = Tile(16, 4, 1, 1)
+    assert own != smaller
+    where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "tangent", stated)
+    tuned.write(where, tuned.Winner({"tangent": smaller}, 1e-3, 2e-3))
+    target = backends.Target("gpu", ARCH, call.qkv[0].device, 0)
+    read = dict(zip("qkv", call.qkv, strict=True))
+    read |= dict.fromkeys(("o", "o_tangent"), call.qkv[0])
+    for names in (("q", "k", "v"), ("q",)):
+        tensors = read | {f"{x}_tangent": read[x] if x in names else None for x in "qkv"}
+        bound, _, _ = PreparedTangent(CAUSAL, stated, target, names)._bind(tensors, {})
+        assert (bound.build.plan.tile == smaller) == (names == ("q", "k", "v"))
+
+
 def test_a_backward_winner_names_all_kernels_of_its_scheme(folder):
     chosen = plan_backward(CAUSAL, ARCH, deterministic=True)
     tiles = {each.kernel: each.tile for each in chosen.kernels[1:]}
@@ -326,6 +353,7 @@ def test_the_command_refuses_where_nothing_fits():
     [
         ("causal", (), "predicted forward: "),
         ("causal", ("--backward",), "predicted fused: "),
+        ("causal", ("--tangent",), "predicted tangent: "),
         ("document", (), "full_rounds + work*quantisation/rounds)"),
         ("sliding_window", ("--scalar", "window=64"), "predicted forward: "),
         ("variable_length", (), "no time is predicted"),

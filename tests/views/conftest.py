@@ -9,13 +9,14 @@ import pytest
 from tests.support.commands import CAUSAL, flashgen
 
 SHAPE = "1,2,100"
+MORE = ("--backward", "--tangent")
 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of causal attention with its backward pass."""
+    """The report of causal attention with its backward and tangent passes."""
     file = tmp_path_factory.mktemp("report") / "causal.html"
-    done = flashgen("report", CAUSAL, "--shape", SHAPE, "--backward", "-o", str(file))
+    done = flashgen("report", CAUSAL, "--shape", SHAPE, *MORE, "-o", str(file))
     assert done.exit_code == 0, done.output + done.stderr
     return file
 

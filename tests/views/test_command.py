@@ -18,7 +18,7 @@ import flashgen as fg
 from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.kernel_profile import Profile
 from tests.support.commands import CAUSAL, flashgen
-from tests.support.profiles import all_kernels, loaded
+from tests.support.profiles import all_kernels, loaded, tangents
 from tests.support.tiers import slow
 
 MOST_BYTES = 3_000_000
@@ -67,8 +67,9 @@ def data_of(file: Path) -> dict[str, Any]:
 
 
 def profiles() -> tuple[Profile, ...]:
-    forward, *backward = all_kernels(loaded("causal"), (1, 2, 2, 100, 100))
-    return (forward, *backward[:3])
+    sizes = (1, 2, 2, 100, 100)
+    forward, *backward = all_kernels(loaded("causal"), sizes)
+    return (forward, *backward[:3], *tangents(loaded("causal"), sizes))
 
 
 def test_the_page_is_one_sound_document_that_names_no_address(written: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_page_has_a_pane_for_each_kernel_with_the_profile_s_counts(written: 
     kernels = data_of(written)["sides"][0]
     text = written.read_text(encoding="utf-8")
     roles = re.findall(r'data-title="(\w+)"', text)
-    assert roles == ["forward", "delta", "fused", "convert_dq"]
+    assert roles == ["forward", "delta", "fused", "convert_dq", "tangent"]
     for kernel, profile in zip(kernels, profiles(), strict=True):
         assert kernel["texts"]["cuda"]["lines"] == profile.build.source.text.splitlines()
         heat = kernel["heat"]["warps"]
@@ -94,8 +95,8 @@ def test_the_page_has_a_pane_for_each_kernel_with_the_profile_s_counts(written: 
 
 
 def test_the_tile_map_has_the_visits_that_the_emulator_counted(written: Path) -> None:
-    forward, delta, fused, _ = data_of(written)["sides"][0]
-    for kernel in (forward, fused):
+    forward, delta, fused, _, tangent = data_of(written)["sides"][0]
+    for kernel in (forward, fused, tangent):
         found = kernel["tileMap"]
         assert found["visits"] == found["counted"] > 0
         heads = found["heads"]
@@ -117,12 +118,12 @@ def test_the_plan_says_what_binds_and_what_was_refused(written: Path) -> None:
 
 
 def test_the_errors_are_those_of_the_oracle(written: Path) -> None:
-    text = written.read_text(encoding="utf-8")
-    assert re.findall(r"<strong>(\w+)</strong>: <span class=\"good\">pass", text) == [
-        *("out", "lse", "dq", "dk", "dv")
+    text = html.unescape(written.read_text(encoding="utf-8"))
+    assert re.findall(r"<strong>([\w' ]+)</strong>: <span class=\"good\">pass", text) == [
+        *("out", "lse", "dq", "dk", "dv", "out's tangent", "lse's tangent")
     ]
     bars = re.findall(r'class="(ours|theirs)" x=', text)
-    assert bars.count("ours") == bars.count("theirs") == 5 * 8
+    assert bars.count("ours") == bars.count("theirs") == 7 * 8
 
 
 # ---- comparisons

@@ -58,6 +58,10 @@ _FEW_SCORES = 1 << 14
 """Chunks of fewer scores take so little time that the largest score is not estimated."""
 
 
+_FITTING = 256
+"""A head dim at which every spec has a tile of `DEFAULT_ARCH`, for any dtype."""
+
+
 MOST_SHARED = 1 << 19
 """Elements of masks that the chunks of a call share: 2 MiB."""
 
@@ -86,10 +90,17 @@ def array(tensor: Tensor) -> Any:
 def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
     """block_q and block_k of the forward kernel, or of the backward kernel that makes dK and dV.
 
-    They are those of `DEFAULT_ARCH`. A spec without a backward kernel there, because no tile fits
-    its shared memory, uses the forward tiles in both passes: the CPU has no shared memory to fit.
+    They are those of `DEFAULT_ARCH`. The CPU has neither registers nor shared memory to fit: a spec
+    whose head dims leave no tile there has the tiles of narrower heads, and one without a backward
+    kernel has the forward tiles in both passes.
     """
-    chosen = plan(spec, DEFAULT_ARCH)
+    try:
+        chosen = plan(spec, DEFAULT_ARCH)
+    except PlanError:
+        if max(spec.head_dim, spec.head_dim_v or 0) <= _FITTING:
+            raise
+        narrow = spec.replace(head_dim=_FITTING, head_dim_v=_FITTING)
+        return tiles_of(narrow, backward=backward)
     if backward:
         with suppress(PlanError):
             chosen = plan_backward(spec, DEFAULT_ARCH).of_keys

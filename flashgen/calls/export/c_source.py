@@ -75,6 +75,7 @@ def _fields(manifest: Manifest) -> Fields:
     assert dtype is not None, "kernels are exported for one dtype"
     assert out_dtype is not None
     sums = OPERANDS[dtype].sums
+    softmax = signature.normalize == "softmax"
     scale = signature.scale if signature.scale is not None else signature.head_dim**-0.5
     return {
         **forms,
@@ -100,6 +101,12 @@ def _fields(manifest: Manifest) -> Fields:
         "sum_dtype": sums.dtype,
         "sum_bytes": sums.itemsize,
         "backward": bool(forms["backwards"]),
+        "softmax": softmax,
+        # What kernels write to the place of the log-sum-exp.
+        "lse": {"softmax": "natural log", "sum": "the sum of each row's weights"}.get(
+            signature.normalize, "not written"
+        ),
+        "no_keys": "out is 0 and lse is -inf" if softmax else "out is 0",
         "tables": tables,
         "table_count": len({x["name"] for x in tables}),
         "span": SPAN,

@@ -14,7 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flashgen.kernels.planner import Tile
     from flashgen.spec.language.spec import AttentionSpec
 
-PASSES = ("forward", "backward", "deterministic")
+PASSES = ("forward", "tangent", "backward", "deterministic")
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,13 @@ def read(path: Path) -> Winner | None:
 
 def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str, Tile]) -> bool:
     """Whether a plan with these tiles exists; the file can hold anything."""
-    from flashgen.kernels.planner import plan, plan_backward
+    from flashgen.kernels.planner import TangentPlanRequest, plan, plan_backward, plan_tangent
 
     try:
         if which == "forward":
             plan(spec, arch, tile=tiles["forward"])
+        elif which == "tangent":
+            plan_tangent(replace(TangentPlanRequest.of_all(spec, arch), tile=tiles["tangent"]))
         else:
             plan_backward(spec, arch, deterministic=which == "deterministic", tiles=tiles)
     except (PlanError, KeyError, TypeError) as error:

@@ -150,7 +150,7 @@ def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
         kind: the fields of a `Kind`, which torch.compile takes as constants.
 
     Raises:
-        InputError: no spec can have these options, such as a head dim above 256.
+        InputError: no spec can have these options, such as a head dim above 576.
     """
     found, key = backends[backend], Kind(*kind)
     if key not in found.names:

@@ -33,9 +33,13 @@ from flashgen.frontends.flex.operation_results import transforms
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
+from flashgen.kernels.planner import plan, plan_backward
+from flashgen.shared.arch import paths_of
 from flashgen.shared.dtypes import POSITION_LIMIT
-from flashgen.shared.errors import FlashgenError, SpecError, called_by_users
+from flashgen.shared.errors import FlashgenError, PlanError, SpecError, called_by_users
 from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_options import HEAD_DIM_STEP
 from flashgen.spec.language.user_source import SourceLines, shown_path
 
 Tensor = torch.Tensor
@@ -211,8 +215,25 @@ def _check_served(tensors: Sequence[Tensor], scale: float, kernel_options: dict[
         and torch.cuda.get_device_capability(query.device) < (8, 0)
     ):
         reason = "the GPU is older than compute capability 8.0"
+    elif query.is_cuda and torch.cuda.is_available():
+        dims = int(query.shape[-1]), int(others[-1].shape[-1])
+        reason = why_no_tile(*dims, query.dtype, torch.cuda.get_device_capability(query.device))
     if reason:
         raise _NotServedError(reason)
+
+
+@functools.lru_cache
+def why_no_tile(d_qk: int, d_v: int, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    """Why no tile of these head dims fits a GPU, forward or backward; "" where tiles do."""
+    dims = [dim + -dim % HEAD_DIM_STEP for dim in (d_qk, d_v)]
+    spec = AttentionSpec(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype)
+    try:
+        arch = paths_of("sm_{}{}".format(*capability))[0]
+        plan(spec, arch)
+        plan_backward(spec, arch)
+    except PlanError as error:
+        return f"{error.what}: {error.where}, {error.numbers.splitlines()[0]}"
+    return ""
 
 
 def _attend(

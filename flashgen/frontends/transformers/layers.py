@@ -211,7 +211,7 @@ def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
         layer: the fields of a `LayerKind` as plain tuples, which torch.compile takes as constants.
 
     Raises:
-        InputError: no spec can have these options, such as a head dim above 256.
+        InputError: no spec can have these options, such as a head dim above 576.
     """
     key = mask, layer
     found = _names.get(key)

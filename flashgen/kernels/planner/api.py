@@ -22,6 +22,7 @@ from flashgen.kernels.planner.requests import (
     NO_TILES,
     BackwardPlanRequest,
     PlanRequest,
+    tangents_of,
 )
 from flashgen.kernels.planner.schedule import why_walks_differ
 from flashgen.kernels.planner.search import (
@@ -158,12 +159,13 @@ def feasible(
     Args:
         arch, sram: as for `plan`.
         kernel: "forward", or a backward kernel: "dkdv", "dq", "fused", "captured" or
-            "captured_exact".
+            "captured_exact"; or "tangent", with the tangents of all operands.
 
     Raises:
         PlanError: the architecture is unknown.
     """
-    problem = problem_of(spec, facts(arch), sram, 16, 0, kernel)
+    moving = tangents_of(spec) if kernel == "tangent" else ()
+    problem = problem_of(spec, facts(arch), sram, 16, 0, kernel, tangents=moving)
     fitting = (
         each
         for shape in shapes(problem)

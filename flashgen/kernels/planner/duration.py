@@ -323,6 +323,8 @@ def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
     queries = sum(sizes.batch * sizes.heads_q * sizes.seq_q for sizes, *_ in walks)
     if plan.kernel == "forward":
         return queries * (plan.itemsize * d_qk + plan.out_itemsize * d_v)
+    if plan.kernel == "tangent":  # Q and its tangent before, O and its tangent after them
+        return plan.itemsize * queries * (d_qk * (1 + ("q" in plan.moving)) + 2 * d_v)
     gradient = d_qk if plan.kernel == "dq" else 0
     return plan.itemsize * queries * (d_qk + d_v + gradient)
 
@@ -338,6 +340,9 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     operands = queries * qk + keys * (qk + v)
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + plan.lse_bytes)
+    if plan.kernel == "tangent":
+        moving = {"q": queries * qk, "k": keys * qk, "v": keys * v}
+        return operands + sum(moving[x] for x in plan.moving) + 2 * queries * (v + LSE_BYTES)
     parts, _ = plan.parts_of_group(*sizes)
     rows = (sizes.heads_q, sizes.seq_q)
     if plan.of_parts is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashgen.kernels.planner.derivation import line_of, printed_line
 from flashgen.kernels.planner.formulas import counted
+from flashgen.kernels.planner.models.kernel_model import VECTOR
 from flashgen.kernels.planner.search import Evaluated, evaluated, shapes, smallest
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
 from flashgen.shared.arch import facts, known
@@ -21,22 +25,25 @@ def no_tile_fits(problem: TileProblem, *, given_sram: bool) -> PlanError:
     Args:
         given_sram: whether the caller gave M instead of using the architecture's.
     """
-    at = smallest(problem).quantities
-    needed = int(at["smem"])
+    found = smallest(problem)
+    at, model = found.quantities, found.model
     if at["registers"] > at["register_limit"]:
         what = "no tile fits in the registers of a thread"
         needs, limit = f"{at['registers']:,g}", f"{at['register_limit']} per thread"
+        line = line_of(model.registers, at, "register_limit")
     else:
         what = "no tile fits in shared memory"
         whose = "as given by sram" if given_sram else f"on {problem.arch.name}"
-        needs, limit = f"{needed:,} B", f"{at['M']:,} B per block {whose}"
+        needs, limit = f"{at['smem']:,} B", f"{at['M']:,} B per block {whose}"
+        line = line_of(model.smem, at, "M")
+    derived = textwrap.dedent("\n".join(printed_line(line)))
     where = _place(problem.spec)
     return PlanError(
         what,
         where=where if problem.kernel == "forward" else f"{where}, kernel {problem.kernel}",
         numbers=f"needs {needs} at the smallest tile (block_q {at['block_q']}, "
-        f"block_k {at['block_k']}); limit {limit}",
-        way_out="\n".join(_ways_out(problem, needed, given_sram)),
+        f"block_k {at['block_k']}); limit {limit}\n{derived}",
+        way_out="\n".join(_ways_out(problem, found, given_sram)),
     )
 
 
@@ -71,6 +78,10 @@ def heads_cannot_share(problem: TileProblem, why: str) -> PlanError:
         numbers=f"given {problem.heads_per_tile!r} on {problem.arch.name}: {why}",
         way_out="heads_per_tile=1, or leave it out: each call chooses it by its sizes",
     )
+
+
+MOST_PARTS = 4
+"""Calls for parts of the columns of V that an error proposes: each computes all scores again."""
 
 
 MOST_LEARNED = 64
@@ -110,9 +121,10 @@ def _place(spec: AttentionSpec) -> str:
     return (f"{place}  " if place else "") + f"{spec.name}({dims}, dtype={spec.dtype})"
 
 
-def _ways_out(problem: TileProblem, needed: int, given_sram: bool) -> Iterator[str]:
-    """Changes with which the smallest tile fits; each is checked with the model."""
-    d_qk, d_v, limit = (problem.given[name] for name in ("d_qk", "d_v", "M"))
+def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Iterator[str]:
+    """Changes with which the smallest tile, `found`, fits; each is checked with the model."""
+    needed, registers = int(found.quantities["smem"]), found.quantities["registers"]
+    d_qk, d_v = problem.given["d_qk"], problem.given["d_v"]
     if problem.given["e"] > 2:
         half = smallest(problem.given_as(e=2))
         if not half.excesses:
@@ -122,12 +134,20 @@ def _ways_out(problem: TileProblem, needed: int, given_sram: bool) -> Iterator[s
         if not lower.excesses:
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    if needed <= limit:
-        return  # registers are the limit, not shared memory
-    if given_sram:
+    for parts in range(2, MOST_PARTS + 1):
+        of_part = VECTOR * math.ceil(d_v / parts / VECTOR)
+        if not smallest(problem.given_as(d_v=of_part)).excesses:
+            yield (
+                f"head_dim_v={of_part}, and a call for each part of the columns of v, which are "
+                f"those of out:\ntorch.cat([op(q, k, part) for part in v.split({of_part}, -1)], -1)"
+            )
+            break
+    enough = registers <= found.quantities["register_limit"]
+    able = [name for name in known() if enough and facts(name).smem_per_block >= needed]
+    if given_sram and enough:
         own = problem.arch.smem_per_block
         yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")
+    elif able:
+        yield f"arch={' or '.join(able)}"
     else:
-        able = [name for name in known() if facts(name).smem_per_block >= needed]
-        if able:
-            yield f"arch={' or '.join(able)}"
+        yield "tensors on the CPU, where no tile has to fit"

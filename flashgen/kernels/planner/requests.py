@@ -127,6 +127,11 @@ class TangentPlanRequest:
     spare_registers: int = 0
     tile: Tile | None = None
 
+    @classmethod
+    def of_all(cls, spec: AttentionSpec, arch: str, sram: int | None = None) -> TangentPlanRequest:
+        """The request for a kernel along the tangents of all operands."""
+        return cls(spec, arch, tangents_of(spec), sram)
+
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
         _check_sram(self.sram)

@@ -16,6 +16,7 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
+from flashgen.shared.errors import PlanError
 from flashgen.shared.split_choice import SplitPlan, choose_split
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
@@ -43,11 +44,17 @@ def split_of_call(
 ) -> int:
     """The split_size of a call that gives none; 0: its keys are not split.
 
+    They are not where the variant for split keys, which takes more registers, has no tile.
+
     Args: as for `plan_splits`.
     """
     if spec.packed and not spec.paged:
         return 0
-    return plan_splits(spec, arch, call.heads_kv, sms=sms).size_of(call, paged=spec.paged)
+    try:
+        chosen = plan_splits(spec, arch, call.heads_kv, sms=sms)
+    except PlanError:
+        return 0
+    return chosen.size_of(call, paged=spec.paged)
 
 
 @functools.lru_cache(maxsize=1024)

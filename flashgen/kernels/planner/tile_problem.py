@@ -111,7 +111,8 @@ class TileProblem:
     @functools.cached_property
     def model(self) -> KernelModel:
         """The cost model of the kernel, of its first form where it has two."""
-        return MODELS[self.path.name][self.kernel, int(self.given["e"])]
+        model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
+        return model.wide[1] if model.wide and self.given["d_v"] > model.wide[0] else model
 
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""

@@ -124,9 +124,11 @@ class Traffic:
         q, k, v, o, do: of the operands. The forward kernel writes o, all others read it. In the
             forward kernel every query tile that reaches a key tile reads its K and V once, for all
             heads of the tile.
-        lse: written by the forward kernel. Read by "delta": LSE and, where the caller passes it,
-            dLSE.
+        lse: written by the forward kernel. Read by "tangent", and by "delta": LSE and, where the
+            caller passes it, dLSE.
         rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
+        q_tangent, k_tangent, v_tangent, o_tangent, lse_tangent: those of "tangent", which writes
+            the last two.
         dq, dk, dv: written.
         dk_sums, dv_sums: float32 sums of dK and dV of each part of a group, written by "fused".
         sink: the sink's logit, read by every lane of the computing warps of the forward kernel, and
@@ -147,6 +149,11 @@ class Traffic:
     lse: int = 0
     rows_read: int = 0
     rows_written: int = 0
+    q_tangent: int = 0
+    k_tangent: int = 0
+    v_tangent: int = 0
+    o_tangent: int = 0
+    lse_tangent: int = 0
     dq: int = 0
     dk: int = 0
     dv: int = 0
@@ -168,13 +175,14 @@ class Traffic:
 
     @property
     def written(self) -> int:
-        """Bytes that a backward kernel writes, without atomic additions."""
+        """Bytes that a backward kernel, or that of tangents, writes, without atomic additions."""
         gradients = self.dq + self.dk + self.dv + self.dk_sums + self.dv_sums
+        gradients += self.o_tangent + self.lse_tangent
         return self.rows_written + gradients + self.dsink + self.sums_zeroed
 
     @property
     def read(self) -> int:
-        """Bytes that a backward kernel reads, without atomic additions."""
+        """Bytes that such a kernel reads, without atomic additions."""
         return self.issued - self.written
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -248,7 +256,7 @@ def backward_traffic(
     *,
     dlse: bool = False,
 ) -> Traffic:
-    """Bytes that a backward kernel moves to and from global memory.
+    """Bytes that a backward kernel, or that of tangents, moves to and from global memory.
 
     Rows past the end of a sequence are zeros that are not read.
 
@@ -298,6 +306,29 @@ def backward_traffic(
     times = pairs * count // len(walks)  # repetitions of these walks
     steps = times * sum(plan.steps_of(len(tiles)) for tiles in walks)
     scores = steps * plan.block_q * plan.block_k
+    own, walked_keys = pairs * own_rows * qk_row, pairs * walked_rows
+    if plan.kernel == "tangent":
+        keys = walked_keys * qk_row
+        values = walked_keys * v_row
+        moves = {name: name in plan.moving for name in "qkv"}
+        sums = plan.has_rows
+        # Tiles that reach no key read it too, and a sink once more. Not counted is the lane that
+        # reads the sum of a row's weights before it writes the tangent of this sum.
+        reads = QUAD * plan.column_warps * (2 if plan.sink_bytes else 1)
+        return Traffic(
+            q=own,
+            q_tangent=own * moves["q"],
+            k=keys,
+            k_tangent=keys * moves["k"],
+            v=values * plan.scores_move,
+            v_tangent=values * moves["v"],
+            o=queries * v_row * (sums and plan.scores_move),
+            lse=queries * LSE_BYTES * reads * sums,
+            o_tangent=queries * v_row,
+            lse_tangent=queries * LSE_BYTES,
+            sink=batch * heads_q * plan.sink_bytes * count * WARP * plan.warps,
+            scores=scores,
+        )
     of_row = ROW_BYTES if plan.has_rows else 0
     if plan.kernel == "dq" or plan.of_captured:
         return Traffic(

@@ -306,7 +306,7 @@ def _substituted(
     spec: AttentionSpec, values: Mapping[sympy.Symbol, sympy.Basic]
 ) -> dict[str, object]:
     """The expressions of a spec with others for symbols, as options of `with_options`."""
-    names = ("mask", "score", "modified")
+    names = ("mask", "score", "modified", "divided_weight")
     found: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}
     statistics = (
         (name, replace(each, expr=substituted(each.expr, values))) for name, each in spec.statistics

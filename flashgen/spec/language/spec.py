@@ -64,7 +64,9 @@ class AttentionSpec:
             adds, such as the lowest float. Other scores are never removed, however low they are.
             (If all scores of a row are near -1e9, its float32 LSE has too few digits for accurate
             gradients.)
-        head_dim: length of the rows of q and k, a multiple of 8 from 8 to 256.
+        head_dim: length of the rows of q and k, a multiple of 8 from 8 to 576. Calls on the
+            CPU compute all of them; on a GPU, the planner refuses those of which no tile fits
+            (about 350 on; docs/planner.md).
         dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
             the output. Sums are float32. None: each call has the dtype of its q; plans and files
             are made for one dtype, by ``spec.replace(dtype=...)``.
@@ -106,6 +108,8 @@ class AttentionSpec:
         score: sympy expression over SCORE and the same symbols, what kernels compute of each
             score: score_mod, or weight_mod of it.
         modified, weight: score_mod alone; weight_mod alone, over SCORE in place of its result.
+        divided_weight: ``weight``, divided by the element of the row where ``normalize`` is a
+            Tensor.
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
             then the boundaries of packed sequences, the page table and the lengths of a paged
@@ -148,6 +152,7 @@ class AttentionSpec:
     score: sympy.Expr = field(init=False, repr=False)
     modified: sympy.Expr = field(init=False, repr=False)
     weight: sympy.Expr = field(init=False, repr=False)
+    divided_weight: sympy.Expr = field(init=False, repr=False)
     scalars: tuple[Scalar, ...] = field(init=False, repr=False)
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
     mask_line: SourceLines | None = field(init=False, repr=False)
@@ -196,11 +201,14 @@ class AttentionSpec:
         given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
         modified = SCORE if score is None else score.expr
         weighs = SCORE if weight is None else weight.expr
+        by = self.normalize
+        divided = FloatQuotient(weighs, element_of_row(by)) if isinstance(by, Tensor) else weighs
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
-            "score": modified if self.is_softmax else weighed(modified, self._divided(weighs)),
+            "score": modified if self.is_softmax else weighed(modified, divided),
             "modified": modified,
             "weight": weighs,
+            "divided_weight": divided,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
             "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
             "mask_line": None if mask is None else mask.lines,
@@ -254,18 +262,14 @@ class AttentionSpec:
         return self.normalize if isinstance(self.normalize, str) else "none"
 
     @property
-    def divided_weight(self) -> sympy.Expr:
-        """``weight``, divided by the element of the row where ``normalize`` is a Tensor."""
-        return self._divided(self.weight)
-
-    def _divided(self, weight: sympy.Expr) -> sympy.Expr:
-        by = self.normalize
-        return FloatQuotient(weight, element_of_row(by)) if isinstance(by, Tensor) else weight
-
-    @property
     def sums_weights(self) -> bool:
         """Whether kernels sum the weights of each row, or take their maximum."""
         return self.normalizer != "none"
+
+    @property
+    def row_results(self) -> tuple[str, ...]:
+        """What forward kernels return for each row beside the output."""
+        return ("lse",) if self.is_softmax else ("sums",) if self.sums_weights else ()
 
     @property
     def draws(self) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
 
 HEAD_DIM_STEP = 8
-HEAD_DIM_MAX = 256
+HEAD_DIM_MAX = 576
 
 GENERIC_NAMES = (
     *("mask_mod", "score_mod", "weight_mod", "<lambda>", "mask", "score", "weight", "mod"),

@@ -23,6 +23,7 @@ Scalars = Annotated[
     tuple[str, ...], Option("--scalar", metavar="NAME=VALUE", help="A run-time scalar; repeatable.")
 ]
 InsteadOfForward = Annotated[bool, "The backward kernels instead of the forward kernel."]
+TangentInstead = Annotated[bool, "The kernel of forward mode, along all operands, instead."]
 Deterministic = Annotated[bool, "With --backward: sums in a fixed order, bitwise reproducible."]
 Sram = Annotated[int | None, "Bytes of shared memory per block to plan for, not the arch's own."]
 Shape = Annotated[str, "B,H,N or B,Hq,Hkv,Nq,Nk."]
@@ -40,7 +41,7 @@ class SpecChanges:
     """What a spec gets instead of its own."""
 
     dtype: Annotated[str | None, "DTYPE", f"Instead: {', '.join(OPERAND_DTYPES)}."] = None
-    head_dim: Annotated[int | None, "Another head dim: a multiple of 8 up to 256."] = None
+    head_dim: Annotated[int | None, "Another head dim: a multiple of 8 up to 576."] = None
     head_dim_v: Annotated[int | None, "Another head dim of v and the output."] = None
 
 
@@ -77,6 +78,7 @@ class CallArguments(SpecArguments):
     scalars: Scalars = ()
     backward: Annotated[bool, "The backward kernels too."] = False
     deterministic: Deterministic = False
+    tangent: Annotated[bool, "The kernel of forward mode too, along all operands."] = False
     dropout: Annotated[float, "P", "Probability of dropping an element of P."] = 0.0
     seed: Annotated[
         int, "Seed of the random operands and of dropout.", {"min": 0, "max": 2**62}
@@ -145,6 +147,7 @@ class TuneArguments(CallArguments):
 
     shape: Shape = "4,16,4096"
     backward: InsteadOfForward = False
+    tangent: TangentInstead = False
     most: Annotated[int, "Number of the best choices to measure on a GPU.", AT_LEAST_1] = 8
     show: Annotated[int, "Number of ranked choices to show without a GPU.", AT_LEAST_1] = 10
 
@@ -161,7 +164,7 @@ class PlanArguments(DecodingArguments):
     scalars: Scalars = ()
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
-    tangent: Annotated[bool, "The kernel of forward mode, with all tangents, instead."] = False
+    tangent: TangentInstead = False
     policy: Annotated[str, "derived, or paper for Algorithm 1's block sizes."] = "derived"
     world: Annotated[
         int | None, "W", "With --shape: the ranks of a distributed call.", AT_LEAST_1
@@ -179,9 +182,9 @@ class PlanArguments(DecodingArguments):
 class InspectArguments(SpecArguments):
     """Compile a spec and look at the result."""
 
-    kernel: Annotated[str, "forward, or of the backward: delta, fused, convert_dq, dkdv or dq."] = (
-        "forward"
-    )
+    kernel: Annotated[
+        str, "forward, tangent, or of the backward: delta, fused, convert_dq, dkdv or dq."
+    ] = "forward"
     cuda: Annotated[bool, "The emitted CUDA."] = False
     ptx: Annotated[bool, "The PTX."] = False
     sass: Annotated[bool, "The machine code."] = False

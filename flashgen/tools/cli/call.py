@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen.calls import launch
+from flashgen.kernels.planner import tangents_of
 from flashgen.shared import config
-from flashgen.shared.call import Inputs
+from flashgen.shared.call import Inputs, Tangents
 from flashgen.shared.errors import InputError, LaunchError
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.spec.language.spec import AttentionSpec
@@ -28,7 +29,7 @@ class RandomCall(Inputs):
         examples: names of the scalars and tensors that have the spec file's example values.
     """
 
-    examples: frozenset[str]
+    examples: frozenset[str] = frozenset()
 
 
 def random_call(
@@ -66,7 +67,7 @@ def random_call(
     k = normal(sizes.heads_kv, sizes.seq_k, spec.head_dim)
     v = normal(sizes.heads_kv, sizes.seq_k, head_dim_v)
     dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
-    dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float()
+    dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float() if spec.is_softmax else None
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     of_tensors = replace(sizes, seq_k=max(sizes.seq_k, capacity))
     tensors, tensor_examples = tensor_values(
@@ -83,8 +84,16 @@ def random_call(
         options["rng"] = torch.tensor([arguments.seed, 0], device=device)
     if arguments.dropout:
         options["dropout_p"] = arguments.dropout
+    moving = Tangents()
+    if arguments.tangent:
+        movable = {"q": q, "k": k, "v": v} | tensors
+        ways = (
+            torch.randn(movable[name].shape, generator=generator).to(movable[name])
+            for name in tangents_of(spec)
+        )
+        moving = Tangents(next(ways), next(ways), next(ways), tuple(ways))
     examples = frozenset([*scalar_examples, *tensor_examples])
-    return RandomCall((q, k, v), (dout, dlse), options, examples)
+    return RandomCall((q, k, v), (dout, dlse), options, moving, examples)
 
 
 def operand_elements(spec: AttentionSpec, sizes: Shape) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.kernels.compile.disassembly import disassembled
-from flashgen.kernels.pipeline import Build, build, build_backward
+from flashgen.kernels.pipeline import Build, build, build_backward, build_tangent
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import InspectArguments
@@ -31,13 +31,15 @@ def inspect(arguments: InspectArguments) -> None:
 
 
 def _kernel(spec: AttentionSpec, arch: str, role: str, sram: int | None) -> Build:
-    """The compiled kernel of that role: "forward", or one of the backward pass.
+    """The compiled kernel of that role: "forward", "tangent", or one of the backward pass.
 
     Raises:
         InputError: the backward pass of this spec has no such kernel.
     """
     if role == "forward":
         return build(spec, arch, sram=sram)
+    if role == "tangent":
+        return build_tangent(spec, arch, sram=sram)
     found: dict[str, Build] = {}
     for deterministic in (False, True):
         for kernel in build_backward(spec, arch, sram=sram, deterministic=deterministic):
@@ -46,7 +48,7 @@ def _kernel(spec: AttentionSpec, arch: str, role: str, sram: int | None) -> Buil
         raise InputError(
             "there is no such kernel",
             where="option --kernel",
-            numbers=f"given {role!r}; kernels of {spec.name}: forward, {', '.join(found)}",
+            numbers=f"given {role!r}; kernels of {spec.name}: forward, tangent, {', '.join(found)}",
             way_out="--kernel forward, or leave it out",
         )
     return found[role]

@@ -13,7 +13,6 @@ from flashgen.kernels.planner import (
     plan_backward,
     plan_tangent,
     split_of_call,
-    tangents_of,
 )
 from flashgen.kernels.planner import plan as plan_forward
 from flashgen.kernels.planner.duration import cost_of_parts
@@ -57,16 +56,18 @@ def plan(arguments: PlanArguments) -> None:
         plans = backward.kernels
         write_summary(plans)
         write(str(backward))
-    elif arguments.tangent:
-        request = TangentPlanRequest(spec, arch, tangents_of(spec), sram)
-        write(str(plan_tangent(request)))
-        return
     else:
-        plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
+        if arguments.tangent:
+            plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, sram)),)
+        else:
+            plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write_summary(plans)
         write(str(plans[0]))
     path = path_of_layout(
-        spec, arch, backward=arguments.backward, deterministic=arguments.deterministic
+        spec,
+        arch,
+        backward=arguments.backward or arguments.tangent,
+        deterministic=arguments.deterministic or arguments.tangent,
     )
     if path is not None:
         write(str(path))

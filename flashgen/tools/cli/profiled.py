@@ -16,6 +16,7 @@ from flashgen.tools.cli.progress import emulated, expected_work
 
 if TYPE_CHECKING:
     from flashgen.calls.ops import BackwardRun, ForwardRun
+    from flashgen.calls.runtime.reports import TangentRun
     from flashgen.tools.profile.kernel_profile import Profile
 
 
@@ -26,6 +27,7 @@ class ProfiledCall:
     call: RandomCall
     run: ForwardRun
     gradients: BackwardRun | None
+    tangents: TangentRun | None
     profiles: tuple[Profile, ...]
 
 
@@ -43,12 +45,12 @@ def profiled_call(
     call: RandomCall,
     tiles: Mapping[str, Any] | None = None,
 ) -> ProfiledCall:
-    """Executes a call in the emulator, and its backward pass where the arguments say so.
+    """Executes a call in the emulator, and the passes after it that the arguments name.
 
     Args:
         tiles: as in `flashgen.calls.ops.run_forward`.
     """
-    from flashgen.tools.profile.run import profile_backward, profile_forward
+    from flashgen.tools.profile.run import profile_backward, profile_forward, profile_tangent
 
     served = ServedCall(spec, call.operands, call.options)
     if arguments.decode:
@@ -57,11 +59,16 @@ def profiled_call(
     doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
     with emulated(doing, partial(expected_work, spec, call, arguments)):
         run, profiles = profile_forward(served.spec, *served.operands, tiles=tiles, **options)
-    if not arguments.backward:
-        return ProfiledCall(call, run, None, profiles)
-    tensors = (*call.operands, run.out, run.lse, *call.gradients)
-    options["deterministic"] = arguments.deterministic
-    doing = f"{spec.name}: compiling and counting the backward kernels"
-    with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
-        gradients, more = profile_backward(spec, *tensors, **options)
-    return ProfiledCall(call, run, gradients, profiles + more)
+    results, gradients, tangents = (*call.operands, run.out, run.lse), None, None
+    if arguments.backward:
+        given, fixed = (*results, *call.gradients), arguments.deterministic
+        doing = f"{spec.name}: compiling and counting the backward kernels"
+        with emulated(doing, partial(expected_work, spec, call, arguments, "backward")):
+            gradients, more = profile_backward(spec, *given, deterministic=fixed, **options)
+        profiles += more
+    if arguments.tangent:
+        doing = f"{spec.name}: compiling and counting the kernel of tangents"
+        with emulated(doing, partial(expected_work, spec, call, arguments, "tangent")):
+            tangents, more = profile_tangent(spec, *results, call.tangents, **options)
+        profiles += more
+    return ProfiledCall(call, run, gradients, tangents, profiles)

@@ -8,7 +8,7 @@ code paths and machines, so that the estimate comes from the first seconds of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from flashgen.tools.cli.console import busy, console
 from flashgen.tools.cli.inputs import arch_of
 
 if TYPE_CHECKING:
+    from flashgen.kernels.planner import Plan
     from flashgen.spec.language.spec import AttentionSpec
     from ptx_emulator import Counters
 
@@ -35,19 +36,26 @@ _PIPED_STEP = 0.1  # of the run, between two reports in a pipe
 
 
 def expected_work(
-    spec: AttentionSpec, call: RandomCall, arguments: CallArguments, *, backward: bool = False
+    spec: AttentionSpec, call: RandomCall, arguments: CallArguments, which: str = "forward"
 ) -> float:
-    """The multiply-adds of one pass of a call; 0 where they are not known before it runs."""
+    """The multiply-adds of one pass of a call; 0 where they are not known before it runs.
+
+    Args:
+        which: "forward", "tangent", or another pass for the gradients.
+    """
     from dataclasses import replace
 
     from flashgen.calls.runtime.bind_arguments import heads_of_call
-    from flashgen.kernels.planner import plan, plan_backward
+    from flashgen.kernels.planner import TangentPlanRequest, plan, plan_backward, plan_tangent
     from flashgen.tools.cli.tune import known_call
     from flashgen.tools.profile.prediction import expected_multiply_adds
 
     arch = arch_of(arguments.arch)
     known = known_call(spec, call)
-    if backward:
+    plans: Sequence[Plan]
+    if which == "tangent":
+        plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, arguments.sram)),)
+    elif which != "forward":
         deterministic = arguments.deterministic
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:

@@ -160,7 +160,8 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
         ("executed", "in the emulator, every instruction counted, on random operands"),
     ]
     with busy(f"{spec.name}: computing the oracle in float64"):
-        results = CallResults(spec, call, found.profiles, found.run, found.gradients)
+        runs = found.run, found.gradients, found.tangents
+        results = CallResults(spec, call, found.profiles, *runs)
         side = side_of(results, title, rows, text)
     if arguments.predict is None:
         return side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,8 @@ from rich.text import Text
 
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.python_printer import python_text
-from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import RunArguments
-from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
+from flashgen.tools.cli.call import choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, seconds
 from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
 from flashgen.tools.cli.ending import MISMATCH
@@ -23,9 +22,12 @@ from flashgen.tools.cli.rows import input_rows
 
 if TYPE_CHECKING:
     from flashgen.calls.ops import BackwardRun, ForwardRun
+    from flashgen.calls.runtime.reports import TangentRun
     from flashgen.kernels.pipeline import Build
     from flashgen.reference import Verdict
     from ptx_emulator import Counters
+
+    Derivatives = BackwardRun | TangentRun
 
 Row = tuple[str, str]
 
@@ -36,7 +38,7 @@ def run(arguments: RunArguments) -> None:
     sizes = sizes_of(arguments, arguments.shape, spec)
     with busy("loading torch"):
         from flashgen.calls.ops import run_forward
-        from flashgen.tools.tune.measure import judge_of, on_gpu
+        from flashgen.tools.tune.measure import derivative_of, judge_of, on_gpu
     backend, why = choose_backend(arguments.backend)
     orders = _orders(arguments, backend)
     in_emulator = backend.startswith("emulator")
@@ -63,9 +65,9 @@ def run(arguments: RunArguments) -> None:
     def forward() -> ForwardRun:
         return run_forward(served.spec, *served.operands, **served.options | how)
 
-    ran: list[tuple[ForwardRun, BackwardRun | None]] = []
+    ran: list[tuple[ForwardRun, list[Derivatives]]] = []
     verdicts: dict[str, Verdict] = {}
-    backward_rows: list[Row] = []
+    more_rows: list[Row] = []
     elapsed = 0.0
     for order in orders:
         how["order_seed"] = order
@@ -79,19 +81,20 @@ def run(arguments: RunArguments) -> None:
         if arguments.check:
             with busy(f"{spec.name}: computing the oracle in float64"):
                 found |= judge_of(spec, call, "forward")(result)
-        gradients = None
-        if arguments.backward:
-            how["deterministic"] = arguments.deterministic
-            doing = f"{spec.name}: compiling, then running the backward kernels {on}{suffix}"
-            with emulated(doing, partial(expected_work, spec, call, arguments, backward=True)):
-                gradients, total = _backward(spec, call, result, how)
-            del how["deterministic"]
-            backward_rows = backward_rows or list(_backward_rows(gradients, total))
+        more: list[Derivatives] = []
+        for which in _more_passes(arguments):
+            doing = f"{spec.name}: compiling, then running the {which} pass {on}{suffix}"
+            derivative = derivative_of(spec, call, result, which, **how)
+            with emulated(doing, partial(expected_work, spec, call, arguments, which)):
+                more.append(derivative())
+                total = on_gpu(derivative) if backend == "gpu" and not ran else None
+            if not ran:
+                more_rows += _rows_of(which, more[-1], total)
             if arguments.check:
-                with busy(f"{spec.name}: computing the gradients in float64"):
-                    found |= judge_of(spec, call, "backward")(gradients)
+                with busy(f"{spec.name}: computing the {which} pass in float64"):
+                    found |= judge_of(spec, call, which)(more[-1])
         verdicts |= {name + suffix: verdict for name, verdict in found.items()}
-        ran.append((result, gradients))
+        ran.append((result, more))
     result = ran[0][0]
 
     dims = " and ".join(map(str, dict.fromkeys((spec.head_dim, spec.head_dim_v))))
@@ -109,7 +112,7 @@ def run(arguments: RunArguments) -> None:
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
-            *backward_rows,
+            *more_rows,
             *_order_rows(orders, ran),
             *((name, str(verdict)) for name, verdict in verdicts.items()),
             ("result", _result(verdicts)),
@@ -138,7 +141,7 @@ def _orders(arguments: RunArguments, backend: str) -> tuple[int | None, ...]:
 
 
 def _order_rows(
-    orders: tuple[int | None, ...], ran: list[tuple[ForwardRun, BackwardRun | None]]
+    orders: tuple[int | None, ...], ran: Sequence[tuple[ForwardRun, Sequence[Derivatives]]]
 ) -> Iterator[Row]:
     """The orders of the emulator, and whether the results of all have the same bits."""
     if orders == (None,):
@@ -151,29 +154,26 @@ def _order_rows(
     yield "orders", text
 
 
-def _results(forward: ForwardRun, gradients: BackwardRun | None) -> dict[str, bytes]:
+def _more_passes(arguments: RunArguments) -> Iterator[str]:
+    """The passes after the forward one, by the names of `derivative_of`."""
+    if arguments.backward:
+        yield "deterministic" if arguments.deterministic else "backward"
+    if arguments.tangent:
+        yield "tangent"
+
+
+def _results(forward: ForwardRun, more: Sequence[Derivatives]) -> dict[str, bytes]:
     """The bytes of all results by name."""
     from flashgen.calls.runtime.bound_kernel import span
+    from flashgen.calls.runtime.reports import TangentRun
 
     found = {"out": forward.out, "lse": forward.lse}
-    if gradients is not None:
-        found |= {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    for run in more:
+        if isinstance(run, TangentRun):
+            found |= {"out's tangent": run.out, "lse's tangent": run.lse}
+        else:
+            found |= {"dq": run.dq, "dk": run.dk, "dv": run.dv}
     return {name: span(tensor.contiguous()).tobytes() for name, tensor in found.items()}
-
-
-def _backward(
-    spec: AttentionSpec, call: RandomCall, result: ForwardRun, how: dict[str, Any]
-) -> tuple[BackwardRun, float | None]:
-    """The gradients, and on a GPU the seconds that all backward kernels take together."""
-    from flashgen.calls.ops import run_backward
-    from flashgen.tools.tune.measure import on_gpu
-
-    tensors = (*call.operands, result.out, result.lse, *call.gradients)
-
-    def backward() -> BackwardRun:
-        return run_backward(spec, *tensors, **call.options | how)
-
-    return backward(), on_gpu(backward) if how["backend"] == "gpu" else None
 
 
 def _decoding_rows(
@@ -190,18 +190,23 @@ def _decoding_rows(
     yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
 
 
-def _backward_rows(run: BackwardRun, total: float | None) -> Iterator[Row]:
-    """A line for each backward kernel: its tile, registers and time."""
+def _rows_of(which: str, run: Derivatives, total: float | None) -> Iterator[Row]:
+    """A line for each kernel of a pass after the forward one: its tile, registers and time.
+
+    Args:
+        total: on a GPU, the seconds that all of them take together.
+    """
+    name = "tangent" if which == "tangent" else "backward"
     for text in run.copies:
         yield "copied", text
     for report in run.reports:
         if report.kernel is None:
-            yield "backward", report.access_reason
+            yield name, report.access_reason
             continue
         time = "" if total is not None else f", {seconds(report.run_seconds)}"
-        yield "backward", _launched(report.kernel) + time
+        yield name, _launched(report.kernel) + time
     if total is not None:
-        yield "backward", f"{seconds(total)} together"
+        yield name, f"{seconds(total)} together"
 
 
 def _launched(kernel: Build) -> str:

@@ -96,6 +96,8 @@ def tune(arguments: TuneArguments) -> None:
 
 def _pass(arguments: TuneArguments) -> str:
     """The pass as `flashgen.tools.tune` names it."""
+    if arguments.tangent:
+        return "tangent"
     if not arguments.backward:
         return "forward"
     return "deterministic" if arguments.deterministic else "backward"

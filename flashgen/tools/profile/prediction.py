@@ -180,7 +180,8 @@ def _sum(moved: Iterable[Traffic]) -> Traffic:
 
 
 def _backward_bytes(plan: Plan, moved: Traffic, dlse: bool) -> dict[str, int]:
-    names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+    names = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_tangent"]
+    names += [f"{name}_tangent" for name in "qkvo"]
     lse = moved.lse // 2 if dlse else moved.lse
     read = f"{CONVERT_KERNELS.get(plan.kernel, 'dq')}_sum"
     sums = {"dq_sum": moved.sums_zeroed + moved.added}

@@ -10,13 +10,15 @@ import torch
 import ptx_emulator as emulator
 from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import BackwardRun, ForwardRun, Report, check, run_backward, run_forward
+from flashgen.calls.runtime.calls import run_tangent
 from flashgen.calls.runtime.programs import Variant, program_of
+from flashgen.calls.runtime.reports import TangentRun
 from flashgen.kernels.codegen import Param
 from flashgen.kernels.pipeline import Build, build_minmax_tables
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.arch import facts
-from flashgen.shared.call import CheckedCall
+from flashgen.shared.call import CheckedCall, Tangents
 from flashgen.shared.signature import BOUNDARIES, SPLIT
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.kernel_profile import Profile, Quantity, TensorTraffic
@@ -93,6 +95,28 @@ def profile_backward(
         )
     problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
     return run, _profiles(spec, launches, run.reports, problem, options, dlse=dlse is not None)
+
+
+def profile_tangent(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    moving: Tangents,
+    **options: Any,
+) -> tuple[TangentRun, tuple[Profile, ...]]:
+    """Runs the tangent pass in the emulator, without checkers, and profiles its launches.
+
+    Arguments as in `flashgen.calls.runtime.calls.run_tangent`, without backend and check_memory.
+    Returns and raises as `profile_forward`.
+    """
+    of = (spec, q, k, v, out, lse, moving)
+    with emulator.profiling() as launches:
+        run = run_tangent(*of, backend="emulator", check_memory=False, **options)
+    problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
+    return run, _profiles(spec, launches, run.reports, problem, options)
 
 
 def problem_of_call(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from flashgen import reference
 from flashgen.calls.ops import BackwardRun, ForwardRun, run_backward, run_forward
+from flashgen.calls.runtime.calls import run_tangent
+from flashgen.calls.runtime.reports import TangentRun
 from flashgen.shared.call import Inputs
 from flashgen.shared.errors import FlashgenError
 from flashgen.spec.language.spec import AttentionSpec
@@ -19,6 +22,7 @@ from flashgen.tools.tune.rank import TileChoice
 LAUNCHES = 20
 ROUNDS = 7
 
+Run = ForwardRun | BackwardRun | TangentRun
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
 
@@ -44,7 +48,7 @@ def checked(
 
     Args:
         inputs: small inputs, because the oracle materialises N x N scores.
-        which: "forward", "backward", or "deterministic" for a deterministic backward pass.
+        which: as for `flashgen.tools.tune.rank.rank`.
         how: the backend and the architecture.
     """
     call_of = _caller(spec, inputs, which, **how)
@@ -103,29 +107,50 @@ def on_gpu(call: Call) -> float:
 
 def _caller(
     spec: AttentionSpec, inputs: Inputs, which: str, **how: Any
-) -> Callable[[TileChoice], Callable[[], ForwardRun | BackwardRun]]:
-    """A function from a choice to its call. All backward passes use one forward pass's result."""
-    how |= inputs.options
-    (q, k, v), (dout, dlse) = inputs.operands, inputs.gradients
+) -> Callable[[TileChoice], Callable[[], Run]]:
+    """A function from a choice to its call. All passes but the forward one use one result of it."""
+    forward = partial(run_forward, spec, *inputs.operands, **inputs.options | how)
     if which == "forward":
-        return lambda choice: lambda: run_forward(spec, q, k, v, tiles=choice.tiles, **how)
-    first = run_forward(spec, q, k, v, **how)
-    given = (q, k, v, first.out, first.lse, dout, dlse)
+        return lambda choice: partial(forward, tiles=choice.tiles)
+    derivative = derivative_of(spec, inputs, forward(), which, **how)
+    return lambda choice: partial(derivative, tiles=choice.tiles)
+
+
+def derivative_of(
+    spec: AttentionSpec, inputs: Inputs, first: ForwardRun, which: str, **how: Any
+) -> Callable[..., BackwardRun | TangentRun]:
+    """A function that computes gradients or tangents from the results of a forward call.
+
+    Args:
+        which: "tangent", "backward", or "deterministic" for a deterministic backward pass.
+        how: options of `run_backward` and `run_tangent` that are no part of the call.
+    """
+    of = spec, *inputs.operands, first.out, first.lse
+    how |= inputs.options
+    if which == "tangent":
+        return partial(run_tangent, *of, inputs.tangents, **how)
     fixed = which == "deterministic"
-    return lambda choice: (
-        lambda: run_backward(spec, *given, tiles=choice.tiles, deterministic=fixed, **how)
-    )
+    return partial(run_backward, *of, *inputs.gradients, deterministic=fixed, **how)
 
 
 def judge_of(
     spec: AttentionSpec, inputs: Inputs, which: str
-) -> Callable[[ForwardRun | BackwardRun], Mapping[str, reference.Verdict]]:
-    """A function from a run to its verdicts; the oracle is computed once for all runs.
+) -> Callable[[Run], Mapping[str, reference.Verdict]]:
+    """A function from a run to its verdicts; the oracle of results is computed once for all runs.
 
     Args:
-        which: "forward", or another pass for the gradients.
+        which: "forward", "tangent", or another pass for the gradients.
     """
     of = (spec, *inputs.operands)
+    if which == "tangent":
+
+        def tangents(run: Any) -> Mapping[str, reference.Verdict]:
+            found = reference.judge_tangents(
+                (run.out, run.lse), *of, inputs.tangents, **inputs.options
+            )
+            return {f"{name}'s tangent": verdict for name, verdict in found.items()}
+
+        return tangents
     if which != "forward":
 
         def gradients(run: Any) -> Mapping[str, reference.Verdict]:
@@ -137,7 +162,7 @@ def judge_of(
     same = reference.same_dtype(*of, **inputs.options)
 
     def results(run: Any) -> Mapping[str, reference.Verdict]:
-        found = zip(("out", "lse"), (run.out, run.lse), exact, same, strict=True)
+        found = zip(("out", *spec.row_results), (run.out, run.lse), exact, same, strict=False)
         return {name: reference.compare(*three) for name, *three in found}
 
     return results

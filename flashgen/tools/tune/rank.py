@@ -9,7 +9,15 @@ from typing import Any
 
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
-from flashgen.kernels.planner import Plan, Tile, feasible, plan, plan_backward
+from flashgen.kernels.planner import (
+    Plan,
+    TangentPlanRequest,
+    Tile,
+    feasible,
+    plan,
+    plan_backward,
+    plan_tangent,
+)
 from flashgen.kernels.planner.backward_schemes import kernels_of, streaming_kernels_of
 from flashgen.kernels.planner.duration import Duration, duration_of, gaps_between
 from flashgen.kernels.planner.traffic import LaunchSizes, Walk
@@ -54,12 +62,14 @@ def rank(
 
     The time of a kernel is that of `kernels.planner.duration`: its clocks per score element, times
     the score elements of the visited tiles, times the factor for SMs that are idle; at least the
-    time for its bytes. For the forward kernel, every feasible tile is ranked. For a backward pass,
+    time for its bytes. Of the forward kernel and of that of tangents, every feasible tile is
+    ranked. Of a backward pass,
     each scheme is ranked with the best tile of every kernel, and with the next ones of one kernel
     at a time.
 
     Args:
-        which: "forward", "backward", or "deterministic" for a deterministic backward pass.
+        which: "forward", "tangent" for forward mode along all operands, "backward", or
+            "deterministic" for a deterministic backward pass.
 
     Raises:
         PlanError: the architecture is unknown.
@@ -77,8 +87,8 @@ def rank(
         ]
         return sorted(choices, key=lambda choice: choice.seconds)
 
-    if which == "forward":
-        return tuple(of_kernel("forward"))
+    if which in ("forward", "tangent"):
+        return tuple(of_kernel(which))
     found: list[TileChoice] = []
     for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
         ranked = [of_kernel(kernel) for kernel in kernels]
@@ -101,6 +111,8 @@ def derived(
     """
     if which == "forward":
         plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
+    elif which == "tangent":
+        plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, sram)),)
     else:
         chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
         plans = tuple(each for each in chosen.kernels if not each.streams)

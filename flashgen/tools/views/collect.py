@@ -14,8 +14,9 @@ import torch
 
 from flashgen import reference
 from flashgen.calls.ops import BackwardRun, ForwardRun
+from flashgen.calls.runtime.reports import TangentRun
 from flashgen.kernels.planner import Plan
-from flashgen.reference.verdict import Judged, compare, judged_gradients
+from flashgen.reference.verdict import Judged, compare, judged_gradients, judged_tangents
 from flashgen.shared.call import Inputs
 from flashgen.shared.errors import FlashgenError
 from flashgen.spec.language.spec import AttentionSpec
@@ -53,7 +54,7 @@ class CallResults:
         spec, inputs: the call; in its options, the scalars and the captured tensors.
         profiles: the profile of each launch, the forward pass first.
         forward: the result.
-        backward: the gradients; None where they were not computed.
+        backward, tangents: the gradients and the tangents; None where they were not computed.
     """
 
     spec: AttentionSpec
@@ -61,6 +62,7 @@ class CallResults:
     profiles: Sequence[Profile]
     forward: ForwardRun
     backward: BackwardRun | None = None
+    tangents: TangentRun | None = None
 
 
 def side_of(
@@ -101,6 +103,8 @@ def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
     found = forward_errors(results.spec, results.inputs, results.forward)
     if results.backward is not None:
         found += backward_errors(results.spec, results.inputs, results.backward)
+    if results.tangents is not None:
+        found += tangent_errors(results.spec, results.inputs, results.tangents)
     return found, ""
 
 
@@ -110,14 +114,14 @@ def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
 def forward_errors(
     spec: AttentionSpec, inputs: Inputs, run: ForwardRun
 ) -> tuple[ErrorHistogram, ...]:
-    """The histograms of out and lse."""
+    """The histograms of out, and of lse or the sums of weights."""
     of: tuple[Any, ...] = (spec, *inputs.operands)
     exact = reference.attention(*of, **inputs.options)
     same = reference.same_dtype(*of, **inputs.options)
     return tuple(
         _histogram(name, found, Judged(compare(found, right, ordinary), right, ordinary))
         for name, found, right, ordinary in zip(
-            ("out", "lse"), (run.out, run.lse), exact, same, strict=True
+            ("out", *spec.row_results), (run.out, run.lse), exact, same, strict=False
         )
     )
 
@@ -131,6 +135,18 @@ def backward_errors(
     return tuple(
         _histogram(name, tensor, each)
         for (name, each), tensor in zip(judged.items(), found, strict=True)
+    )
+
+
+def tangent_errors(
+    spec: AttentionSpec, inputs: Inputs, run: TangentRun
+) -> tuple[ErrorHistogram, ...]:
+    """The histograms of the tangents of out and lse."""
+    found = (run.out, run.lse)
+    judged = judged_tangents(found, spec, *inputs.operands, inputs.tangents, **inputs.options)
+    return tuple(
+        _histogram(f"{name}'s tangent", tensor, each)
+        for (name, each), tensor in zip(judged.items(), found, strict=False)
     )
 
 

@@ -42,6 +42,10 @@ PAGED_SEARCH_REGISTERS = 8
 FORWARD_REGISTERS = 32
 # For each key of a step: an accumulator of S (1/2) and P rounded to the operand type (1/4).
 FORWARD_REGISTERS_PER_KEY = Fraction(3, 4)
+# Beyond so many columns of O, one more register for each 2 columns: the compiler spills at 352 in
+# tiles of 32 keys, and from 376 on in those of 16.
+FORWARD_WIDE_COLUMNS = 320
+FORWARD_COLUMNS_PER_REGISTER = 2
 
 # ---- forward: instructions, counted --------------------------------------------------------------
 

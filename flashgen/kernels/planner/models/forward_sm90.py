@@ -11,6 +11,8 @@ Source of the overlap: FlashAttention-3 (Shah et al., 2024), section 3.2.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
@@ -117,4 +119,15 @@ FORWARD = KernelModel(
     other_warps=PRODUCER_WARPS,
 )
 
-MODELS = {("forward", 2): FORWARD}
+_MORE = f"max(0, d_v - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
+# Of more columns of O, for which the compiler needs further registers.
+WIDE = replace(
+    FORWARD,
+    registers=Formula("registers", f"{REGISTERS.text} + {_MORE}"),
+    register_bound=Formula(
+        "block_k", f"(register_limit - {_OWN} - extra - d_v/2 - {_MORE})/({_PER_KEY})"
+    ),
+)
+MODELS = {
+    ("forward", 2): replace(FORWARD, wide=(fitted.FORWARD_WIDE_COLUMNS, WIDE)),
+}

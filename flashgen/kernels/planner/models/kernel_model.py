@@ -159,6 +159,7 @@ class KernelModel:
         other_warps: warps of a block that do not compute (the producer warpgroup).
         other_form: the model of the kernel's other form, where it has two; the pairs of its
             ``sharing`` are other ones.
+        wide: columns of V, and the model of the kernel for more of them, where it is another one.
     """
 
     name: str
@@ -180,6 +181,7 @@ class KernelModel:
     max_step: int = MAX_STEP
     other_warps: int = 0
     other_form: KernelModel | None = None
+    wide: tuple[int, KernelModel] | None = None
 
     @property
     def owns(self) -> str:
