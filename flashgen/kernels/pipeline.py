@@ -542,7 +542,7 @@ def _asynchronous(build: Build) -> Build:
             f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
             where=source.filename,
             numbers=changed.splitlines()[0],
-            way_out="report this with the release of NVRTC; arch='sm_80' has kernels without wgmma",
+            way_out="arch='sm_80', whose kernels have no wgmma, or mods that need fewer registers",
         )
     return build
 
