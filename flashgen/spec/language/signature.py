@@ -231,21 +231,11 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     `calls.runtime.merge` merges these results. The calls are inside a whole, because the length
     that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. The
     backward pass is that of ``spec``, which reads the merged results. Kernels set the length of the
-    whole for each paged sequence.
-
-    Raises:
-        InputError: the spec has packed sequences.
+    whole for each sequence that has one of its own.
     """
-    if spec.packed and not spec.paged:
-        raise InputError(
-            "packed sequences cannot have split keys",
-            where="argument split_size",
-            numbers=f"spec {spec.name} has packed=True",
-            way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
-        )
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
     whole = spec if inside else in_whole(spec)
-    if spec.paged:
+    if spec.paged or spec.packed:
         whole = with_options(whole, **_substituted(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}))
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
     return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
