@@ -16,8 +16,8 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
-from flashgen.shared.split_choice import SplitPlan, choose_split
-from flashgen.spec.language.signature import split
+from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
+from flashgen.spec.language.signature import split, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 
 
@@ -48,6 +48,14 @@ def split_of_call(
     if spec.packed and not spec.paged:
         return 0
     return plan_splits(spec, arch, call.heads_kv, sms=sms).size_of(call, paged=spec.paged)
+
+
+def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
+    """The splits of all batch-invariant calls of a spec: `plan_splits` for a usual GPU and model.
+
+    Args: as for `plan_splits`; the spec's keys may be packed.
+    """
+    return _plan_splits(without_dropout(spec), arch, HEADS_KV, facts(arch).sms)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import sympy
 
-from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import (
     AXES,
     KEY_HEADS,
@@ -181,11 +181,14 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
-    The CPU path and the reference compute it (`flashgen.shared.paged`).
+    The CPU path and the reference compute it (`flashgen.shared.paged`). One with split keys is one
+    whose keys are not split.
     """
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    if not spec.paged:
+        return with_options(spec, split=False, **changed)
     whole = with_options(spec, paged=False, packed=True, split=False, tensors=others, **changed)
     tensors = before_layout(whole, BOUNDARIES)
     return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
