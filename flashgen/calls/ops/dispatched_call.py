@@ -40,7 +40,7 @@ def mode_while_traced() -> bool:
     Dynamo has no guard for the variables of a context, so that this adds a function.
     """
     mode = config.batch_invariant()
-    if TracingContext.try_get() is None or not torch.compiler.is_dynamo_compiling():
+    if TracingContext.try_get() is None:
         return mode
     from torch._dynamo.guards import install_guard
     from torch._dynamo.source import GlobalStateSource
