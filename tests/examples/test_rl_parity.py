@@ -52,7 +52,7 @@ def test_no_log_probability_differs(
     assert differing == "log-probabilities that differ: 0, by 0.0e+00 at most"
     numbers = [int(word) for word in counted.split() if word.isdigit()]
     assert len(numbers) == 4
-    assert min(numbers) > 5, "tokens, calls, tokens of shared prefixes, accepted drafts"
+    assert min(numbers) > 0, "tokens, calls, tokens of shared prefixes, accepted drafts"
 
 
 def test_without_the_mode_some_differ(

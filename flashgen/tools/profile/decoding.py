@@ -13,9 +13,10 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
-from flashgen.kernels.planner import Plan, plan, plan_splits
+from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
+from flashgen.shared import config
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import Number
@@ -41,6 +42,7 @@ class DecodingPlan:
         splits: the splits of a sequence.
         heads: the choice of the query heads that share a tile.
         predicted: bytes and durations; None where the tiles are known only in the launch.
+        invariant: whether the call is batch-invariant.
     """
 
     plan: Plan
@@ -50,6 +52,7 @@ class DecodingPlan:
     splits: int
     heads: HeadsPerTile
     predicted: SplitPrediction | None
+    invariant: bool = False
 
     @property
     def bound_seconds(self) -> float:
@@ -60,6 +63,8 @@ class DecodingPlan:
 
     def __str__(self) -> str:
         lines = [str(self.plan), "", str(self.chosen)]
+        if self.invariant:
+            lines.append("          batch-invariant: the split_size of all calls, for any sizes")
         if self.split_size != self.chosen.size:
             lines.append(f"          {self.why_other}: split_size = {self.split_size:,}")
         if self.heads.reason:
@@ -116,7 +121,8 @@ def plan_decoding(
         arch, sram: as in `flashgen.plan`.
         page_size: keys of a page; 0 for contiguous keys.
         split_size: keys of a split; 0 for one thread block with all keys of a row, and None for the
-            choice of `flashgen.kernels.planner.plan_splits`.
+            choice of `flashgen.kernels.planner.plan_splits`, or of `invariant_splits` where calls
+            are batch-invariant.
         scalars, captured: the values of run-time scalars and captured tensors, by name.
 
     Raises:
@@ -143,9 +149,13 @@ def plan_decoding(
         scale=1.0,
         scalars=scalars,
     )
+    invariant = split_size is None and config.batch_invariant()
     chosen = plan_splits(served, arch, sizes.heads_kv)
     size, why = split_number(split_size), "given instead"
-    if split_size is None:
+    if invariant:
+        chosen = invariant_splits(served, arch)
+        size = chosen.size
+    elif split_size is None:
         size = chosen.size_of(call, paged=page_size > 0)
         why = "not for this call, of few keys or of rows for several tiles"
     if size:
@@ -157,4 +167,4 @@ def plan_decoding(
     planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
-    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted)
+    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted, invariant)
