@@ -20,6 +20,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import Number
+from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import SplitPlan
@@ -126,10 +127,18 @@ def plan_decoding(
         scalars, captured: the values of run-time scalars and captured tensors, by name.
 
     Raises:
-        InputError: split_size is not a number of keys that kernels can split.
+        InputError: the spec has packed sequences, or split_size is not a number of keys that
+            kernels can split.
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
+    if spec.packed:
+        raise InputError(
+            "the lengths of packed sequences are not sizes of a call",
+            where="spec of a decoding call",
+            numbers=f"spec {spec.name} has packed=True",
+            way_out="the spec without packed=True, with a batch entry for each sequence",
+        )
     served = spec.replace(paged=True) if page_size else spec
     capacity = sizes.seq_k
     if page_size:
