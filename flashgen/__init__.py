@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from flashgen.kernels.visits.layout_path import plan as plan
     from flashgen.shared.aux_results import AuxOutput as AuxOutput
     from flashgen.shared.aux_results import AuxRequest as AuxRequest
+    from flashgen.shared.config import batch_invariant_mode as batch_invariant_mode
     from flashgen.shared.config import debug as debug
+    from flashgen.shared.config import set_batch_invariant_mode as set_batch_invariant_mode
     from flashgen.shared.errors import CertificateError as CertificateError
     from flashgen.shared.errors import CompileError as CompileError
     from flashgen.shared.errors import EmulatorError as EmulatorError
@@ -94,7 +96,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "": "distributed emulator",
     "shared.aux_results": "AuxOutput AuxRequest",
-    "shared.config": "debug",
+    "shared.config": "batch_invariant_mode debug set_batch_invariant_mode",
     "shared.errors": "CertificateError CompileError EmulatorError ExportError FlashgenError "
     "InputError LaunchError PlanError RenderError SpecError",
     "calls.exported": "load_export",

@@ -102,7 +102,7 @@ class CallOptions(NamedTuple):
     Attributes:
         q_offset, k_offset: ints; before `calls.runtime.arguments.call.Call.of`, tensors too.
         split_size: the keys of a split; 0: one thread block has all keys of a row; None: the plan
-            chooses.
+            chooses; `INVARIANT`: it chooses from the spec and the architecture alone.
         scalars: values of the run-time scalars, in the order of the signature.
         dropout_p: a number or a CPU tensor of one number.
     """
@@ -119,6 +119,10 @@ class CallOptions(NamedTuple):
 
 
 DEFAULT_OPTIONS = CallOptions()
+
+INVARIANT = -1
+"""The split_size of batch-invariant calls, which is all that tells them from others: every call of
+a spec on an architecture has the same splits and tiles then, and the CPU path sums in one order."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ FLASHGEN_ARCH         architecture to emit and compile for when a command or cal
 FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" (or "emulator:7", the
                       emulator with the order drawn from 7) or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
+FLASHGEN_BATCH_INVARIANT
+                      whether calls are batch-invariant where neither they nor the program say so:
+                      "1" or "0" (unset: "0")
 FLASHGEN_CACHE_DIR    folder of the kernel cache; "off" keeps nothing on disk
 FLASHGEN_CHECK_READS  whether calls refuse an index outside of a captured tensor whose element is
                       used: "1" on GPUs too, where they then wait for the device, "0" nowhere
@@ -55,6 +58,8 @@ TRUST = ("check", "always", "never")
 DEBUG_STEPS = ("nothing", "plan", "timings", "analysis", "CUDA", "PTX")
 
 _debug_override: ContextVar[int | None] = ContextVar("flashgen_debug", default=None)
+_batch_invariant: ContextVar[bool | None] = ContextVar("flashgen_batch_invariant", default=None)
+_batch_invariant_of_program: bool | None = None
 
 
 def is_any_set_for_calls() -> bool:
@@ -206,6 +211,24 @@ def check_reads() -> bool | None:
     return None if value is None else value == "1"
 
 
+def batch_invariant() -> bool:
+    """Whether calls that do not say so are batch-invariant.
+
+    `batch_invariant_mode`, then `set_batch_invariant_mode`, then FLASHGEN_BATCH_INVARIANT decides.
+
+    Raises:
+        FlashgenError: the value of the variable is neither 0 nor 1.
+    """
+    found = _batch_invariant.get()
+    found = _batch_invariant_of_program if found is None else found
+    if found is not None:
+        return found
+    value = _read("FLASHGEN_BATCH_INVARIANT")
+    if value not in (None, "0", "1"):
+        raise _refuse("FLASHGEN_BATCH_INVARIANT", str(value), "0 or 1")
+    return value == "1"
+
+
 def native() -> bool:
     """FLASHGEN_NATIVE: whether calls may use the native part.
 
@@ -319,6 +342,49 @@ def debug(level: int) -> Iterator[None]:
         yield
     finally:
         _debug_override.reset(token)
+
+
+@called_by_users()
+@contextmanager
+def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
+    """Makes the calls within a ``with`` block batch-invariant, or with False those that are not.
+
+    The bits of a row of their results depend on its query, its keys and its position alone, and
+    gradients have the same bits in every run: docs/batch_invariance.md. The mode is that of the
+    context (`contextvars`): other threads do not have it. Gradients are computed in the mode of
+    their forward call, wherever ``backward`` is called.
+
+    Raises:
+        FlashgenError: ``enabled`` is no bool.
+    """
+    token = _batch_invariant.set(_checked_mode(enabled, "flashgen.batch_invariant_mode"))
+    try:
+        yield
+    finally:
+        _batch_invariant.reset(token)
+
+
+@called_by_users()
+def set_batch_invariant_mode(enabled: bool) -> None:
+    """Makes the calls of all threads batch-invariant, or not, outside of `batch_invariant_mode`.
+
+    Raises:
+        FlashgenError: ``enabled`` is no bool.
+    """
+    global _batch_invariant_of_program
+    where = "flashgen.set_batch_invariant_mode"
+    _batch_invariant_of_program = _checked_mode(enabled, where)
+
+
+def _checked_mode(enabled: object, where: str) -> bool:
+    if isinstance(enabled, bool):
+        return enabled
+    raise FlashgenError(
+        "calls are batch-invariant or not",
+        where=where,
+        numbers=f"given {enabled!r:.200}",
+        way_out="True or False",
+    )
 
 
 def log(level: int, text: str) -> None:

@@ -27,6 +27,10 @@ GROUP = 4
 """Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
 and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
+HEADS_KV = 8
+"""Key heads for which batch-invariant calls have their splits: those of many models. The number in
+a call is less where ranks share the heads."""
+
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
 behind its border is computed. It has two tiles at least, so that one is loaded during another."""

@@ -16,6 +16,7 @@ from tests.support.processes import run_python
 from tests.support.tiers import slow
 
 SCRIPTS = {
+    "batch_invariance.py": "",
     "build.py": "specs/full.py",
     "cpu.py": "--length 64 --heads 2 --rounds 1 --calls 2",
     "compile_all.py": "--arch sm_90a specs/full.py",
@@ -30,6 +31,7 @@ SCRIPTS = {
 # The parts of ranking.py and work_per_score.py have tests of their own, compile_all.py is the test
 # of every release of NVRTC, and the others measure times.
 SLOW = (
+    "batch_invariance.py",
     "build.py",
     "compile_all.py",
     "overhead.py",

@@ -44,13 +44,6 @@ def test_the_registered_operator_refuses_them_too() -> None:
         operator_of(CAUSAL).overload(*operands(), split_size=24)
 
 
-def test_packed_sequences_are_refused() -> None:
-    spec = fg.load(spec_path("variable_length"))
-    ends = torch.tensor([0, 16], dtype=torch.int32)
-    with pytest.raises(InputError, match="packed sequences cannot have split keys"):
-        fg.attention(spec)(*operands(), cu_seqlens_q=ends, cu_seqlens_k=ends, split_size=32)
-
-
 # ---- which calls split their keys ---------------------------------------------------------------
 
 

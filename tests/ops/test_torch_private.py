@@ -123,6 +123,7 @@ SUBCLASSES = "records mods by tensors of its own class"
 UNWRAP = "reads the blocks of a BlockMask inside of transforms"
 RECORDS = "records what a call does, for later calls without Python"
 ALONE = "runs an operation of a mod without the modes and transforms around it"
+GUARDS = "compiles a function anew where it is called in the other mode of batch invariance"
 UNTRACED = "keeps Dynamo out of a function without the import of torch._dynamo"
 REDISPATCH = "continues behind the keys of autograd"
 OWN = "knows the operators that are torch's own"
@@ -208,6 +209,10 @@ USES = {
     "torch._functorch.utils.enable_single_level_autograd_function": Use(
         "calls its autograd functions once for each level of torch.func",
         lambda enable: enable().__enter__,
+    ),
+    "torch._dynamo.guards.install_guard": Use(GUARDS, callable),
+    "torch._dynamo.source.GlobalStateSource": Use(
+        GUARDS, lambda source: source().make_guard(print)
     ),
     "torch._guards.TracingContext.try_get": Use(
         "asks whether Dynamo traces", lambda get: get() is None

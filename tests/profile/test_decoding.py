@@ -21,6 +21,7 @@ from flashgen.shared.split_choice import LEAST_BUSY, LENGTHS
 from flashgen.tools.profile.decoding import DecodingPlan, plan_decoding
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
+from tests.support.examples import spec_path
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.profiles import loaded
 from tests.support.tiers import slow
@@ -214,3 +215,14 @@ def test_the_least_busy_length_is_that_of_all_lengths(heads_kv: int, sms: int) -
     longest = 32_768 + 3 * sms * chosen.size // heads_kv + 4 * chosen.size
     each = min((chosen.busy(keys), keys) for keys in range(32_768, longest))
     assert chosen.least_busy == each
+
+
+def test_the_plan_says_that_calls_are_batch_invariant() -> None:
+    spec = fg.load(spec_path("causal"))
+    sizes = LaunchSizes(1, 4, 1, 1, 32_768)
+    free = plan_decoding(spec, "sm_90a", sizes)
+    with fg.batch_invariant_mode():
+        found = plan_decoding(spec, "sm_90a", sizes)
+    assert "batch-invariant: the split_size of all calls" in str(found)
+    assert "batch-invariant" not in str(free)
+    assert found.split_size == found.chosen.size != free.split_size

@@ -56,7 +56,7 @@ def forward(
     `SequenceProblem.products` says, and small calls are float64 throughout.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = _empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
+    out = empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
     rows = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)  # LSE, and maxima
     if spec.packed:
         out.zero_()
@@ -67,7 +67,7 @@ def forward(
         of_k, of_v = sequence.of_keys(k, v)
         if problem.is_empty:
             of_rows.fill_(-math.inf)
-            _without_keys(problem, of_out, of_rows[..., 0])
+            without_keys(problem, of_out, of_rows[..., 0])
             continue
         for chunk in chunks:
             waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_rows
@@ -87,7 +87,7 @@ def forward(
     return out, *(each.contiguous() for each in rows.unbind(-1))
 
 
-def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
+def without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     sink = problem.spec.sink
     if problem.sink is None or sink is None:
@@ -97,7 +97,7 @@ def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
         lse.copy_(logits_of(problem.sink, sink.dims, rows, lse.dtype))
 
 
-def _empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+def empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor [batch, heads_q, seq_q, dim] with the axis order of q in memory."""
     batch, heads, seq, _ = q.shape
     if q.stride(1) < q.stride(2) and q.stride(1) != 0:

@@ -25,9 +25,9 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
-from flashgen.shared.launch_facts import Sizes, heads_of_fewest_rows
+from flashgen.shared.launch_facts import LaunchFacts, Sizes, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
-from flashgen.shared.split_choice import choose_split
+from flashgen.shared.split_choice import HEADS_KV, choose_split
 
 
 @dataclass(frozen=True)
@@ -218,15 +218,27 @@ class ExportedProgram(CallProgram):
         """0 also where the export has no kernels with split keys for such a call."""
         own = self.record.offsets, (*WHOLE, SPLIT), self.record.packs
         programs = self.folder.manifest.programs
-        split = next((r for r in programs if (r.offsets, r.part, r.packs) == own), None)
-        if split is None:
+        if not any((r.offsets, r.part, r.packs) == own for r in programs):
             return 0
-        facts = self._kernel(
-            next(r for r in split.forward if r.arch == target.arch and r.heads == 1).kernel
-        ).facts
+        facts = self._facts_of_split(target)
         sms = target.sms or facts.machine.sms
         chosen = choose_split(facts, max(call.heads_kv, 1), sms)
         return chosen.size_of(call, paged=self.signature.paged)
+
+    def invariant_split(self, target: Target) -> int:
+        facts = self._facts_of_split(target)
+        return choose_split(facts, HEADS_KV, facts.machine.sms).size
+
+    def _facts_of_split(self, target: Target) -> LaunchFacts:
+        """The facts of the forward kernel with split keys and one query head in a tile.
+
+        Raises:
+            InputError: the export has none.
+        """
+        split = self.split()
+        assert isinstance(split, ExportedProgram), "a variant of an export"
+        records = (r for r in split.record.forward if (r.arch, r.heads) == (target.arch, 1))
+        return self._kernel(min(records, key=lambda r: r.drops).kernel).facts
 
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
         which = target.arch, backward, deterministic

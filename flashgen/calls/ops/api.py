@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from flashgen.calls.native.build import missing
 from flashgen.calls.ops.autograd import are_plain, attend_plain, is_plain
-from flashgen.calls.ops.dispatched_call import dispatched_call
+from flashgen.calls.ops.dispatched_call import dispatched_call, mode_while_traced
 from flashgen.calls.ops.dtensors import refuse_drawn
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
@@ -22,6 +22,7 @@ from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import (
     draw_rng,
     new_rng,
+    of_invariant_call,
     refuse_positional,
     refuse_return_lse,
     refuse_two_requests,
@@ -34,6 +35,7 @@ from flashgen.calls.runtime.arguments.refusals import (
 )
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import Report
+from flashgen.shared import config
 from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
 from flashgen.shared.errors import SpecError
 
@@ -200,6 +202,7 @@ class Attention:
         backend: str | None = None,
         arch: str | None = None,
         deterministic: bool | None = None,
+        batch_invariant: bool | None = None,
         **captures: Any,
     ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]:
         """Computes attention of q over k and v, with gradients for them and for learned tensors.
@@ -236,7 +239,7 @@ class Attention:
                 not on the number of queries or of batch entries. 0: all keys of a row in one
                 thread block. None: `flashgen.kernels.planner.split_of_call` chooses, a number of
                 keys for paged=True and for few query rows, else 0. Gradients are those of any
-                other call. Not for packed keys.
+                other call. With batch_invariant the spec and the architecture alone decide.
             return_lse: whether to also return the log-sum-exp of each row.
             return_aux: which statistics to return beside the output, as `flashgen.AuxOutput`, with
                 those that the spec names: a `flashgen.AuxRequest`, or PyTorch's.
@@ -255,6 +258,9 @@ class Attention:
                 architecture of the GPU, or sm_80.
             deterministic: whether gradients have the same bits in every run; if None, the setting
                 of torch.use_deterministic_algorithms.
+            batch_invariant: whether the bits of a row of the results depend on its query, its keys
+                and its position alone, in this call and in all others, with deterministic
+                gradients; if None, the setting of `flashgen.batch_invariant_mode`.
             captures: a number for each scalar and a tensor for each captured tensor of the spec, by
                 name. Tensors have the declared rank and dtype, lie on the device of q and may have
                 any strides. Floats of another dtype are converted to the declared one, and their
@@ -287,6 +293,13 @@ class Attention:
         if more:
             refuse_positional(more[0])
         operator = self._operator
+        traced = torch.compiler.is_compiling()
+        if batch_invariant is None:
+            batch_invariant = mode_while_traced() if traced else config.batch_invariant()
+        if batch_invariant is not False:
+            split_size, deterministic = of_invariant_call(
+                batch_invariant, split_size, deterministic
+            )
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
         if self._draws and rng is None and isinstance(q, Tensor):
@@ -308,7 +321,6 @@ class Attention:
             )
         if q_offset is None:
             q_offset = 0
-        traced = torch.compiler.is_compiling()
         autocast = traced or _C._is_any_autocast_enabled()
         operands = Operands(q, k, v, (), rng)
         starts_are_ints = type(q_offset) is int and type(k_offset) is int

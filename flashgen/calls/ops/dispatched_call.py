@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from flashgen.calls.ops.dtensors import keep_uncached, refuse_drawn
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
@@ -23,12 +24,35 @@ from flashgen.calls.runtime.arguments.options import (
     scale_of,
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
-from flashgen.calls.runtime.arguments.refusals import is_constant, is_dtensor
+from flashgen.calls.runtime.arguments.refusals import is_constant, is_dtensor, runs_while_traced
 from flashgen.calls.runtime.arguments.slices import split_number
+from flashgen.shared import config
 from flashgen.shared.call import CallOptions, Operands
 from flashgen.shared.signature import OFFSETS
 
 Tensor = torch.Tensor
+
+
+@runs_while_traced
+def mode_while_traced() -> bool:
+    """`config.batch_invariant`, which Dynamo cannot trace; a call in the other mode is traced anew.
+
+    Dynamo has no guard for the variables of a context, so that this adds a function.
+    """
+    mode = config.batch_invariant()
+    if TracingContext.try_get() is None:
+        return mode
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+
+    def add(builder: Any, guard: Any) -> None:
+        said = [f"flashgen.batch_invariant_mode({mode})"]
+        builder.guard_manager.root.add_lambda_guard(
+            lambda _: config.batch_invariant() == mode, said, guard.user_stack
+        )
+
+    install_guard(GlobalStateSource().make_guard(add))
+    return mode
 
 
 def dispatched_call(

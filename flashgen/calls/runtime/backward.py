@@ -31,6 +31,7 @@ from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
+    INVARIANT,
     CallOptions,
     CheckedCall,
     LaunchOptions,
@@ -72,14 +73,17 @@ class PreparedBackward(PreparedCall):
         *,
         deterministic: bool,
         launch: LaunchOptions = DEFAULT_LAUNCH,
+        invariant: bool = False,
     ) -> None:
         """
         Args:
             spec: the spec, in which only tensors whose gradients are needed have grad=True.
             inputs: the tensors q, k, v, o and do.
+            invariant: whether the call is batch-invariant: tuned tiles depend on its sizes.
         """
         super().__init__(spec, call, target, launch)
         self.deterministic = deterministic
+        self._invariant = invariant
         self._obstacles = {
             name: memory_layout.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
         }
@@ -196,7 +200,9 @@ class PreparedBackward(PreparedCall):
     def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
-        launch = self._tuned("deterministic" if deterministic else "backward")
+        launch = self.launch
+        if not self._invariant:
+            launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
         memory = self.target.memory if call.group > 1 else None  # which decides on parts of groups
         builds = self.program.backward(
@@ -305,4 +311,5 @@ def prepare(
         _inputs(operands, gradients),
         deterministic=deterministic,
         launch=launch,
+        invariant=options.split_size == INVARIANT,
     )

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.call import check
+from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
@@ -24,7 +25,14 @@ from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, program_of
 from flashgen.calls.runtime.reports import Report
-from flashgen.shared.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
+from flashgen.shared.call import (
+    DEFAULT_LAUNCH,
+    INVARIANT,
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+)
 from flashgen.shared.errors import InputError
 from flashgen.shared.paged import contiguous_call
 from flashgen.shared.signature import SPLIT, WHOLE
@@ -80,9 +88,16 @@ class PreparedForward(PreparedCall):
         target: Target,
         operands: Operands,
         launch: LaunchOptions = DEFAULT_LAUNCH,
+        *,
+        invariant: bool = False,
     ) -> None:
+        """
+        Args:
+            invariant: whether the call is batch-invariant.
+        """
         super().__init__(spec, call, target, launch)
         q, k, v = operands[:3]
+        self._invariant = invariant
         path = self.program.path_of_pass(target, backward=False, deterministic=False)
         self._kernel_arch, self._aligned_reason = memory_layout.path_for(
             path.arch, path.why, q=q, k=k, v=v
@@ -99,6 +114,8 @@ class PreparedForward(PreparedCall):
             like_q = torch.empty_strided(q.shape, q.stride(), device="meta")
             self._out_strides = empty_rows(like_q, dim).stride()
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
+        if invariant and self._kernel_arch != path.arch and target.backend != "tiled":
+            self._refuse_other_arithmetic(self._aligned_reason)
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
@@ -145,6 +162,8 @@ class PreparedForward(PreparedCall):
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
+            if self._invariant:
+                self._refuse_other_arithmetic(reason)
         kernel = self._kernels.get(width)
         if kernel is None:
             kernel = self._kernel(width, _tensors(q, k, v, to_out, to_lse, maxima), by_name)
@@ -230,6 +249,15 @@ class PreparedForward(PreparedCall):
         kernel = self._kernels[width] = ForwardKernel(bound, reason, tables, integers)
         return kernel
 
+    @staticmethod
+    def _refuse_other_arithmetic(reason: str) -> NoReturn:
+        refuse(
+            "a batch-invariant call would have the arithmetic of another kernel",
+            "batch_invariant=True",
+            reason,
+            "tensors whose addresses and strides are multiples of 16 B and not 0: x.contiguous()",
+        )
+
     def _unaligned_reason(self, *tensors: Tensor) -> str:
         bases = map(memory_layout.base_obstacle, _NAMES, tensors)
         return self._obstacle or next(text for text in bases if text)
@@ -246,31 +274,37 @@ class PreparedForward(PreparedCall):
         return out, lse, *maxima, ForwardOutcome(self, 0, EMPTY)
 
     def _on_cpu(self, operands: Operands, captured: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        from flashgen.calls import cpu
-
         start = perf_counter()
         q, k, v, _, rng = operands
         with without_autocast():
             if self.signature.paged:
                 results = self._of_contiguous(operands, captured)
             else:
-                tiles = self._tiles(q, k, captured, rng, backward=False)
-                results = cpu.forward(self.spec, q, k, v, *tiles)
+                results = self._of_tiles(self.spec, Operands(q, k, v, (), rng), captured)
         seconds = perf_counter() - start
         return *results, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
+
+    def _of_tiles(
+        self, spec: AttentionSpec, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        from flashgen.calls import cpu
+
+        q, k, v, _, rng = operands
+        if self._invariant:
+            arguments = self._tile_arguments(captured, rng, backward=False)
+            return cpu.invariant_forward(spec, q, k, v, arguments)
+        return cpu.forward(spec, q, k, v, *self._tiles(q, k, captured, rng, backward=False))
 
     def _of_contiguous(
         self, operands: Operands, captured: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """The results of a call with a paged cache, from copies of its keys and values."""
-        from flashgen.calls import cpu
         from flashgen.spec.language.signature import contiguous
 
-        spec = contiguous(self.spec)
-        copied = contiguous_call(*operands[:3], captured)
-        arguments = self._tile_arguments(copied.tensors, operands.rng, backward=False)
-        out, *of_rows = cpu.forward(spec, *copied[:3], arguments)
-        q = operands.q
+        q, k, v, _, rng = operands
+        copied = contiguous_call(q, k, v, captured)
+        given = Operands(*copied[:3], (), rng)
+        out, *of_rows = self._of_tiles(contiguous(self.spec), given, copied.tensors)
         out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
         return out, *(copied.of_queries(each, q) for each in of_rows)
 
@@ -330,19 +364,24 @@ def prepare(
     target = program.target(options.backend, options.arch, operands.q.device)
     # With as many query rows as keys, a plan need not be made to know that it splits no keys.
     may_split = program.signature.paged or call.query_rows < call.seq_k
-    fixed = launch.tiles or launch.blocks is not None or target.backend == "tiled"
-    if options.split_size is None and may_split and not (fixed or call.is_empty):
+    tiled = target.backend == "tiled"
+    fixed = launch.tiles or launch.blocks is not None or tiled
+    invariant = options.split_size == INVARIANT
+    if invariant and not (tiled or call.is_empty):
+        size = program.invariant_split(target)
+    elif options.split_size is None and may_split and not (fixed or call.is_empty):
         size = program.planned_split(target, call)
-    if size:
+    # The tiled algorithms split no keys, and mods of packed sequences read lengths of their own.
+    if size and not (tiled and program.signature.packed):
         program, call = split(program, call, operands, options, size)
-    if launch.blocks is not None and target.backend == "tiled":
+    if launch.blocks is not None and tiled:
         raise InputError(
             "tiled algorithms have no blocks",
             where="argument blocks",
             numbers=f"given {launch.blocks!r} for the backend 'tiled'",
             way_out="backend='emulator', or leave blocks out",
         )
-    return PreparedForward(program, call, target, operands, launch)
+    return PreparedForward(program, call, target, operands, launch, invariant=invariant)
 
 
 def split(

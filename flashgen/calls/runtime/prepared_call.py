@@ -91,7 +91,8 @@ class PreparedCall:
         if self._check is None and reads_of(self.spec):
             from flashgen.spec.language.signature import contiguous
 
-            spec = contiguous(self.spec) if self.signature.paged else self.spec
+            has_lengths = self.signature.paged or self.signature.packed
+            spec = contiguous(self.spec) if has_lengths else self.spec
             self._check = ReadCheck(spec, call.scalars)
         if self._check is not None:
             captured = {name: tensor.cpu() for name, tensor in captured.items()}

@@ -133,6 +133,10 @@ class CallProgram(abc.ABC):
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """The keys of a split in a call that gives no split_size; 0: they are not split."""
 
+    @abc.abstractmethod
+    def invariant_split(self, target: Target) -> int:
+        """The keys of a split in batch-invariant calls."""
+
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
         """The architecture whose kernels compute a pass of a call, and why."""
         return Decision(target.arch, memory_layout.ALIGNED)
@@ -256,6 +260,11 @@ class SpecProgram(CallProgram):
         from flashgen.kernels.planner import split_of_call
 
         return split_of_call(self.spec, target.arch, call, sms=target.sms)
+
+    def invariant_split(self, target: Target) -> int:
+        from flashgen.kernels.planner import invariant_splits
+
+        return invariant_splits(self.spec, target.arch).size
 
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
         if target.open_path and self.spec.block_sparse is not None:

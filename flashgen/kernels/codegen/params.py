@@ -179,7 +179,7 @@ def params_of(
     if role == "merge":
         params += _strides("parts_o", "merged_o")
     params += [*_NUMBERS, *(_PAGES if paged else ())]
-    if role == "forward" and spec.split and by_tma and not paged:
+    if role == "forward" and spec.split and by_tma and not (paged or spec.packed):
         params.append(_BOX_ROWS)
     params += _DROPOUT if spec.dropout else ()
     for scalar in spec.scalars:
@@ -213,8 +213,8 @@ def heads_of_whole(spec: AttentionSpec) -> str:
 
 
 def is_set_by_kernel(spec: AttentionSpec, scalar: Scalar) -> bool:
-    """Whether kernels set a scalar for each sequence: the length of a paged one with split keys."""
-    return spec.paged and spec.split and scalar.name == WHOLE[3]
+    """Whether kernels set a scalar for each sequence: the length of one with split keys."""
+    return (spec.paged or spec.packed) and spec.split and scalar.name == WHOLE[3]
 
 
 def multiplier_field(scalar: Scalar) -> str:

@@ -17,8 +17,8 @@ from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
-from flashgen.shared.split_choice import SplitPlan, choose_split
-from flashgen.spec.language.signature import split
+from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
+from flashgen.spec.language.signature import split, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 
 
@@ -55,6 +55,14 @@ def split_of_call(
     except PlanError:
         return 0
     return chosen.size_of(call, paged=spec.paged)
+
+
+def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
+    """The splits of all batch-invariant calls of a spec: `plan_splits` for a usual GPU and model.
+
+    Args: as for `plan_splits`; the spec's keys may be packed.
+    """
+    return _plan_splits(without_dropout(spec), arch, HEADS_KV, facts(arch).sms)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import sympy
 
-from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.errors import SpecError
 from flashgen.shared.signature import (
     AXES,
     KEY_HEADS,
@@ -182,11 +182,14 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
-    The CPU path and the reference compute it (`flashgen.shared.paged`).
+    The CPU path and the reference compute it (`flashgen.shared.paged`). One with split keys is one
+    whose keys are not split.
     """
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    if not spec.paged:
+        return with_options(spec, split=False, **changed)
     whole = with_options(spec, paged=False, packed=True, split=False, tensors=others, **changed)
     tensors = before_layout(whole, BOUNDARIES)
     return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
@@ -232,21 +235,11 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     `calls.runtime.merge` merges these results. The calls are inside a whole, because the length
     that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. The
     backward pass is that of ``spec``, which reads the merged results. Kernels set the length of the
-    whole for each paged sequence.
-
-    Raises:
-        InputError: the spec has packed sequences.
+    whole for each sequence that has one of its own.
     """
-    if spec.packed and not spec.paged:
-        raise InputError(
-            "packed sequences cannot have split keys",
-            where="argument split_size",
-            numbers=f"spec {spec.name} has packed=True",
-            way_out="a batch entry for each sequence, with a tensor q_offset; or split_size=None",
-        )
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
     whole = spec if inside else in_whole(spec)
-    if spec.paged:
+    if spec.paged or spec.packed:
         whole = with_options(whole, **_substituted(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}))
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
     return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")

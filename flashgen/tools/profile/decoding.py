@@ -13,12 +13,14 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
-from flashgen.kernels.planner import Plan, plan, plan_splits
+from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
+from flashgen.shared import config
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import Number
+from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import SplitPlan
@@ -41,6 +43,7 @@ class DecodingPlan:
         splits: the splits of a sequence.
         heads: the choice of the query heads that share a tile.
         predicted: bytes and durations; None where the tiles are known only in the launch.
+        invariant: whether the call is batch-invariant.
     """
 
     plan: Plan
@@ -50,6 +53,7 @@ class DecodingPlan:
     splits: int
     heads: HeadsPerTile
     predicted: SplitPrediction | None
+    invariant: bool = False
 
     @property
     def bound_seconds(self) -> float:
@@ -60,6 +64,8 @@ class DecodingPlan:
 
     def __str__(self) -> str:
         lines = [str(self.plan), "", str(self.chosen)]
+        if self.invariant:
+            lines.append("          batch-invariant: the split_size of all calls, for any sizes")
         if self.split_size != self.chosen.size:
             lines.append(f"          {self.why_other}: split_size = {self.split_size:,}")
         if self.heads.reason:
@@ -116,14 +122,23 @@ def plan_decoding(
         arch, sram: as in `flashgen.plan`.
         page_size: keys of a page; 0 for contiguous keys.
         split_size: keys of a split; 0 for one thread block with all keys of a row, and None for the
-            choice of `flashgen.kernels.planner.plan_splits`.
+            choice of `flashgen.kernels.planner.plan_splits`, or of `invariant_splits` where calls
+            are batch-invariant.
         scalars, captured: the values of run-time scalars and captured tensors, by name.
 
     Raises:
-        InputError: split_size is not a number of keys that kernels can split.
+        InputError: the spec has packed sequences, or split_size is not a number of keys that
+            kernels can split.
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
+    if spec.packed:
+        raise InputError(
+            "the lengths of packed sequences are not sizes of a call",
+            where="spec of a decoding call",
+            numbers=f"spec {spec.name} has packed=True",
+            way_out="the spec without packed=True, with a batch entry for each sequence",
+        )
     served = spec.replace(paged=True) if page_size else spec
     capacity = sizes.seq_k
     if page_size:
@@ -143,9 +158,13 @@ def plan_decoding(
         scale=1.0,
         scalars=scalars,
     )
+    invariant = split_size is None and config.batch_invariant()
     chosen = plan_splits(served, arch, sizes.heads_kv)
     size, why = split_number(split_size), "given instead"
-    if split_size is None:
+    if invariant:
+        chosen = invariant_splits(served, arch)
+        size = chosen.size
+    elif split_size is None:
         size = chosen.size_of(call, paged=page_size > 0)
         why = "not for this call, of few keys or of rows for several tiles"
     if size:
@@ -157,4 +176,4 @@ def plan_decoding(
     planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
-    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted)
+    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted, invariant)

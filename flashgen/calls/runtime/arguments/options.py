@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flashgen.calls.runtime.arguments.refusals import refuse, runs_while_traced, shown
-from flashgen.shared.call import CallOptions, CheckedCall
+from flashgen.shared.call import INVARIANT, CallOptions, CheckedCall
 from flashgen.shared.dropout import kept_levels
 from flashgen.shared.dtypes import (
     FLOAT32_MAX,
@@ -43,6 +43,7 @@ _OPTIONS = (
     "return_lse",
     "h_offset",
     "split_size",
+    "batch_invariant",
     "whole",
 )
 """The arguments of every operator that are no operands and no captures."""
@@ -403,6 +404,32 @@ def refuse_exported_statistics() -> NoReturn:
         "the export holds the kernels of the output and of its gradients",
         "flashgen.attention(spec) with the compiler; return_lse=True needs no other kernel",
     )
+
+
+def of_invariant_call(
+    batch_invariant: object, split_size: Any, deterministic: bool | None
+) -> tuple[int, bool]:
+    """split_size and deterministic of a batch-invariant call.
+
+    Raises:
+        InputError: the argument is not True, or the call gives others.
+    """
+    if batch_invariant is not True:
+        refuse(
+            "batch_invariant is neither True, False nor None",
+            "argument batch_invariant",
+            f"given {batch_invariant!r:.200}",
+            "None, to follow flashgen.batch_invariant_mode",
+        )
+    if split_size not in (None, INVARIANT) or deterministic not in (None, True):
+        refuse(
+            "all batch-invariant calls have the same splits, and deterministic gradients",
+            "batch_invariant=True",
+            f"given split_size={split_size!r:.200}, deterministic={deterministic!r:.200}",
+            "the call without these arguments; or batch_invariant=False, with one split_size in "
+            "all calls",
+        )
+    return INVARIANT, True
 
 
 def settled(deterministic: bool | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashgen.calls.runtime.arguments.refusals import known, refuse, whole_number
-from flashgen.shared.call import CheckedCall
+from flashgen.shared.call import INVARIANT, CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSignature
 
@@ -109,9 +109,9 @@ def split_number(split_size: object) -> int:
     """The number of keys of a split that a call gives; 0 where it gives none.
 
     Raises:
-        InputError: the argument is neither None nor 0 nor a multiple of 16.
+        InputError: the argument is neither None nor 0, nor `INVARIANT`, nor a multiple of 16.
     """
-    if split_size is None or (type(split_size) is int and split_size == 0):
+    if split_size is None or (type(split_size) is int and split_size in (0, INVARIANT)):
         return 0
     number = whole_number(split_size)
     if number is None or number % STEP or not STEP <= number <= POSITION_LIMIT:
