@@ -32,8 +32,9 @@ from flashgen.kernels.planner.search import (
     shapes,
 )
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
-from flashgen.shared.arch import facts
+from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
+from flashgen.spec.language.signature import of_elements
 from flashgen.spec.language.spec import AttentionSpec
 
 
@@ -94,6 +95,8 @@ def plan_forward(request: PlanRequest) -> Plan:
     """See `plan`."""
     spec = request.spec
     check_size(spec)
+    if spec.kv_dtype is not None:
+        return _plan_of_codes(request)
     problem = problem_of(
         spec,
         facts(request.arch),
@@ -120,6 +123,13 @@ def plan_forward(request: PlanRequest) -> Plan:
             )
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     return plan_of_tile(problem, chosen, request.policy, notes)
+
+
+def _plan_of_codes(request: PlanRequest) -> Plan:
+    """The plan of the spec without codes, so that results have its bits, on the path of all
+    architectures, whose threads convert what they copy."""
+    plain = replace(request, spec=of_elements(request.spec), arch=portable(request.arch))
+    return plan_forward(plain)
 
 
 def plan_backward(

@@ -20,6 +20,7 @@ from flashgen.shared.signature import (
     LAYOUT_NAMES,
     OFFSETS,
     PAGE_NAMES,
+    SCALE_NAMES,
     SPLIT,
     WHOLE,
     CallSignature,
@@ -63,6 +64,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         offsets=tuple(tensor.name for tensor in spec.offsets),
         split=spec.split,
         paged=spec.paged,
+        kv_dtype=spec.kv_dtype,
         normalize=spec.normalizer,
         divisible=tuple(divisible),
         group=divisible.get(AXES[1], 0),
@@ -178,11 +180,21 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
+def of_elements(spec: AttentionSpec) -> AttentionSpec:
+    """A spec whose cache has codes as the one with elements of the dtype of q."""
+    if spec.kv_dtype is None:
+        return spec
+    tensors = tuple(tensor for tensor in spec.tensors if tensor.name not in SCALE_NAMES)
+    return with_options(spec, kv_dtype=None, tensors=tensors)
+
+
+@functools.lru_cache(maxsize=1024)
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
     The CPU path and the reference compute it (`flashgen.shared.paged`).
     """
+    spec = of_elements(spec)
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys

@@ -20,7 +20,8 @@ from flashgen.calls.runtime.arguments.refusals import (
 )
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
-from flashgen.shared.signature import PAGE_NAMES, CallSignature
+from flashgen.shared.paged import expanded_scale
+from flashgen.shared.signature import PAGE_NAMES, SCALE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
@@ -77,6 +78,36 @@ def check_caches(k: Tensor, v: Tensor) -> None:
             f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
             "pages of at least one slot",
         )
+
+
+def with_scales(captures: Mapping[str, Any], k: Any, v: Any) -> Mapping[str, Any]:
+    """The captures of a call with codes, with scales as views [pages, heads_kv, page_size].
+
+    Scales that are missing, or are no tensors, are left to the checks of captured tensors.
+
+    Raises:
+        InputError: a scale has another shape.
+    """
+    found = dict(captures)
+    for name, cache in zip(SCALE_NAMES, (k, v), strict=True):
+        scale = captures.get(name)
+        if not isinstance(scale, Tensor) or not isinstance(cache, Tensor) or cache.dim() != 4:
+            continue
+        sizes = cache.shape[:3]
+        first = 1 if scale.dim() == 1 else 0
+        fits = scale.dim() <= len(sizes) and not any(
+            known(size != 1) and known(size != wanted)
+            for size, wanted in zip(scale.shape, sizes[first:], strict=False)
+        )
+        if not fits:
+            refuse(
+                f"{name} has a shape that belongs to no part of the cache",
+                f"argument {name}",
+                f"shape {shape_of(scale)}; {name[0]} {shape_of(cache)}",
+                "shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]",
+            )
+        found[name] = expanded_scale(scale, cache)
+    return found
 
 
 def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
