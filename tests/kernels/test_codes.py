@@ -46,7 +46,9 @@ def test_the_bits_are_those_on_the_decoded_cache(
     assert found.out.isfinite().all()
 
 
-@pytest.mark.parametrize("dims", [(40, 96), *(slow((d, d_v)) for d, d_v in ((128, 128), (256, 64), (8, 8)))])
+@pytest.mark.parametrize(
+    "dims", [(40, 96), *(slow((d, d_v)) for d, d_v in ((128, 128), (256, 64), (8, 8)))]
+)
 def test_any_head_dims(dims: tuple[int, int]) -> None:
     call = Coded.of(coded("int8", head_dim=dims[0], head_dim_v=dims[1]))
     found, expected = call.run(), call.of_elements()
@@ -124,7 +126,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
 
     def rendered(*given: object, **fields: object) -> str:
         text = render(*given, **fields)  # type: ignore[arg-type]
-        if "Code* cache" in text:
+        if "find_rows" in text:
             assert re.search(re.escape(was), text)
             text = text.replace(was, becomes)
         return text
@@ -135,21 +137,18 @@ def planted(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [
-        ("scales + row.page * scale_page_step", "scales + (row.page ^ 1) * scale_page_step"),
+        ("v_scales + page * p", "v_scales + (page ^ 1) * p"),
         slow("copy_wait_all();\n    convert_codes", "convert_codes"),
     ],
     ids=["scale of the neighbouring page", "conversion before its copy"],
 )
-def test_planted_bugs_are_found(
-    monkeypatch: pytest.MonkeyPatch, was: str, becomes: str
-) -> None:
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
     spec = coded("int8", scale=0.03 if "scales" in was else 0.04)
     call = Coded.of(spec)
     expected = call.of_elements()
     planted(monkeypatch, was, becomes)
     try:
         found = call.run()
-    except fg.EmulatorError as error:
-        assert "cp.async" in str(error) or "race" in str(error) or "arrived" in str(error)
+    except fg.EmulatorError:  # the race of a copy with the load of what it writes
         return
     assert not torch.equal(found.out, expected.out)

@@ -93,7 +93,7 @@ def append_kv(
         (slot_mapping).
     """
     if k_scale is not None or v_scale is not None or (is_coded(k_cache) and not is_coded(k)):
-        check_coded(k, v, k_cache, v_cache, k_scale, v_scale)
+        k_scale, v_scale = check_coded(k, v, k_cache, v_cache, k_scale, v_scale)
         tables = page_table, cache_seqlens, slot_mapping, cu_seqlens
         k, v = codes_of(AppendOperands(k, v, k_cache, v_cache, *tables), k_scale, v_scale)
     operands = AppendOperands(

@@ -91,24 +91,22 @@ def prepare(operands: AppendOperands, backend: str | None, arch: str | None) -> 
     return prepared
 
 
-def codes_of(
-    operands: AppendOperands, k_scale: Tensor, v_scale: Tensor
-) -> tuple[Tensor, Tensor]:
+def codes_of(operands: AppendOperands, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
     """The new rows as codes of their caches, by operations that wait for no device.
 
     Args:
         operands: with rows of floats; their scales were checked, other arguments were not.
     """
     k, v, k_cache, v_cache = operands[:4]
-    of_codes = (torch.empty_like(x, dtype=k_cache.dtype) for x in (k, v))
-    check_append(AppendOperands(*of_codes, *operands[2:]))
+    k_codes, v_codes = (torch.empty_like(x, dtype=k_cache.dtype) for x in (k, v))
+    check_append(operands._replace(k=k_codes, v=v_codes))
     by_place = max(k_scale.dim(), v_scale.dim()) > 1
     pages, slots = _places(operands) if by_place and not operands.is_empty else (None, None)
     found = []
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale.dim() > 1 and pages is not None:
             scale = expanded_scale(scale, cache)[pages, :, slots]  # [tokens, heads]
-            scale = scale.unflatten(0, (rows.shape[0], rows.shape[2])).transpose(1, 2)
+            scale = scale.view(rows.shape[0], rows.shape[2], rows.shape[1]).transpose(1, 2)
         elif scale.dim() == 1:
             scale = scale[:, None]
         elif scale.dim() > 1:  # nothing is written

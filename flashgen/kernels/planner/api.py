@@ -9,6 +9,7 @@ from dataclasses import replace
 from flashgen.kernels.planner import paper_policy
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.models.codes_sm80 import quantities_of
 from flashgen.kernels.planner.models.spec_terms import served_registers
 from flashgen.kernels.planner.plan_errors import (
     check_size,
@@ -27,9 +28,11 @@ from flashgen.kernels.planner.schedule import why_walks_differ
 from flashgen.kernels.planner.search import (
     Evaluated,
     cheapest,
+    evaluated,
     obstacles_to_sharing,
     occupancies,
     shapes,
+    warps_to_copy,
 )
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
 from flashgen.shared.arch import facts, portable
@@ -126,10 +129,32 @@ def plan_forward(request: PlanRequest) -> Plan:
 
 
 def _plan_of_codes(request: PlanRequest) -> Plan:
-    """The plan of the spec without codes, so that results have its bits, on the path of all
-    architectures, whose threads convert what they copy."""
-    plain = replace(request, spec=of_elements(request.spec), arch=portable(request.arch))
-    return plan_forward(plain)
+    """The plan of a spec whose cache has codes, on the path of all architectures, whose threads
+    convert what they copy.
+
+    The keys of a tile are those of the spec without codes, so that results have the same bits. A
+    call with few rows has a tile of few warps.
+    """
+    spec, arch = of_elements(request.spec), facts(portable(request.arch))
+    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=False))
+    problem = problem_of(
+        spec,
+        arch,
+        request.sram,
+        request.access_bytes or 16,
+        request.spare_registers,
+        heads_per_tile=request.heads_per_tile,
+    ).given_as(**quantities_of(request.spec.kv_dtype, arch))
+    tiles = [plain.tile]
+    if request.few_rows and request.tile is None:
+        warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
+        tiles += [replace(plain.tile, warps=warps, row_groups=1, blocks=1)]
+    found = [evaluated(problem, plain.tile)]
+    for tile in tiles[1:]:
+        found += [each for each in occupancies(problem, tile) if not each.excesses]
+    chosen = min(found, key=lambda each: each.cost * each.tile.owned)
+    note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
+    return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
 
 
 def plan_backward(

@@ -104,6 +104,7 @@ def plan_decoding(
     sizes: LaunchSizes,
     *,
     page_size: int = 0,
+    kv_dtype: str | None = None,
     split_size: int | None = None,
     sram: int | None = None,
     scalars: Mapping[str, Number] = NO_VALUES,
@@ -115,6 +116,7 @@ def plan_decoding(
         spec: a spec without ``paged=True``.
         arch, sram: as in `flashgen.plan`.
         page_size: keys of a page; 0 for contiguous keys.
+        kv_dtype: the dtype of codes in the cache, with scales for its pages; None for elements.
         split_size: keys of a split; 0 for one thread block with all keys of a row, and None for the
             choice of `flashgen.kernels.planner.plan_splits`.
         scalars, captured: the values of run-time scalars and captured tensors, by name.
@@ -124,7 +126,7 @@ def plan_decoding(
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
-    served = spec.replace(paged=True) if page_size else spec
+    served = spec.replace(paged=True, kv_dtype=kv_dtype) if page_size else spec
     capacity = sizes.seq_k
     if page_size:
         pages = max(-(-sizes.seq_k // page_size), 1)

@@ -229,8 +229,8 @@ def is_coded(cache: object) -> bool:
 
 def check_coded(
     k: Any, v: Any, k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any
-) -> None:
-    """Checks what makes codes of new rows: their dtypes, and those and the shapes of scales.
+) -> tuple[Tensor, Tensor]:
+    """The scales of new rows, once their dtypes and shapes and those of the rows are checked.
 
     Raises:
         InputError: scales without caches of codes, codes without scales, or another mistake.
@@ -270,6 +270,7 @@ def check_coded(
                 f"{name}.detach() of {', '.join(OPERAND_DTYPES)}",
             )
     with_scales({"k_scale": k_scale, "v_scale": v_scale}, k_cache, v_cache)
+    return k_scale, v_scale
 
 
 def check_append(operands: AppendOperands) -> None:
