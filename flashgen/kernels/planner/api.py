@@ -145,13 +145,12 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         request.spare_registers,
         heads_per_tile=request.heads_per_tile,
     ).given_as(**quantities_of(request.spec.kv_dtype, arch))
-    tiles = [plain.tile]
-    if request.few_rows and request.tile is None:
-        warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
-        tiles += [replace(plain.tile, warps=warps, row_groups=1, blocks=1)]
     found = [evaluated(problem, plain.tile)]
-    for tile in tiles[1:]:
+    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
+    while request.few_rows and request.tile is None and warps <= plain.warps:
+        tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
         found += [each for each in occupancies(problem, tile) if not each.excesses]
+        warps *= 2
     chosen = min(found, key=lambda each: each.cost * each.tile.owned)
     note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
     return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
