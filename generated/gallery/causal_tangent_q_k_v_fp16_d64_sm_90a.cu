@@ -661,10 +661,10 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     float mean = quad_sum(drift[r]);
     const bool writes = lane % 4 == 0;
     if (writes && row < p.seq_q) lse_tangent[row] = mean + reference[r];
+    // Rows past the last one are not stored: they read the O of the last.
+    const Element* const o_row = o_rows + min(row, p.seq_q - 1) * p.o_stride_n + 2 * (lane % 4);
     UNROLL for (int n = 0; n < COLUMNS; ++n) {
-      float2 o = {};
-      const Element* o_pair = o_rows + row * p.o_stride_n + 8 * n + 2 * (lane % 4);
-      if (row < p.seq_q) o = read_pair(o_pair);
+      const float2 o = read_pair(o_row + 8 * n);
       const float first = fmaf(-mean, o.x, x[n][2 * r]);
       const float second = fmaf(-mean, o.y, x[n][2 * r + 1]);
       stage_pair<VECTORS_V>(smem_base, row - q_start, n, lane, first, second);

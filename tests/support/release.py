@@ -87,7 +87,7 @@ def checked(python: str, wheel: Path, sdist: Path, torch: str, folder: Path) -> 
         ("a spec", made.check),
         *((page, partial(made.check_page, page)) for page in PAGES),
         ("flashgen[transformers]", lambda: made.install("flashgen[transformers]")),
-        ("trl and peft", lambda: made.install("trl>=1.16", "peft>=0.21")),
+        ("trl and peft", lambda: made.install("trl>=1.14", "peft>=0.21")),
         ("docs/transformers.md", lambda: made.check_page("docs/transformers.md")),
         ("sdist", lambda: made.install("--no-deps", "--force-reinstall", sdist)),
         ("a spec", made.check),
