@@ -17,7 +17,7 @@ def build_append_kv(access_bytes: int, arch: str = DEFAULT_ARCH) -> Build:
     """The kernel that appends to a paged cache, compiled; it serves all dtypes and head dims.
 
     Args:
-        access_bytes: the bytes that a lane copies at once: 2, 4, 8 or 16.
+        access_bytes: the bytes that a lane copies at once: 1, 2, 4, 8 or 16.
 
     Raises:
         PlanError: the architecture is unknown.

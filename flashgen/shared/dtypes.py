@@ -125,6 +125,33 @@ ITEMSIZE = {name: each.itemsize for name, each in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)
+class CacheDtype:
+    """How a paged cache holds keys and values as codes of fewer bits than those of q.
+
+    An element is the float32 product of the code's number and a scale, rounded to the dtype of q.
+
+    Attributes:
+        itemsize: bytes per code.
+        short: its name in the names of kernels.
+        most: the largest finite number of a code, to which larger ones are saturated.
+        is_float: whether there are codes for NaN.
+    """
+
+    itemsize: int
+    short: str
+    most: float
+    is_float: bool
+
+
+CACHE_DTYPES = {
+    "float8_e4m3fn": CacheDtype(1, "e4m3", 448.0, True),
+    "float8_e5m2": CacheDtype(1, "e5m2", 57344.0, True),
+    "int8": CacheDtype(1, "int8", 127.0, False),
+}
+"""Dtypes of caches besides that of q, by their names."""
+
+
+@dataclass(frozen=True)
 class ScalarDtype:
     """The rules of one dtype of run-time scalars.
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from flashgen.shared.signature import BOUNDARIES, OFFSETS, PAGE_NAMES
+from flashgen.shared.dtypes import CACHE_DTYPES, dtype_name
+from flashgen.shared.signature import BOUNDARIES, OFFSETS, PAGE_NAMES, SCALE_NAMES
 
 Tensor = torch.Tensor
 
@@ -46,7 +47,9 @@ def contiguous_call(
             q_offset where they are not the last positions of their sequences.
     """
     table, lengths = (captured[name] for name in PAGE_NAMES)
-    tensors = {name: x for name, x in captured.items() if name not in PAGE_NAMES}
+    coded = dtype_name(k_cache.dtype) in CACHE_DTYPES
+    own = (*PAGE_NAMES, *SCALE_NAMES) if coded else PAGE_NAMES
+    tensors = {name: x for name, x in captured.items() if name not in own}
     if BOUNDARIES[0] not in captured:
         rows = torch.full((len(lengths),), q.shape[2], dtype=torch.int32)
         q = q.transpose(0, 1).flatten(1, 2)[None]
@@ -57,15 +60,46 @@ def contiguous_call(
     )
     tensors |= zip(BOUNDARIES, (captured.get(BOUNDARIES[0], ends_q), ends_k), strict=True)
     tensors.setdefault(OFFSETS[0], lengths - rows)
-    k, v = (_out_of_pages(cache, table, lengths.tolist()) for cache in (k_cache, v_cache))
+    k, v = (
+        _out_of_pages(cache, captured[name] if coded else None, q.dtype, table, lengths)
+        for cache, name in zip((k_cache, v_cache), SCALE_NAMES, strict=True)
+    )
     return Contiguous(q, k, v, tensors)
 
 
-def _out_of_pages(cache: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
-    """[1, heads_kv, keys of all sequences, head_dim]."""
+def _out_of_pages(
+    cache: Tensor, scale: Tensor | None, dtype: torch.dtype, table: Tensor, lengths: Tensor
+) -> Tensor:
+    """[1, heads_kv, keys of all sequences, head_dim]; codes as elements of ``dtype``."""
     page_size = cache.shape[2]
     found = []
-    for pages, length in zip(table, lengths, strict=True):
+    if scale is not None:
+        scale = expanded_scale(scale, cache)
+    for pages, length in zip(table, lengths.tolist(), strict=True):
         used = pages[: -(-length // page_size)].long()
-        found.append(cache[used].transpose(0, 1).flatten(1, 2)[:, :length])
+        rows = taken(cache, used)
+        if scale is not None:
+            rows = decoded(rows, scale[used], dtype)
+        found.append(rows.transpose(0, 1).flatten(1, 2)[:, :length])
     return torch.cat(found, 1)[None]
+
+
+def taken(cache: Tensor, pages: Tensor) -> Tensor:
+    """These pages of a cache; torch indexes no 8-bit floats on the CPU, but their bytes."""
+    if cache.dtype.itemsize > 1:
+        return cache[pages]
+    return cache.view(torch.uint8)[pages].view(cache.dtype)
+
+
+def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements of codes [..., head_dim] with scales [...]: what kernels multiply."""
+    return (codes.float() * scale[..., None]).to(dtype)
+
+
+def expanded_scale(scale: Tensor, cache: Tensor) -> Tensor:
+    """A scale of shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size] as a view
+    [pages, heads_kv, page_size]."""
+    rank = scale.dim()
+    if rank in (1, 2):
+        scale = scale[..., None]
+    return scale.expand(cache.shape[:3])

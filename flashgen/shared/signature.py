@@ -23,6 +23,14 @@ PAGE_NAMES = ("page_table", "cache_seqlens")
 """Captured tensors of a spec with a paged cache: int32 [batch, max_pages], the pages of each
 sequence, and int32 [batch], its number of keys."""
 
+SCALE_NAMES = ("k_scale", "v_scale")
+"""Captured tensors of a spec whose cache has codes: float32, the factors of the codes of K and V.
+Calls give them by any of `SCALE_DIMS`; kernels see them expanded to [pages, heads_kv, page_size].
+"""
+
+SCALE_DIMS = ("pages", "cache_heads", "page_size")
+"""The dimensions of these tensors. The heads are those of the caches of a call, not of a whole."""
+
 OFFSETS = ("q_offset", "k_offset")
 """Arguments of every operator: the global positions of the first query and of the first key. Where
 a call gives a tensor, its spec has a captured tensor of that name, of dims (batch)."""
@@ -194,6 +202,8 @@ class CallSignature:
         returns_maxima: whether a call has a third result, the largest score of each row.
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
+        kv_dtype: the dtype of the codes in the caches, one of `shared.dtypes.CACHE_DTYPES`; None
+            where keys and values have the dtype of q.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
             or "none". The second result of a call is then that sum, or 0. Statistics have "total"
             and "max", with which it is the sum or the largest of the weights, not rounded, and the
@@ -223,6 +233,7 @@ class CallSignature:
     split: bool = False
     returns_maxima: bool = False
     paged: bool = False
+    kv_dtype: str | None = None
     normalize: str = "softmax"
     divisible: tuple[str, ...] = ()
     group: int = 0

@@ -77,6 +77,13 @@ class ExportRequest:
     def __post_init__(self) -> None:
         # The manifest, comments and errors show it in a line.
         object.__setattr__(self, "command", printable(self.command))
+        if self.spec.kv_dtype is not None:
+            raise InputError(
+                "kernels for caches of 8 bits are not exported",
+                where=f"spec {self.spec.name}",
+                numbers=f"kv_dtype {self.spec.kv_dtype!r}",
+                way_out="spec.replace(kv_dtype=None); or fg.attention(spec), which compiles it",
+            )
 
     def variants(self) -> Iterator[Variant]:
         """The spec itself, then its variants.

@@ -250,6 +250,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def recording(prepared: Any, recorder: Recorder) -> Any:
     """A copy of a prepared call whose launches go to the recorder, and none to a GPU."""
+    if prepared.signature.kv_dtype is not None:
+        raise NoPlan("its cache has codes of 8 bits")
     made = copy.copy(prepared)
     made.target = replace(prepared.target, backend="recorded", recorder=recorder)
     for name in ("_kernels", "_bound"):  # a kernel that is bound to tensors without memory is lost

@@ -8,8 +8,13 @@ import torch
 
 from flashgen.calls.ops.autograd import are_plain, is_plain
 from flashgen.calls.runtime import backends
-from flashgen.calls.runtime.append_kv import append
-from flashgen.calls.runtime.arguments.pages import AppendOperands, check_append
+from flashgen.calls.runtime.append_kv import append, codes_of
+from flashgen.calls.runtime.arguments.pages import (
+    AppendOperands,
+    check_append,
+    check_coded,
+    is_coded,
+)
 from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
 from flashgen.shared import config
 from flashgen.shared.errors import called_by_users
@@ -32,6 +37,8 @@ def append_kv(
     cache_seqlens: Tensor | None = None,
     slot_mapping: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     arch: str | None = None,
 ) -> None:
@@ -66,6 +73,13 @@ def append_kv(
         slot_mapping: int64 [tokens], in the order of batch and rows; -1 skips a token.
         cu_seqlens: int32 [sequences + 1], the first row of each packed sequence and one beyond the
             last. Rows behind the last sequence are not written.
+        k_scale, v_scale: for caches of codes (torch.float8_e4m3fn, float8_e5m2 or int8), float32 of
+            shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]. A code is that
+            of the number nearest to x / scale, in float32 and to even, saturated at the largest
+            finite number of the codes; an infinity is saturated too. Rows that are codes already
+            are copied without scales. NaN becomes the NaN of 8-bit
+            floats and 0 in int8. With a scale of 0 all codes are 0. The rows are made codes by
+            operations of torch, before the launch that writes them.
         backend: "gpu", "emulator" or "tiled", as in `flashgen.attention`.
         arch: the architecture of the kernel, as in `flashgen.attention`.
 
@@ -78,6 +92,10 @@ def append_kv(
         Page tables as in FlashAttention-3 (page_table, cache_seqlens); slots as in vLLM
         (slot_mapping).
     """
+    if k_scale is not None or v_scale is not None or (is_coded(k_cache) and not is_coded(k)):
+        k_scale, v_scale = check_coded(k, v, k_cache, v_cache, k_scale, v_scale)
+        tables = page_table, cache_seqlens, slot_mapping, cu_seqlens
+        k, v = codes_of(AppendOperands(k, v, k_cache, v_cache, *tables), k_scale, v_scale)
     operands = AppendOperands(
         k, v, k_cache, v_cache, page_table, cache_seqlens, slot_mapping, cu_seqlens
     )

@@ -241,6 +241,14 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
     Raises:
         InputError: in another way than along batch and heads, or one that the spec does not allow.
     """
+    if signature.kv_dtype is not None:
+        refuse(
+            "a cache of 8 bits is not divided by DTensors",
+            "argument k_scale",
+            f"spec {signature.name} has kv_dtype {signature.kv_dtype!r}",
+            "the local tensors of each rank, whose heads are a call of their own; or a cache of "
+            "the dtype of q",
+        )
     tensors = {name: x for name, x in given.items() if _is_spread(signature, name, x)}
     for name, x in tensors.items():
         if not is_dtensor(x):

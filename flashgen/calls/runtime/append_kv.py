@@ -19,6 +19,8 @@ from flashgen.calls.runtime.kernel_arguments import KernelArguments
 from flashgen.kernels.compile import override
 from flashgen.shared import config
 from flashgen.shared.call import DEFAULT_LAUNCH, LaunchOptions
+from flashgen.shared.dtypes import CACHE_DTYPES, dtype_name
+from flashgen.shared.paged import expanded_scale
 
 Tensor = torch.Tensor
 
@@ -89,13 +91,71 @@ def prepare(operands: AppendOperands, backend: str | None, arch: str | None) -> 
     return prepared
 
 
+def codes_of(operands: AppendOperands, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The new rows as codes of their caches, by operations that wait for no device.
+
+    Args:
+        operands: with rows of floats; their scales were checked, other arguments were not.
+    """
+    k, v, k_cache, v_cache = operands[:4]
+    k_codes, v_codes = (torch.empty_like(x, dtype=k_cache.dtype) for x in (k, v))
+    check_append(operands._replace(k=k_codes, v=v_codes))
+    by_place = max(k_scale.dim(), v_scale.dim()) > 1
+    pages, slots = _places(operands) if by_place and not operands.is_empty else (None, None)
+    found = []
+    for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale.dim() > 1 and pages is not None:
+            scale = expanded_scale(scale, cache)[pages, :, slots]  # [tokens, heads]
+            scale = scale.view(rows.shape[0], rows.shape[2], rows.shape[1]).transpose(1, 2)
+        elif scale.dim() == 1:
+            scale = scale[:, None]
+        elif scale.dim() > 1:  # nothing is written
+            scale = scale.new_ones(())
+        found.append(quantised(rows, scale, cache.dtype))
+    return found[0], found[1]
+
+
+def quantised(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The codes of rows [..., head dim] with scales that broadcast to [...]."""
+    kind = CACHE_DTYPES[dtype_name(dtype)]
+    scale = scale[..., None]
+    numbers = (rows.float() / scale).clamp(-kind.most, kind.most)  # keeps NaN
+    numbers = numbers.masked_fill(scale == 0, 0.0)
+    if not kind.is_float:
+        numbers = numbers.round().nan_to_num(0.0)
+    return numbers.to(dtype)
+
+
+def _places(operands: AppendOperands) -> tuple[Tensor, Tensor]:
+    """The page and the slot of each token, int64 [tokens]; any place for a token without one."""
+    pages, _, page_size, _ = operands.k_cache.shape
+    if operands.slot_mapping is not None:
+        slots = operands.slot_mapping.clamp(0, pages * page_size - 1)
+        return slots // page_size, slots % page_size
+    table, lengths = operands.page_table, operands.cache_seqlens
+    assert table is not None, "slots or a page table are given"
+    assert lengths is not None, "a page table has lengths"
+    token = torch.arange(operands.tokens, device=table.device)
+    if operands.cu_seqlens is None:
+        ends = torch.arange(operands.sequences + 1, device=table.device) * operands.k.shape[2]
+    else:
+        ends = operands.cu_seqlens.long()
+    sequence = torch.searchsorted(ends, token, right=True) - 1
+    sequence = sequence.clamp(0, operands.sequences - 1)
+    position = (lengths.long()[sequence] - ends[sequence + 1] + token).clamp(min=0)
+    entry = (position // page_size).clamp(max=table.shape[1] - 1)
+    return table[sequence, entry].long().clamp(0, pages - 1), position % page_size
+
+
 def access_bytes(operands: AppendOperands) -> int:
-    """The bytes that the kernel copies at once in this call: 16, 8, 4 or 2.
+    """The bytes that the kernel copies at once in this call: 16, 8, 4, 2 or 1.
 
     The largest number that divides all addresses, and all strides that are used, in bytes. Rows
-    are whole 16-byte vectors, since head dims are multiples of 8.
+    are whole vectors, since head dims are multiples of 8.
     """
     bits = 16
+    for tensor in operands[:2]:
+        bits |= tensor.shape[3] * tensor.element_size()
     for tensor in operands[:4]:
         bits |= tensor.data_ptr()
         for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False):
@@ -168,4 +228,7 @@ def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
     slots = slots[written]
     for new, cache in ((operands.k, operands.k_cache), (operands.v, operands.v_cache)):
         rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
-        cache[slots // page, :, slots % page] = rows[written]
+        rows = rows[written]
+        if rows.dtype.itemsize == 1:  # torch indexes no 8-bit floats on the CPU, but their bytes
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+        cache[slots // page, :, slots % page] = rows

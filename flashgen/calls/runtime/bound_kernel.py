@@ -135,7 +135,7 @@ class BoundKernel:
 def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     """The memory from a CPU tensor's first to its last element as a flat array that shares it.
 
-    NumPy has no bfloat16: such elements appear as uint16; bools appear as uint8.
+    NumPy has no bfloat16: such elements appear as uint16; bools and 8-bit floats appear as uint8.
     """
     extent = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -143,7 +143,7 @@ def span(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     flat = tensor.detach().as_strided((extent,), (1,))
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
-    if flat.dtype == torch.bool:
+    if flat.dtype == torch.bool or (flat.is_floating_point() and flat.itemsize == 1):
         return flat.view(torch.uint8).numpy()
     return flat.numpy()
 

@@ -116,7 +116,10 @@ class PreparedForward(PreparedCall):
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         if invariant and self._kernel_arch != path.arch and target.backend != "tiled":
             self._refuse_other_arithmetic(self._aligned_reason)
-        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v))
+        # Codes are copied with the number of elements that 16 bytes of q have.
+        self._narrower = q.element_size() // k.element_size()
+        units = (16, 16 // self._narrower, 16 // self._narrower)
+        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), units)
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
         self._splits: Splits | None = None
@@ -158,7 +161,7 @@ class PreparedForward(PreparedCall):
         maxima = self._like_lse(to_lse)
         at: tuple[int, ...]
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
-        if self._obstacle is None and not (at[0] | at[1] | at[2] | at[3]) % 16:
+        if self._obstacle is None and not (at[0] | (at[1] | at[2]) * self._narrower | at[3]) % 16:
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
@@ -259,7 +262,8 @@ class PreparedForward(PreparedCall):
         )
 
     def _unaligned_reason(self, *tensors: Tensor) -> str:
-        bases = map(memory_layout.base_obstacle, _NAMES, tensors)
+        unit = 16 // self._narrower
+        bases = map(memory_layout.base_obstacle, _NAMES, tensors, (16, unit, unit, 16))
         return self._obstacle or next(text for text in bases if text)
 
     def _without_scores(self, q: Tensor, captured: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -18,16 +18,19 @@ Tensor = torch.Tensor
 ALIGNED = "all base pointers and strides are multiples of 16 B"
 
 
-def stride_obstacle(name: str, tensor: Tensor) -> str | None:
+def stride_obstacle(name: str, tensor: Tensor, unit: int = 16) -> str | None:
     """The stride that prevents 16-byte accesses, in words; None where there is none.
 
     The stride of an axis of length 1 is never used, so that it may have any value.
+
+    Args:
+        unit: the bytes that are accessed at once.
     """
     size = tensor.element_size()
     for axis, label in enumerate(("batch", "head", "row")):
         step = tensor.stride(axis) * size
-        if tensor.shape[axis] > 1 and step % 16:
-            return f"the {label} stride of {name} is {step} B, not a multiple of 16 B"
+        if tensor.shape[axis] > 1 and step % unit:
+            return f"the {label} stride of {name} is {step} B, not a multiple of {unit} B"
     return None
 
 
@@ -41,10 +44,11 @@ def row_obstacle(name: str, tensor: Tensor) -> str | None:
     return stride_obstacle(name, tensor)
 
 
-def base_obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why the address of a tensor prevents 16-byte accesses, in words; None where it does not."""
-    offset = tensor.data_ptr() % 16
-    return f"{name} begins {offset} B past a multiple of 16 B" if offset else None
+def base_obstacle(name: str, tensor: Tensor, unit: int = 16) -> str | None:
+    """Why the address of a tensor prevents accesses of ``unit`` bytes, in words; None where it does
+    not."""
+    offset = tensor.data_ptr() % unit
+    return f"{name} begins {offset} B past a multiple of {unit} B" if offset else None
 
 
 def path_for(arch: str, why: str, **tensors: Tensor) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
 from flashgen.calls.trust import Decision
-from flashgen.shared.arch import GpuMemory
+from flashgen.shared.arch import GpuMemory, portable
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
@@ -275,6 +275,9 @@ class SpecProgram(CallProgram):
             )
             if found is not None:
                 return Decision(found.arch, f"{memory_layout.ALIGNED}; {found.why}")
+        if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
+            why = "threads convert the codes that they copy, which TMA does not"
+            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:

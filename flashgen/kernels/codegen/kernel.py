@@ -34,12 +34,13 @@ from flashgen.kernels.codegen.tidy import simplified, tidy, used
 from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
-from flashgen.shared.dtypes import ELEMENTS, OPERANDS, POSITION_LIMIT
+from flashgen.shared.arch import version_of
+from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import SPAN
 from flashgen.shared.signature import is_by_row
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
-from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.spec.language.spec import BOUNDARIES, SCALES, AttentionSpec
 from flashgen.spec.language.tensor import Tensor
 
 
@@ -103,6 +104,9 @@ def kernel(
     params = [*own, *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
+    codes = None if spec.kv_dtype is None or not paged else CACHE_DTYPES[spec.kv_dtype]
+    if codes is not None:  # kernels copy the scales of codes with them
+        params += [param for tensor in SCALES for param in params_of_tensor(tensor)]
     params.append(SINK_SUMS)
     if plan.of_captured:
         learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
@@ -143,6 +147,8 @@ def kernel(
         offsets=[tensor.name for tensor in offsets],
         split=split,
         paged=paged,
+        codes=codes,
+        converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
         by_entry=by_entry,
         sets_length=any(
             is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars

@@ -159,7 +159,10 @@ def params_of(
     if paged:
         # TMA cannot copy all rows: a kernel for Hopper has the addresses of the caches too.
         params = [_of_pages(param) for param in params if by_tma or param.name not in _CACHES]
-        params[-1:-1] = [_tensor(name, written=False) for name in _CACHES.values()]
+        caches = [_tensor(name, written=False) for name in _CACHES.values()]
+        if spec.kv_dtype is not None:
+            caches = [replace(param, cpp_type="const Code*") for param in caches]
+        params[-1:-1] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flashgen.kernels.codegen.integer_ranges import AssumedBlock, beyond_int32
 from flashgen.kernels.planner import Plan
 from flashgen.shared.call import CallRanges
-from flashgen.shared.dtypes import OPERANDS
+from flashgen.shared.dtypes import CACHE_DTYPES, OPERANDS
 from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -140,6 +140,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     if role == "merge":
         splits = "_splits" if plan.lane_groups > 1 else ""
         return f"merge{splits}{_divisor(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
+    codes = "" if spec.kv_dtype is None else f"_{CACHE_DTYPES[spec.kv_dtype].short}"
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
@@ -149,7 +150,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     place += "_max_scores" if plan.returns_maxima else ""
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""
-    return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}_{dims}{heads}{wide}"
+    return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}{codes}_{dims}{heads}{wide}"
 
 
 def _sink_of_delta(spec: AttentionSpec) -> str:

@@ -13,7 +13,7 @@ from flashgen.shared.launch_facts import CONVERT_KERNELS, SPAN
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.tensor import Tensor
 
-_VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
+_VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
 """The types of CUDA that a lane copies at once, by their bytes."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from flashgen.kernels.planner import paper_policy
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.models.codes_sm80 import quantities_of
 from flashgen.kernels.planner.models.spec_terms import served_registers
 from flashgen.kernels.planner.plan_errors import (
     check_size,
@@ -28,13 +29,16 @@ from flashgen.kernels.planner.schedule import why_walks_differ
 from flashgen.kernels.planner.search import (
     Evaluated,
     cheapest,
+    evaluated,
     obstacles_to_sharing,
     occupancies,
     shapes,
+    warps_to_copy,
 )
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
-from flashgen.shared.arch import facts
+from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
+from flashgen.spec.language.signature import of_elements
 from flashgen.spec.language.spec import AttentionSpec
 
 
@@ -95,6 +99,8 @@ def plan_forward(request: PlanRequest) -> Plan:
     """See `plan`."""
     spec = request.spec
     check_size(spec)
+    if spec.kv_dtype is not None:
+        return _plan_of_codes(request)
     problem = problem_of(
         spec,
         facts(request.arch),
@@ -121,6 +127,34 @@ def plan_forward(request: PlanRequest) -> Plan:
             )
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     return plan_of_tile(problem, chosen, request.policy, notes)
+
+
+def _plan_of_codes(request: PlanRequest) -> Plan:
+    """The plan of a spec whose cache has codes, on the path of all architectures, whose threads
+    convert what they copy.
+
+    The keys of a tile are those of the spec without codes, so that results have the same bits. A
+    call with few rows has a tile of few warps.
+    """
+    spec, arch = of_elements(request.spec), facts(portable(request.arch))
+    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=False))
+    problem = problem_of(
+        spec,
+        arch,
+        request.sram,
+        request.access_bytes or 16,
+        request.spare_registers,
+        heads_per_tile=request.heads_per_tile,
+    ).given_as(**quantities_of(request.spec.kv_dtype, arch))
+    found = [evaluated(problem, plain.tile)]
+    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
+    while request.few_rows and request.tile is None and warps <= plain.warps:
+        tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
+        found += [each for each in occupancies(problem, tile) if not each.excesses]
+        warps *= 2
+    chosen = min(found, key=lambda each: each.cost * each.tile.owned)
+    note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
+    return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
 
 
 def plan_backward(

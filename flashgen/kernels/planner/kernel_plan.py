@@ -12,6 +12,7 @@ from flashgen.kernels.planner.derivation import (
     printed_line,
     wrapped,
 )
+from flashgen.kernels.planner.models.codes_sm80 import of_codes
 from flashgen.kernels.planner.models.fitted_common import (
     L2_SHARE_OF_HEADS,
     MASK_LOOP_HEAD_DIM,
@@ -185,6 +186,11 @@ class Plan(LaunchRules):
     tangents: tuple[str, ...] = ()
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes per element of K and V in memory."""
+        return int(self.quantities.get("e_kv", self.itemsize))
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize
@@ -301,6 +307,8 @@ class Plan(LaunchRules):
     def model(self) -> KernelModel:
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
+        if self.kv_itemsize != self.itemsize:
+            return of_codes(model)
         return model.other_form if self.in_passes and model.other_form else model
 
     @property

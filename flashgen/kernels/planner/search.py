@@ -140,14 +140,14 @@ def _excesses(
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
-    if tile.warps < (least := _copy_warps(problem)):
+    if tile.warps < (least := warps_to_copy(problem)):
         yield Excess("warps to copy a row", least, tile.warps, "")
     yield from obstacles_to_sharing(
         problem.path, tile.owned, problem.heads_per_tile, dropout=at["dropout_ops"] > 0
     )
 
 
-def _copy_warps(problem: TileProblem) -> int:
+def warps_to_copy(problem: TileProblem) -> int:
     """Warps that are needed to copy a row in one pass, a vector by each thread."""
     if problem.path.copies_by_tma:
         return 1
@@ -271,5 +271,5 @@ def smallest(problem: TileProblem) -> Evaluated:
         at = each.quantities
         return at["registers"] > at["register_limit"], at["smem"], each.tile
 
-    least = _copy_warps(problem)
+    least = warps_to_copy(problem)
     return min((evaluated(problem, s) for s in shapes(problem) if s.warps >= least), key=size)

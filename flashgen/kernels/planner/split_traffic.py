@@ -33,6 +33,10 @@ LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
 FORWARD_BYTES = Formula(
     "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
 )
+# Where caches hold codes, one lane of a warp reads the number of a page and its scales.
+K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
+V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
+SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
 # The merge. The lanes of a row read the LSE of a part each.
 PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
 PARTS_LSE_READ = Formula("parts_lse_read", "4*lse_rows", "B")
@@ -43,9 +47,14 @@ BOUND_BYTES = Formula("bound_bytes", "e*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows"
 OVER_BOUND = Formula("over_bound", "(forward_bytes + merge_bytes)/bound_bytes")
 
 OF_FORWARD = (Q_READ, K_READ, V_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN, FORWARD_BYTES)
+OF_FORWARD_ON_CODES = (
+    *(Q_READ, K_CODES_READ, V_CODES_READ, SCALES_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN),
+    Formula("forward_bytes", FORWARD_BYTES.text + " + scales_read", "B"),
+)
+BOUND_BYTES_OF_CODES = Formula("bound_bytes", "e_kv*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows", "B")
 COUNTED = (
     *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows"),
-    *("table_reads", "length_reads"),
+    *("table_reads", "length_reads", "scale_reads"),
 )
 OF_MERGE = (PARTS_READ, PARTS_LSE_READ, MERGED_WRITTEN, MERGE_BYTES)
 
@@ -95,6 +104,9 @@ class SplitTraffic:
         k, v = int(self.at["k_read"]), int(self.at["v_read"])
         if not self.paged:
             return found | {"k": k, "v": v}
+        if "e_kv" in self.at:
+            scales = 4 * int(self.at["scale_reads"])
+            found |= {"c_k_scale": scales, "c_v_scale": scales}
         # TMA and lanes read the same cache.
         return found | {
             **{"k": 0, "v": 0, "k_cache": k, "v_cache": v},
@@ -113,7 +125,7 @@ class SplitTraffic:
         }
 
     def __str__(self) -> str:
-        formulas = _formulas(self.merges)
+        formulas = _formulas(self.merges, coded="e_kv" in self.at)
         return "\n".join(
             ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
         )
@@ -127,7 +139,7 @@ def split_traffic(
     keys: int,
     *,
     box_rows: int = 0,
-    paged: bool = False,
+    page_size: int = 0,
 ) -> SplitTraffic:
     """The bytes of the launches of a call.
 
@@ -138,11 +150,11 @@ def split_traffic(
         rows: query rows of all heads and sequences.
         keys: keys of all key heads and sequences.
         box_rows: the keys that TMA copies at once; 0 where lanes copy every row.
-        paged: whether K and V are read from the pages of a cache.
+        page_size: keys of a page of the cache; 0 for contiguous keys.
     """
     counts: Counter[str] = Counter()
     for walk in walks:
-        _count(counts, plan, walk, box_rows, paged=paged, split=merge is not None)
+        _count(counts, plan, walk, box_rows, page_size, split=merge is not None)
     at: dict[str, Number] = {
         "e": plan.itemsize,
         "e_out": plan.out_itemsize,
@@ -153,19 +165,31 @@ def split_traffic(
         "keys": min(keys, counts["keys"]),  # heads that visit different keys may share some
         "merge_bytes": 0,
     }
-    FormulaSequence(*_formulas(merge is not None))(at)
-    return SplitTraffic(merge is not None, paged, at)
+    coded = plan.kv_itemsize != plan.itemsize
+    if coded:
+        at["e_kv"] = plan.kv_itemsize
+    FormulaSequence(*_formulas(merge is not None, coded=coded))(at)
+    return SplitTraffic(merge is not None, page_size > 0, at)
 
 
-def _formulas(merges: bool) -> tuple[Formula, ...]:
-    return (*OF_FORWARD, *(OF_MERGE if merges else ()), BOUND_BYTES, OVER_BOUND)
+def _formulas(merges: bool, *, coded: bool) -> tuple[Formula, ...]:
+    forward: tuple[Formula, ...] = OF_FORWARD_ON_CODES if coded else OF_FORWARD
+    bound = BOUND_BYTES_OF_CODES if coded else BOUND_BYTES
+    return (*forward, *(OF_MERGE if merges else ()), bound, OVER_BOUND)
 
 
 def _count(
-    counts: Counter[str], plan: Plan, walk: SplitWalk, box_rows: int, *, paged: bool, split: bool
+    counts: Counter[str],
+    plan: Plan,
+    walk: SplitWalk,
+    box_rows: int,
+    page_size: int,
+    *,
+    split: bool,
 ) -> None:
     """Adds the rows of one split to those of the launch, by the names of the quantities."""
     sizes, visited, _, before = walk.of_split
+    paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
@@ -189,6 +213,12 @@ def _count(
             # A box reads on where a split begins or ends with the tensor inside of it.
             if boxes:
                 keys = values = min(boxes * box_rows, valid + walk.keys_behind)
+        elif plan.kv_itemsize != plan.itemsize:
+            # Of each 32 rows, by each warp, the pages; their scales are those of pages, where K and
+            # V have scales by page.
+            sets = [min(32, valid - i) for i in range(0, valid, 32)]
+            reads = plan.warps * sum(1 + (rows - 1) // page_size for rows in sets)
+            counts["scale_reads"] += shared * reads
         elif not boxes:
             reads = valid * (vectors + vectors_v)
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from flashgen.kernels.planner.layout_share import best_stride
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
+from flashgen.kernels.planner.models.codes_sm80 import of_codes
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
@@ -112,7 +113,9 @@ class TileProblem:
     def model(self) -> KernelModel:
         """The cost model of the kernel, of its first form where it has two."""
         model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
-        return model.wide[1] if model.wide and self.given["d_v"] > model.wide[0] else model
+        if model.wide and self.given["d_v"] > model.wide[0]:
+            model = model.wide[1]
+        return of_codes(model) if "e_kv" in self.given else model
 
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""

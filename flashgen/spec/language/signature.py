@@ -20,6 +20,7 @@ from flashgen.shared.signature import (
     LAYOUT_NAMES,
     OFFSETS,
     PAGE_NAMES,
+    SCALE_NAMES,
     SPLIT,
     WHOLE,
     CallSignature,
@@ -64,6 +65,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         split=spec.split,
         returns_maxima=spec.returns_maxima,
         paged=spec.paged,
+        kv_dtype=spec.kv_dtype,
         normalize=spec.normalizer,
         divisible=tuple(divisible),
         group=divisible.get(AXES[1], 0),
@@ -179,12 +181,22 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
+def of_elements(spec: AttentionSpec) -> AttentionSpec:
+    """A spec whose cache has codes as the one with elements of the dtype of q."""
+    if spec.kv_dtype is None:
+        return spec
+    tensors = tuple(tensor for tensor in spec.tensors if tensor.name not in SCALE_NAMES)
+    return with_options(spec, kv_dtype=None, tensors=tensors)
+
+
+@functools.lru_cache(maxsize=1024)
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
     The CPU path and the reference compute it (`flashgen.shared.paged`). One with split keys is one
     whose keys are not split.
     """
+    spec = of_elements(spec)
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys

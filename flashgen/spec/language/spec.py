@@ -13,7 +13,15 @@ from flashgen.shared.dtypes import dtype_name
 from flashgen.shared.errors import SpecError
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
-from flashgen.shared.signature import LAYOUT_NAMES, OFFSETS, PAGE_NAMES, WHOLE, is_by_row
+from flashgen.shared.signature import (
+    LAYOUT_NAMES,
+    OFFSETS,
+    PAGE_NAMES,
+    SCALE_DIMS,
+    SCALE_NAMES,
+    WHOLE,
+    is_by_row,
+)
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.block_layout import check_names as check_layout_names
@@ -44,6 +52,10 @@ PAGES = tuple(
     for name, dims in zip(PAGE_NAMES, (("batch", "max_pages"), ("batch",)), strict=True)
 )
 """The tensors of a spec with a paged cache: the pages and the number of keys of each sequence."""
+
+
+SCALES = tuple(Tensor(name, SCALE_DIMS, "float32") for name in SCALE_NAMES)
+"""The tensors of a spec whose paged cache has codes: the factors of those of K and of V."""
 
 
 @in_specs
@@ -102,6 +114,10 @@ class AttentionSpec:
         paged: whether keys and values are in the pages of a cache, with ``page_table`` and
             ``cache_seqlens`` in each call. Mods see the number of the sequence as b, positions in
             the sequence, and its number of keys as ``fg.seq_k``. For inference.
+        kv_dtype: "float8_e4m3fn", "float8_e5m2" or "int8", or torch's object of that name: the
+            dtype of the codes in a paged cache, which calls scale by ``k_scale`` and ``v_scale``.
+            An element is the float32 product of the code's number and its scale, rounded to the
+            dtype of q, in which products are computed. None: caches have the dtype of q.
 
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
@@ -113,7 +129,7 @@ class AttentionSpec:
         scalars: the run-time scalars, sizes excluded, in the order of their first use.
         tensors: the tensors that each call gives: captured tensors in the order of their first use,
             then the boundaries of packed sequences, the page table and the lengths of a paged
-            cache, the sink unless mods read it, q_offset and
+            cache, the scales of its codes, the sink unless mods read it, q_offset and
             k_offset where calls give them as tensors (`spec.language.signature.at_offsets`),
             and a block layout that is not a function.
         mask_line: the Python lines of mask_mod; None without one.
@@ -147,6 +163,7 @@ class AttentionSpec:
     weight_mod: Mod | None = None
     normalize: Any = "softmax"  # a name or a Tensor
     statistics: Any = None  # pairs of a name and a Statistic once the spec is made
+    kv_dtype: Any = None  # a name or None once the spec is made
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
@@ -191,6 +208,7 @@ class AttentionSpec:
         used = [c for trace in traces if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
         used += PAGES if self.paged is True else ()
+        used += SCALES if self.kv_dtype is not None else ()
         used += [] if sink is None else [sink]
         captures, clashes = _distinct(used, where)
         sparse = self.block_sparse
@@ -220,6 +238,7 @@ class AttentionSpec:
             "sink": sink,
             "statistics": statistics,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "kv_dtype": None if self.kv_dtype is None else dtype_name(self.kv_dtype),
             "name": self.name
             or name_of(
                 self.weight_mod, self.mask_mod, self.score_mod, getattr(sparse, "layout", None)
@@ -329,6 +348,7 @@ class AttentionSpec:
             *(("split",) if self.split else ()),
             *(("returns_maxima",) if self.returns_maxima else ()),
             *(("paged",) if self.paged else ()),
+            *(() if self.kv_dtype is None else (("kv_dtype", self.kv_dtype),)),
             *(() if self.is_softmax else (self.normalizer,)),
         )
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flashgen.shared.dtypes import OPERAND_DTYPES, OPERANDS, dtype_name
+from flashgen.shared.dtypes import CACHE_DTYPES, OPERAND_DTYPES, OPERANDS, dtype_name
 from flashgen.shared.errors import SpecError
 from flashgen.spec.language.block_layout import BlockSparse
 
@@ -116,6 +116,8 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             if option == "packed"
             else "dropout=False: paged caches are for inference",
         )
+    if spec.kv_dtype is not None:
+        mistakes += _mistakes_of_codes(spec, where)
     if spec.weight_mod is not None and spec.is_softmax:
         mistake(
             "a weight_mod stands in place of the softmax's exponential",
@@ -142,6 +144,40 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             f"name={as_name(str(spec.name))!r}",
         )
     return mistakes
+
+
+def _mistakes_of_codes(spec: AttentionSpec, where: str) -> list[SpecError]:
+    """Why the caches of a spec cannot have codes of its kv_dtype."""
+    found = []
+    if dtype_name(spec.kv_dtype) not in CACHE_DTYPES:
+        found.append(
+            SpecError(
+                "caches do not hold codes of this dtype",
+                where=where,
+                numbers=f"kv_dtype {str(spec.kv_dtype)!r}; available: {', '.join(CACHE_DTYPES)}",
+                way_out=f'kv_dtype="{next(iter(CACHE_DTYPES))}"; or None for the dtype of q',
+            )
+        )
+    if spec.paged is not True:
+        found.append(
+            SpecError(
+                "keys and values of 8 bits are those of a paged cache",
+                where=where,
+                numbers=f"kv_dtype {str(spec.kv_dtype)!r}, paged {spec.paged!r}",
+                way_out="paged=True: keys [batch, heads, seq, head_dim] are the pages of a cache "
+                "too, with page_table=torch.arange(batch, dtype=torch.int32)[:, None]",
+            )
+        )
+    if spec.dtype is not None and dtype_name(spec.dtype) == "float32":
+        found.append(
+            SpecError(
+                "codes of 8 bits are multiplied as elements of 16 bits",
+                where=where,
+                numbers=f"dtype 'float32', kv_dtype {str(spec.kv_dtype)!r}",
+                way_out='dtype="bfloat16" or dtype="float16"',
+            )
+        )
+    return found
 
 
 def _nearest_head_dim(value: object) -> int:

@@ -165,6 +165,10 @@ class PlanArguments(DecodingArguments):
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
     tangent: TangentInstead = False
+    kv_dtype: Annotated[
+        str | None,
+        "With --decode and --page: 8-bit codes in the cache, float8_e4m3fn, float8_e5m2 or int8.",
+    ] = None
     policy: Annotated[str, "derived, or paper for Algorithm 1's block sizes."] = "derived"
     world: Annotated[
         int | None, "W", "With --shape: the ranks of a distributed call.", AT_LEAST_1

@@ -42,6 +42,13 @@ def sizes_of(arguments: DecodingArguments, shape: str, *specs: AttentionSpec) ->
             numbers=f"spec {paged.name} has paged=True, and no --page is given",
             way_out="--decode --page 16; or the spec without paged=True",
         )
+    if getattr(arguments, "kv_dtype", None) is not None and not arguments.page:
+        raise InputError(
+            "codes of 8 bits are those of a cache with pages",
+            where="option --kv-dtype",
+            numbers=f"--kv-dtype {arguments.kv_dtype} without --page",  # type: ignore[attr-defined]
+            way_out="--decode --page 16 beside it",
+        )
     if not arguments.decode:
         for option in ("page", "split_size"):
             if getattr(arguments, option) is not None:
@@ -166,6 +173,7 @@ def decoding_plan(
         arch,
         LaunchSizes(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q, sizes.seq_k),
         page_size=arguments.page or 0,
+        kv_dtype=getattr(arguments, "kv_dtype", None),
         split_size=arguments.split_size,
         sram=arguments.sram,
         scalars=options["scalars"],

@@ -44,6 +44,14 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
+    if changed.kv_dtype is not None and hasattr(changes, "page"):
+        raise InputError(
+            "commands compute calls on caches of the dtype of q",
+            where=path,
+            numbers=f"spec {changed.name} has kv_dtype {changed.kv_dtype!r}",
+            way_out="a spec without kv_dtype; flashgen plan --decode --page 16 --kv-dtype "
+            f"{changed.kv_dtype} plans its calls on codes",
+        )
     if changed.paged and getattr(changes, "page", None):
         changed = changed.replace(paged=False)
     return changed.replace(dropout=True) if getattr(changes, "dropout", False) else changed

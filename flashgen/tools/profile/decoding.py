@@ -110,6 +110,7 @@ def plan_decoding(
     sizes: LaunchSizes,
     *,
     page_size: int = 0,
+    kv_dtype: str | None = None,
     split_size: int | None = None,
     sram: int | None = None,
     scalars: Mapping[str, Number] = NO_VALUES,
@@ -121,6 +122,7 @@ def plan_decoding(
         spec: a spec without ``paged=True``.
         arch, sram: as in `flashgen.plan`.
         page_size: keys of a page; 0 for contiguous keys.
+        kv_dtype: the dtype of codes in the cache, with scales for its pages; None for elements.
         split_size: keys of a split; 0 for one thread block with all keys of a row, and None for the
             choice of `flashgen.kernels.planner.plan_splits`, or of `invariant_splits` where calls
             are batch-invariant.
@@ -139,7 +141,7 @@ def plan_decoding(
             numbers=f"spec {spec.name} has packed=True",
             way_out="the spec without packed=True, with a batch entry for each sequence",
         )
-    served = spec.replace(paged=True) if page_size else spec
+    served = spec.replace(paged=True, kv_dtype=kv_dtype) if page_size else spec
     capacity = sizes.seq_k
     if page_size:
         pages = max(-(-sizes.seq_k // page_size), 1)

@@ -100,7 +100,7 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         call.batch * call.heads_q * call.seq_q,
         keys,
         box_rows=box_rows_of(plan.block_k, call, page_size) if by_tma else 0,
-        paged=spec.paged,
+        page_size=page_size,
     )
     # The splits of a batch entry follow each other, as its work tiles do.
     in_order = [

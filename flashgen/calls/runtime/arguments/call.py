@@ -19,7 +19,13 @@ from flashgen.calls.runtime.arguments.options import (
     scale_of,
     state_of,
 )
-from flashgen.calls.runtime.arguments.pages import capacity_of, check_pages, check_table, longest_of
+from flashgen.calls.runtime.arguments.pages import (
+    capacity_of,
+    check_pages,
+    check_table,
+    longest_of,
+    with_scales,
+)
 from flashgen.calls.runtime.arguments.positions import (
     check_boundaries,
     check_dropout_positions,
@@ -94,7 +100,9 @@ class Call(NamedTuple):
         signature: CallSignature = program.signature
         dtype = _autocast_dtype(q) if autocast else None
         if dtype is not None:
-            q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+            q = _cast(q, dtype)
+            if signature.kv_dtype is None:
+                k, v = _cast(k, dtype), _cast(v, dtype)
             if signature.dtype is None:
                 dtype = None
         packs = signature.paged and BOUNDARIES[0] in captures
@@ -110,6 +118,8 @@ class Call(NamedTuple):
             captures = {**captures, RANDOM_STATE: state_of(rng, q)}
             rng = rng if signature.dropout else None
         captures = with_layout(signature, captures)
+        if signature.kv_dtype is not None:
+            captures = with_scales(captures, k, v)
         check_names(signature, captures)
         captured = tuple([captures[tensor.name] for tensor in signature.tensors])
         if captured:

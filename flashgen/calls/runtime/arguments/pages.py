@@ -19,8 +19,15 @@ from flashgen.calls.runtime.arguments.refusals import (
     shape_of,
 )
 from flashgen.shared.call import CheckedCall
-from flashgen.shared.dtypes import INT32_MAX, OPERAND_DTYPES, POSITION_LIMIT
-from flashgen.shared.signature import PAGE_NAMES, CallSignature
+from flashgen.shared.dtypes import (
+    CACHE_DTYPES,
+    INT32_MAX,
+    OPERAND_DTYPES,
+    POSITION_LIMIT,
+    dtype_name,
+)
+from flashgen.shared.paged import expanded_scale
+from flashgen.shared.signature import PAGE_NAMES, SCALE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
@@ -77,6 +84,36 @@ def check_caches(k: Tensor, v: Tensor) -> None:
             f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
             "pages of at least one slot",
         )
+
+
+def with_scales(captures: Mapping[str, Any], k: Any, v: Any) -> Mapping[str, Any]:
+    """The captures of a call with codes, with scales as views [pages, heads_kv, page_size].
+
+    Scales that are missing, or are no tensors, are left to the checks of captured tensors.
+
+    Raises:
+        InputError: a scale has another shape.
+    """
+    found = dict(captures)
+    for name, cache in zip(SCALE_NAMES, (k, v), strict=True):
+        scale = captures.get(name)
+        if not isinstance(scale, Tensor) or not isinstance(cache, Tensor) or cache.dim() != 4:
+            continue
+        sizes = cache.shape[:3]
+        first = 1 if scale.dim() == 1 else 0
+        fits = scale.dim() <= len(sizes) and not any(
+            known(size != 1) and known(size != wanted)
+            for size, wanted in zip(scale.shape, sizes[first:], strict=False)
+        )
+        if not fits:
+            refuse(
+                f"{name} has a shape that belongs to no part of the cache",
+                f"argument {name}",
+                f"shape {shape_of(scale)}; {name[0]} {shape_of(cache)}",
+                "shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]",
+            )
+        found[name] = expanded_scale(scale, cache)
+    return found
 
 
 def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
@@ -185,6 +222,57 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
+def is_coded(cache: object) -> bool:
+    """Whether a cache holds codes of 8 bits."""
+    return isinstance(cache, Tensor) and dtype_name(cache.dtype) in CACHE_DTYPES
+
+
+def check_coded(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any
+) -> tuple[Tensor, Tensor]:
+    """The scales of new rows, once their dtypes and shapes and those of the rows are checked.
+
+    Raises:
+        InputError: scales without caches of codes, codes without scales, or another mistake.
+    """
+    for name, rows, cache, scale in (("k", k, k_cache, k_scale), ("v", v, v_cache, v_scale)):
+        where = f"argument {name}_scale of append_kv"
+        check_is_tensor(name, rows, f"torch.as_tensor({name})", f"argument {name} of append_kv")
+        if not is_coded(cache):
+            refuse(
+                "scales are for caches that hold codes of 8 bits",
+                where,
+                f"{name}_cache is {getattr(cache, 'dtype', cache)}; codes: "
+                f"{', '.join(CACHE_DTYPES)}",
+                "no k_scale and v_scale, or caches of codes",
+            )
+        check_is_tensor(
+            f"{name}_scale",
+            scale,
+            f"{name}_scale=torch.tensor(0.05), float32: append_kv takes scales, and computes none; "
+            f"{name}.abs().amax() / {CACHE_DTYPES[dtype_name(cache.dtype)].most:g} is one",
+            where,
+        )
+        if scale.dtype != torch.float32 or scale.device != cache.device or scale.requires_grad:
+            refuse(
+                f"{name}_scale is not a float32 tensor without a gradient beside its cache",
+                where,
+                f"{scale.dtype} on {scale.device}, requires_grad={scale.requires_grad}; "
+                f"{name}_cache on {cache.device}",
+                f"{name}_scale.detach().to({str(cache.device)!r}, torch.float32)",
+            )
+        if dtype_name(rows.dtype) not in OPERAND_DTYPES or rows.requires_grad:
+            refuse(
+                "new rows that become codes are floats without a gradient",
+                f"argument {name} of append_kv",
+                f"{rows.dtype}, requires_grad={rows.requires_grad}: rounding to codes has the "
+                "derivative 0",
+                f"{name}.detach() of {', '.join(OPERAND_DTYPES)}",
+            )
+    with_scales({"k_scale": k_scale, "v_scale": v_scale}, k_cache, v_cache)
+    return k_scale, v_scale
+
+
 def check_append(operands: AppendOperands) -> None:
     """Checks everything but the contents of tensors, whose sizes may be symbols.
 
@@ -219,7 +307,7 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
     where = f"argument {name} of append_kv"
     check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
     dtypes = {
-        "k": tuple(getattr(torch, each) for each in OPERAND_DTYPES),
+        "k": tuple(getattr(torch, each) for each in (*OPERAND_DTYPES, *CACHE_DTYPES)),
         **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
         "slot_mapping": (torch.int64,),
     }.get(name, (torch.int32,))
@@ -230,7 +318,8 @@ def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
             f"{tensor.dtype}; k is {k.dtype}",
             f"{name}.to({dtypes[0]})"
             if len(dtypes) == 1
-            else f"one of {', '.join(OPERAND_DTYPES)}",
+            else f"one of {', '.join(OPERAND_DTYPES)}; for a cache of 8 bits, also k_scale and "
+            "v_scale",
         )
     if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(

@@ -14,6 +14,7 @@ from flashgen.calls.runtime.arguments.pages import check_caches
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, known, refuse, shape_of
 from flashgen.shared.call import Operands, OutputGradients, Tangents
 from flashgen.shared.dtypes import (
+    CACHE_DTYPES,
     COUNT_LIMIT,
     FLOAT_DTYPES,
     INT32_MAX,
@@ -69,6 +70,26 @@ def _check_operand(
             f"{name}.unsqueeze(0) for a missing batch; q.unflatten(2, (heads, -1)).transpose(1, 2) "
             "for [batch, seq, heads * head_dim]",
         )
+    if name != "q" and signature.kv_dtype is not None:
+        if dtype_name(value.dtype) != signature.kv_dtype:
+            refuse(
+                f"{name} does not hold codes of the spec's kv_dtype",
+                f"argument {name}",
+                f"{name} is {value.dtype}; spec {signature.name} has kv_dtype "
+                f"{signature.kv_dtype!r}",
+                f"spec.replace(kv_dtype={dtype_name(value.dtype)!r})"
+                if dtype_name(value.dtype) in CACHE_DTYPES
+                else f"a cache of torch.{signature.kv_dtype}, which fg.append_kv writes; or a spec "
+                "without kv_dtype",
+            )
+        if value.requires_grad:
+            refuse(
+                f"{name} holds codes of 8 bits, which have no gradients",
+                f"argument {name}",
+                f"requires_grad=True, {value.dtype}: rounding to codes has the derivative 0",
+                f"{name}.detach(); to train, a spec without kv_dtype on the keys and values",
+            )
+        return
     if name != "q":
         if value.dtype != q.dtype:
             refuse(

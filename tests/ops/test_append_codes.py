@@ -1,0 +1,227 @@
+"""append_kv to caches of 8-bit codes, and what calls with kv_dtype refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.export.collect import ExportRequest
+from tests.support.codes import (
+    KV_DTYPES,
+    LENGTHS,
+    PAGE,
+    PAGES,
+    TABLE,
+    elements,
+    finite_codes,
+    scales_of,
+)
+from tests.support.paged_specs import before
+
+Tensor = torch.Tensor
+SHAPE = (PAGES, 2, PAGE, 8)
+
+
+def distances_of(x: Tensor, scale: Tensor, kv_dtype: str) -> Tensor:
+    """The distances of x / scale from all finite numbers of codes."""
+    known = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kv_dtype)).float()
+    known = known[known.isfinite() & (known > -128 if kv_dtype == "int8" else True)].unique()
+    return ((x.float() / scale)[..., None] - known).abs()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("way", ["table", "slots", "packed"])
+def test_codes_are_those_nearest_to_rows_over_scales(kv_dtype: str, rank: int, way: str) -> None:
+    dtype = getattr(torch, kv_dtype)
+    caches = [finite_codes(kv_dtype, SHAPE, seed) for seed in (0, 1)]
+    before_call = [cache.view(torch.uint8).clone() for cache in caches]
+    new = torch.randn(2, 2, 2, 3, 8, generator=torch.Generator().manual_seed(3))
+    scales = [scales_of(rank, 2, seed) for seed in (4, 5)]
+    places = []
+    for b in range(2):
+        for i in range(3):
+            position = int(LENGTHS[b]) - 3 + i
+            places.append((int(TABLE[b, position // PAGE]), position % PAGE))
+    rows = list(new)
+    given: dict[str, Tensor] = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    if way == "slots":
+        given = {"slot_mapping": torch.tensor([page * PAGE + slot for page, slot in places])}
+    elif way == "packed":
+        given["cu_seqlens"] = torch.tensor([0, 3, 6], dtype=torch.int32)
+        rows = [x.transpose(0, 1).flatten(1, 2)[None] for x in rows]
+    fg.append_kv(*rows, *caches, **given, k_scale=scales[0], v_scale=scales[1])
+    written = torch.zeros(PAGES, PAGE, dtype=torch.bool)
+    for x, cache, scale, was in zip(new, caches, scales, before_call, strict=True):
+        assert cache.dtype == dtype
+        full = elements(torch.ones(SHAPE, dtype=torch.int8), scale, torch.float32)[..., :1]
+        for token, (page, slot) in enumerate(places):
+            written[page, slot] = True
+            row = x[token // 3, :, token % 3]
+            distance = distances_of(row, full[page, :, slot], kv_dtype)
+            found = cache[page].float()[:, slot]
+            least = distance.min(-1).values
+            own = (row / full[page, :, slot] - found).abs()
+            assert torch.allclose(own, least)
+        untouched = ~written[:, None, :, None].expand(SHAPE)
+        assert torch.equal(cache.view(torch.uint8)[untouched], was[untouched])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_numbers_out_of_range_saturate(kv_dtype: str) -> None:
+    most = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}[kv_dtype]
+    x = torch.tensor([1e6, -1e6, math.inf, -math.inf, math.nan, 0.0, 1.0, -1.0])
+    k = x.expand(1, 2, 1, 8).contiguous()
+    caches = [torch.zeros(SHAPE).to(getattr(torch, kv_dtype)) for _ in range(2)]
+    fg.append_kv(
+        *(k, -k, *caches),
+        slot_mapping=torch.tensor([5]),
+        k_scale=torch.tensor(1.0),
+        v_scale=torch.tensor(0.0),
+    )
+    nan = 0.0 if kv_dtype == "int8" else math.nan
+    expected = torch.tensor([most, -most, most, -most, nan, 0.0, 1.0, -1.0])
+    torch.testing.assert_close(
+        caches[0][0].float()[:, 5], expected.expand(2, 8), equal_nan=True, rtol=0, atol=0
+    )
+    assert not caches[1].float().any()  # of a scale of 0
+
+
+def test_the_kernel_writes_the_codes_of_the_cpu_path() -> None:
+    k = torch.randn(2, 2, 2, 16, generator=torch.Generator().manual_seed(0)).half()
+    given = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    scales = {"k_scale": scales_of(2, 2), "v_scale": scales_of(3, 2)}
+    for pad in (0, 1):
+        made = []
+        for backend in ("tiled", "emulator"):
+            caches = [
+                torch.zeros(PAGES, 2, PAGE, 16 + pad, dtype=torch.int8)[..., pad:] for _ in range(2)
+            ]
+            fg.append_kv(k, -k, *caches, **given, **scales, backend=backend)
+            made.append(caches)
+        for ours, theirs in zip(*made, strict=True):
+            assert ours.any()
+            assert torch.equal(ours, theirs)
+
+
+def test_codes_are_copied_without_scales() -> None:
+    rows = finite_codes("float8_e5m2", (1, 2, 1, 8))
+    caches = [torch.zeros(SHAPE).to(torch.float8_e5m2) for _ in range(2)]
+    fg.append_kv(rows, rows, *caches, slot_mapping=torch.tensor([PAGE + 2]))
+    assert torch.equal(caches[0][1].float()[:, 2], rows[0, :, 0].float())
+
+
+SPEC = fg.AttentionSpec(before, head_dim=8, paged=True, kv_dtype=torch.int8, name="coded")
+
+
+def call(spec: fg.AttentionSpec = SPEC, **changes: object) -> Tensor:
+    codes = finite_codes("int8", SHAPE)
+    scale = torch.tensor(0.1)
+    given = {
+        "q": torch.randn(2, 4, 1, 8, generator=torch.Generator().manual_seed(0)).half(),
+        "k": codes,
+        "v": codes,
+        "k_scale": scale,
+        "v_scale": scale,
+        "page_table": TABLE,
+        "cache_seqlens": LENGTHS,
+        **changes,
+    }
+    given = {name: x for name, x in given.items() if x is not None}
+    return fg.attention(spec)(**given)
+
+
+def test_calls_take_scales_of_every_rank() -> None:
+    expected = call(k_scale=torch.full((PAGES, 2, PAGE), 0.1))
+    for rank in range(3):
+        assert torch.equal(call(k_scale=torch.full(((), (2,), (PAGES, 2))[rank], 0.1)), expected)
+
+
+def test_entropy_and_maxima_are_those_of_the_decoded_cache() -> None:
+    request = fg.AuxRequest(lse=True, max_scores=True, entropy=True)
+    codes, q = finite_codes("int8", SHAPE), torch.randn(2, 4, 1, 8).half()
+    _, found = call(q=q, return_aux=request)
+    cache = elements(codes, torch.tensor(0.1), torch.float16)
+    op = fg.attention(SPEC.replace(kv_dtype=None))
+    _, expected = op(q, cache, cache, page_table=TABLE, cache_seqlens=LENGTHS, return_aux=request)
+    assert torch.equal(found.lse, expected.lse)
+    assert torch.equal(found.max_scores, expected.max_scores)
+    assert torch.equal(found.entropy, expected.entropy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"k": torch.zeros(SHAPE).half()}, "does not hold codes"),
+        ({"k_scale": None}, "k_scale"),
+        ({"k_scale": torch.ones(3)}, "belongs to no part"),
+        ({"v_scale": torch.ones(PAGES, 2, PAGE, 1)}, "belongs to no part"),
+        ({"v_scale": 0.5}, "v_scale"),
+    ],
+)
+def test_calls_refuse_what_they_cannot_decode(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(fg.InputError, match=what):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"paged": False, "kv_dtype": "int8"}, "those of a paged cache"),
+        ({"paged": True, "kv_dtype": "float4"}, "codes of this dtype"),
+        ({"paged": True, "kv_dtype": "int8", "dtype": "float32"}, "16 bits"),
+    ],
+)
+def test_specs_refuse_caches_that_kernels_do_not_read(
+    options: dict[str, object], what: str
+) -> None:
+    with pytest.raises(fg.SpecError, match=what):
+        fg.AttentionSpec(before, **options)
+
+
+def test_contiguous_keys_are_pages_too() -> None:
+    codes = finite_codes("int8", (2, 2, 61, 8))
+    scale = torch.tensor(0.1)
+    q = torch.randn(2, 4, 1, 8).half()
+    table = torch.arange(2, dtype=torch.int32)[:, None]
+    found = fg.attention(SPEC)(
+        *(q, codes, codes), page_table=table, cache_seqlens=LENGTHS, k_scale=scale, v_scale=scale
+    )
+    keys = elements(codes, scale, torch.float16)
+    expected = fg.attention(SPEC.replace(kv_dtype=None))(
+        q, keys, keys, page_table=table, cache_seqlens=LENGTHS
+    )
+    assert torch.equal(found, expected)
+
+
+def test_gradients_of_codes_are_refused_with_the_reason() -> None:
+    k = torch.randn(1, 2, 1, 8, requires_grad=True)
+    caches = [torch.zeros(SHAPE, dtype=torch.int8) for _ in range(2)]
+    scale = torch.tensor(0.1)
+    with pytest.raises(fg.InputError, match="without a gradient"):
+        fg.append_kv(*(k, k, *caches), slot_mapping=torch.tensor([5]), k_scale=scale, v_scale=scale)
+    codes = torch.zeros(SHAPE).to(torch.float8_e5m2).requires_grad_()
+    spec = SPEC.replace(kv_dtype="float8_e5m2")
+    with pytest.raises(fg.InputError, match="have no gradients"):
+        call(spec, k=codes, v=codes)
+    with pytest.raises(fg.FlashgenError, match="no backward pass"):
+        call(q=torch.randn(2, 4, 1, 8).half().requires_grad_()).sum().backward()
+
+
+def test_scales_are_for_caches_of_codes_and_codes_need_them() -> None:
+    k = torch.randn(1, 2, 1, 8)
+    where = {"slot_mapping": torch.tensor([5])}
+    scale = torch.tensor(0.1)
+    with pytest.raises(fg.InputError, match="caches that hold codes"):
+        fg.append_kv(k, k, torch.zeros(SHAPE), torch.zeros(SHAPE), **where, k_scale=scale)
+    caches = [torch.zeros(SHAPE, dtype=torch.int8) for _ in range(2)]
+    with pytest.raises(fg.InputError, match="k_scale"):
+        fg.append_kv(k, k, *caches, **where)
+
+
+def test_an_export_of_codes_is_refused() -> None:
+    with pytest.raises(fg.InputError, match="not exported"):
+        ExportRequest(spec=SPEC, archs=("sm_80",))
