@@ -322,7 +322,8 @@ def backward_traffic(
             k_tangent=keys * moves["k"],
             v=values * plan.scores_move,
             v_tangent=values * moves["v"],
-            o=queries * v_row * (sums and plan.scores_move),
+            # Rows past the last one read its O.
+            o=pairs * count * owned[0] * v_row * (sums and plan.scores_move),
             lse=queries * LSE_BYTES * reads * sums,
             o_tangent=queries * v_row,
             lse_tangent=queries * LSE_BYTES,
