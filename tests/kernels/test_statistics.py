@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
+import ptx_emulator as emulator
 from flashgen import reference
 from flashgen.shared.errors import InputError, SpecError
 from tests.support.planted import caught, planted
@@ -224,13 +225,53 @@ def test_rows_and_keys_without_scores() -> None:
     assert not aux.key_mass[:, :, :3].any()
 
 
-def test_a_nan_is_the_largest_score() -> None:
-    op = fg.attention(spec_of("sink", dtype="float32"))
-    q, k, v = Case(9, 12, 1, 1, 1, "float32").tensors()
+@pytest.mark.parametrize("arch", [None, "sm_80", slow("sm_90a")])
+def test_a_nan_is_the_largest_score(arch: str | None) -> None:
+    op = fg.attention(spec_of("sink", dtype="bfloat16"))
+    q, k, v = Case(9, 12, 1, 1, 1, "bfloat16").tensors()
     k[:, :, 5] = torch.nan
     sink = torch.zeros(1)
-    aux = op(q, k, v, return_aux=fg.AuxRequest(max_scores=True), sink=sink)[1]
+    how = {} if arch is None else {"backend": "emulator", "arch": arch}
+    aux = op(q, k, v, return_aux=fg.AuxRequest(max_scores=True), sink=sink, **how)[1]
     assert aux.max_scores[0, 0].isnan().tolist() == [False] * 5 + [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        ("sm_80", Case(3, 300, 1, 8, 2, "bfloat16")),  # rows of several heads in a tile
+        slow("sm_90a", Case(3, 300, 1, 8, 2, "bfloat16")),
+        slow("sm_80", Case(70, 300, 1, 4, 2, "float32")),
+        slow("sm_90a", Case(70, 300, 1, 4, 2, "float16", 128)),
+    ],
+)
+def test_the_kernel_of_the_output_writes_the_largest_scores(
+    arch: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = fg.attention(spec_of("rows", case.head_dim, case.dtype))
+    q, k, v = case.tensors(seed=4)
+    how: dict[str, Any] = {"backend": "emulator", "arch": arch, "q_offset": 7, "split_size": 0}
+    out, lse = op(q, k, v, return_lse=True, **how)
+    launched = []
+    launch = emulator.launch
+
+    def counted(ptx: str, name: str, *rest: Any, **by_name: Any) -> Any:
+        launched.append(name)
+        return launch(ptx, name, *rest, **by_name)
+
+    monkeypatch.setattr(emulator, "launch", counted)
+    request = fg.AuxRequest(lse=True, max_scores=True)
+    found, aux = op(q, k, v, return_aux=request, **how)
+    assert len(launched) == 1
+    assert "max_scores" in launched[0]
+    assert op.report.kernel.facts.name == launched[0]
+    assert torch.equal(found, out)
+    assert torch.equal(aux.lse, lse)
+    request = fg.AuxRequest(max_scores=True)
+    exact = reference.statistics(op.spec, q, k, request, q_offset=7)["max_scores"]
+    same = reference.statistics(op.spec, q, k, request, q_offset=7, exact=False)["max_scores"]
+    verdict = reference.compare(aux.max_scores, exact, same)
+    assert verdict.ok, verdict
 
 
 def test_dropout_does_not_touch_statistics() -> None:
@@ -410,6 +451,14 @@ def test_the_other_statistics_have_no_gradient() -> None:
     lse = fg.attention(spec)(q, k, v, return_lse=True, **captured)[1]
     torch.testing.assert_close(gradient, torch.autograd.grad(lse.sum(), q)[0])
 
+    def of(q: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = fg.attention(spec)(q, k, v, return_aux=request, **captured)
+        return out, aux.max_scores
+
+    _, (of_out, of_maxima) = torch.func.jvp(of, (q.detach(),), (torch.ones_like(q),))
+    assert of_out.any()
+    assert not of_maxima.any()
+
 
 # ---- bugs ---------------------------------------------------------------------------------------
 
@@ -441,6 +490,22 @@ def test_wrong_sums_over_queries_are_seen_by_the_error_rule(old: str, new: str) 
     with planted("forward", old, new):  # a kernel that no call has bound
         aux = other(q, k, v, return_aux=request, **how)[1]
     assert not reference.compare(aux.statistics["age"], exact, same).ok
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_a_running_maximum_that_lags_behind_is_seen(arch: str) -> None:
+    spec = fg.AttentionSpec(head_dim=64, dtype="bfloat16", name="lagging")
+    q, k, v = Case(20, 500, 1, 1, 1, "bfloat16").tensors()
+    request, how = fg.AuxRequest(max_scores=True), {"backend": "emulator", "arch": arch}
+    exact = reference.statistics(spec, q, k, request)["max_scores"]
+    same = reference.statistics(spec, q, k, request, exact=False)["max_scores"]
+    found = fg.attention(spec)(q, k, v, return_aux=request, **how)[1].max_scores
+    assert reference.compare(found, exact, same).ok
+    row = "[g][r]" if arch == "sm_80" else "[0][r]"
+    other = fg.attention(spec.replace(name="lagging_bug"))
+    with planted("forward", f"quad_maximum(row_top{row})", f"quad_maximum(row_max{row})"):
+        found = other(q, k, v, return_aux=request, **how)[1].max_scores
+    assert not reference.compare(found, exact, same).ok
 
 
 def test_query_heads_of_a_group_that_are_mixed_up_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
