@@ -73,13 +73,14 @@ def append_kv(
         slot_mapping: int64 [tokens], in the order of batch and rows; -1 skips a token.
         cu_seqlens: int32 [sequences + 1], the first row of each packed sequence and one beyond the
             last. Rows behind the last sequence are not written.
-        k_scale, v_scale: for caches of codes (torch.float8_e4m3fn, float8_e5m2 or int8), float32 of
+        k_scale: for caches of codes (torch.float8_e4m3fn, float8_e5m2 or int8), float32 of
             shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]. A code is that
             of the number nearest to x / scale, in float32 and to even, saturated at the largest
             finite number of the codes; an infinity is saturated too. Rows that are codes already
             are copied without scales. NaN becomes the NaN of 8-bit
             floats and 0 in int8. With a scale of 0 all codes are 0. The rows are made codes by
             operations of torch, before the launch that writes them.
+        v_scale: the same for the values.
         backend: "gpu", "emulator" or "tiled", as in `flashgen.attention`.
         arch: the architecture of the kernel, as in `flashgen.attention`.
 
