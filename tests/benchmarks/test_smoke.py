@@ -46,6 +46,7 @@ ELSEWHERE = {
     "flex_inductor.py": "test_flex_kernels.py",
     "flex_kernels.py": "test_flex_kernels.py",
     "peers.py": "test_peers.py",
+    "statistic_bytes.py": "test_statistic_bytes.py",
 }
 
 

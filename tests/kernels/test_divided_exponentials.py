@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import flashgen as fg
 import ptx_emulator as emulator
 from benchmarks.instructions import work_of
 from flashgen.calls.ops import ForwardRun, run_forward
-from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.planner import Plan, plan
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.spec.language.signature import split
@@ -60,24 +58,19 @@ def exp2_on_fma(x: Array) -> Array:
 
 
 def executed(x: Array) -> Array:
-    plan_ = SimpleNamespace(kernel="delta", fma_columns=40)
-    code = [
-        "#define DEVICE __device__ __forceinline__",
-        '#define UNROLL _Pragma("unroll")',
-        "constexpr int BLOCK_K = 96, FMA_COLUMNS = 40;",
-        environment().get_template("common/math.cuh.j2").render(calls_sines=False),
-        environment()
-        .get_template("common/softmax.cuh.j2")
-        .render(float32=False, forward=False, softmax=True, takes_maxima=False, plan=plan_),
-        'extern "C" __global__ void run(const float* in, float* out) {',
-        "  const int i = blockIdx.x * 128 + threadIdx.x;",
-        "  out[i] = exp2_on_fma(in[i]);",
-        "}",
-    ]
-    out = np.zeros_like(x)
-    emulator.launch(
-        compile_ptx("\n".join(code)), "run", (len(x) // 128, 1, 1), (128, 1, 1), [x, out], 0
+    """The function of an emitted kernel, called by a second kernel behind it."""
+    spec = fg.load(spec_path("softcap")).replace(head_dim=64, head_dim_v=64)
+    text = (
+        fg.emit(spec, ARCH).forward.text
+        + """
+extern "C" __global__ void run(const float* in, float* out) {
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  out[i] = exp2_on_fma(in[i]);
+}
+"""
     )
+    out = np.zeros_like(x)
+    emulator.launch(compile_ptx(text, ARCH), "run", (len(x) // 128, 1, 1), (128, 1, 1), [x, out], 0)
     return out
 
 
