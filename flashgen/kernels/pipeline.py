@@ -323,7 +323,10 @@ def _without_spills(
     kept: Container[str],
     request: Request,
 ) -> tuple[Build, ...]:
-    """The kernels with the fewest spills: those that spill are planned again with spare registers.
+    """The kernels that lack the fewest registers: those that lack some are planned again with less.
+
+    A kernel lacks registers where it spills, or where the assembler serialises its wgmma
+    instructions; a kernel of the second kind is worse than any spill.
 
     Args:
         emitted: the sources with these numbers of registers left free, by the roles of kernels.
@@ -337,19 +340,19 @@ def _without_spills(
         except PlanError:
             if best is None:
                 raise
-            break  # no tile leaves these registers free; the best kernels have warnings on spills
+            break  # no tile leaves these registers free; the best kernels have warnings
         made = tuple(
             compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
             for source in sources
         )
-        spilling = [each for each in made if _cramped(each) and each.source.role not in kept]
-        if best is None or not spilling or sum(map(_spilled, made)) < sum(map(_spilled, best)):
+        cramped = [each for each in made if any(_lacks(each)) and each.source.role not in kept]
+        if best is None or not cramped or _most_lacked(made) < _most_lacked(best):
             best = made
-        if not spilling:
+        if not cramped:
             break
-        for each in spilling:
+        for each in cramped:
             role = each.source.role
-            spare[role] = _after_spill(each, spare.get(role, 0))
+            spare[role] = _next_spare(each, spare.get(role, 0))
     assert best is not None, "the first round gives kernels or raises"
     return tuple(map(_asynchronous, best))
 
@@ -552,9 +555,15 @@ def _changed_wgmma(build: Build) -> str:
     return next((text for text in build.binary.warnings if _CHANGED_WGMMA in text), "")
 
 
-def _cramped(build: Build) -> bool:
-    """Whether another plan may have the registers that this kernel lacks."""
-    return _spilled(build) > 0 or (build.plan.scores_ahead and bool(_changed_wgmma(build)))
+def _lacks(build: Build) -> tuple[bool, int]:
+    """What a plan with more registers may mend: serialised wgmma instructions, bytes of spills."""
+    return bool(_changed_wgmma(build)), _spilled(build)
+
+
+def _most_lacked(builds: tuple[Build, ...]) -> tuple[int, int]:
+    """The kernels with serialised instructions, and the bytes of spills of all kernels."""
+    serialised, spilled = zip(*map(_lacks, builds), strict=True)
+    return sum(serialised), sum(spilled)
 
 
 def _spilled(build: Build) -> int:
@@ -562,8 +571,9 @@ def _spilled(build: Build) -> int:
     return 0 if build.source.outlined else build.binary.resources.spill_store_bytes
 
 
-def _after_spill(build: Build, spare: int) -> int:
+def _next_spare(build: Build, spare: int) -> int:
     """The next number of registers to leave free: its tile does not leave as many."""
     name, plan = build.source.name, build.plan
-    config.log(1, f"flashgen: {name} spills {_spilled(build)} B with {spare} spare registers")
+    found = f"spills {_spilled(build)} B" if _spilled(build) else "has serialised wgmma"
+    config.log(1, f"flashgen: {name} {found} with {spare} spare registers")
     return plan.spare_after_spill(spare)

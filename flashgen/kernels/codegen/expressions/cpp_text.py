@@ -41,6 +41,7 @@ HELPERS = frozenset(
             "float_mod",
             "minimum",
             "maximum",
+            "selected",
             "square",
             "power",
             "sign",

@@ -29,10 +29,18 @@ from flashgen.spec.language.float_operations import (
     FloatSum,
 )
 from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.lets import contains
 from flashgen.spec.language.operations import LARGEST_REPEATED
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
 from flashgen.spec.language.symbols import PRODUCT, SCORE, K, Q, is_int
-from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.sympy_functions import (
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Select,
+    branches_of,
+)
 from flashgen.spec.language.tensor_elements import Element, TensorRead
 
 _HALF = sympy.Rational(1, 2)
@@ -88,10 +96,25 @@ class FloatPrinter(IntegerPrinter):
         if isinstance(expr, sympy.Pow | FloatPower):
             return self._float_power(*expr.args)
         if isinstance(expr, sympy.Piecewise | Select):
-            return self._choice(expr, self._float)
+            return self._float_choice(expr)
         if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
             return self._call("float", self._int(expr)[0])
         return self._float_function(expr)
+
+    def _float_choice(self, expr: sympy.Expr) -> Text:
+        """A choice among values that are all computed, which needs no branch.
+
+        A tensor is read where the choice takes its element alone: its index may be wrong elsewhere.
+        """
+        branches, last = branches_of(expr)
+        later = [last, branches[0][0], *(part for branch in branches[1:] for part in branch)]
+        if all(part.is_Atom for part in later) or any(contains(part, TensorRead) for part in later):
+            return self._choice(expr, self._float)
+        text = self._float(last)
+        for value, condition in reversed(branches):
+            test = self._condition(condition)[0]
+            text = self._call("selected", test, self._float(value)[0], text[0])
+        return text
 
     def _float_sum(self, expr: sympy.Expr, terms: list[sympy.Expr]) -> Text:
         scores = (term for term in terms if term == SCORE or PRODUCT in term.args)
