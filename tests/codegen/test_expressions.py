@@ -119,8 +119,8 @@ def test_conditions_print_as_a_person_writes_them(mod: Any, text: str) -> None:
         ),
         (
             lambda s, b, h, q, k: fg.where(q < k, s, -s),
-            "q < k ? score : -score",
-            "q < k ? score : -score",
+            "selected(q < k, score, -score)",
+            "selected(q < k, score, -score)",
         ),
         (lambda s, b, h, q, k: s // 3, "float_div(score, 3.0f)", "float_div(score, 3.0f)"),
         (lambda s, b, h, q, k: s / s, "score / score", "fast_quotient(score, score)"),
