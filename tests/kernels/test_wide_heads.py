@@ -10,6 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.calls.runtime import forward
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
 from tests.support.examples import spec_path
@@ -35,7 +36,7 @@ COVERING = {
 def wide(name: str, turn: int, arch: str, dims: tuple[int, int]) -> Call:
     heads, lengths = ((2, 1), (3, 1), (2, 2))[turn % 3], ((70, 90), (33, 70))[turn // 2 % 2]
     case = Case(*lengths, 1, *heads, ("float16", "bfloat16")[turn % 2], *dims)
-    return example(spec_path(name), case, COVERING[name], arch=arch)
+    return example(spec_path(name), case, COVERING.get(name, 0.0), arch=arch)
 
 
 def judged(call: Call, *, deterministic: bool = False) -> None:
@@ -97,34 +98,88 @@ def test_paged_and_split_calls_meet_the_error_rule(arch: str, dims: tuple[int, i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", [*DIMS, (512, 512)])
 def test_tangents_meet_the_error_rule(arch: str, dims: tuple[int, int]) -> None:
-    call = wide("causal", 1, arch, dims)
-    if (arch, dims) == ("sm_90a", (320, 320)):
-        with pytest.raises(fg.PlanError, match="no tile fits in the registers"):
-            call.judged_tangent()
-    else:
-        call.judged_tangent()
+    wide("causal", 1, arch, dims).judged_tangent()
+
+
+# ---- values that no tile holds ------------------------------------------------------------------
+
+
+def in_parts(call: Call, forward: int, backward: int, *, deterministic: bool = False) -> None:
+    """Judges a call whose passes have so many parts of the columns of V."""
+    run = call.judged_forward()
+    assert 1 + len(run.report.others) == forward
+    roles = [
+        report.kernel.source.role
+        for report in call.judged_backward(run, deterministic=deterministic).reports
+        if report.kernel is not None
+    ]
+    assert roles.count("delta") == backward
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_values_that_no_tile_holds_are_computed_in_parts(arch: str) -> None:
+    in_parts(wide("causal", 1, arch, (512, 512)), 2, 2 if arch == "sm_90a" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (576, 392), (64, 512)])
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("name", COVERING)
+def test_parts_of_covering_specs_meet_the_error_rule(
+    name: str, arch: str, dims: tuple[int, int]
+) -> None:
+    turn = list(COVERING).index(name)
+    call = wide(name, turn, arch, dims)
+    run = call.judged_forward()
+    assert run.report.others
+    call.judged_backward(run, deterministic=bool(turn % 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize("head_dim", [512, 576])
-def test_wider_values_are_computed_in_parts_of_their_columns(arch: str, head_dim: int) -> None:
-    """The way out of the planner's refusal: outputs stand side by side, and gradients add."""
-    whole = fg.load(spec_path("causal")).replace(head_dim=head_dim, head_dim_v=512)
-    with pytest.raises(fg.PlanError, match=r"v.split\(256, -1\)") as caught:
-        fg.plan(whole, arch)
-    assert "head_dim_v=256" in caught.value.way_out
-    op = fg.attention(whole.replace(head_dim_v=256))
-    call = Call(whole, Case(33, 40, 1, 2, 1, "float16", head_dim, 512).tensors(seed=1))
+@pytest.mark.parametrize("name", ["softcap", "alibi", "relative_bias"])
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512)])
+def test_paged_and_split_calls_in_parts_meet_the_error_rule(
+    name: str, arch: str, dims: tuple[int, int]
+) -> None:
+    """With a score function, the registers of a page table leave too few for 320 columns."""
+    call = wide(name, 1, arch, dims)
+    run = call.judged_forward(split_size=64)
+    assert run.report.others
+    assert run.report.split_size == 64
+    spec = fg.load(spec_path("softcap")).replace(
+        head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", paged=True
+    )
+    of = Sequences.of((2, 2), (130, 47), dims=dims, dtype="bfloat16")
+    assert Paged(spec, of, 16, how={"arch": arch, "split_size": 64}).judged().report.others
+
+
+@pytest.mark.slow
+def test_a_module_computes_parts_through_the_operator_and_autograd() -> None:
+    spec = fg.load(spec_path("causal")).replace(head_dim=512, head_dim_v=512, dtype="bfloat16")
+    call = Call(spec, Case(33, 40, 1, 2, 1, "bfloat16", 512, 512).tensors(seed=1))
     q, k, v = (x.requires_grad_() for x in call.qkv)
-    how = {"backend": "emulator", "arch": arch, "return_lse": True}
-    parts = [op(q, k, part, **how) for part in v.split(256, -1)]
-    out, lse = torch.cat([part for part, _ in parts], -1), parts[0][1]
-    assert torch.equal(lse, parts[1][1])
+    op = fg.attention(spec)
+    out, lse = op(q, k, v, backend="emulator", arch="sm_90a", return_lse=True)
     found = torch.autograd.grad((out, lse), (q, k, v), call.gradients)
-    given = whole, *(x.detach() for x in (q, k, v))
-    verdicts = forward_verdicts((out.detach(), lse.detach()), *given)
-    verdicts |= reference.judge_gradients(found, *given, *call.gradients)
+    given = [x.detach() for x in (q, k, v)]
+    verdicts = forward_verdicts((out.detach(), lse.detach()), spec, *given)
+    verdicts |= reference.judge_gradients(found, spec, *given, *call.gradients)
     assert all(verdicts.values()), verdicts
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_a_plan_names_the_kernel_of_a_part(arch: str) -> None:
+    whole = fg.load(spec_path("causal")).replace(head_dim=576, head_dim_v=512)
+    with pytest.raises(fg.PlanError, match="no tile fits") as caught:
+        fg.plan(whole, arch)
+    assert "head_dim_v=256, the kernel of a part of the columns of v" in caught.value.way_out
+    assert fg.plan(whole.replace(head_dim_v=256), arch).block_k >= STEP
+
+
+def test_planted_columns_of_another_part_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "places_of", lambda parts: [slice(0, 256)] * len(parts))
+    with pytest.raises(AssertionError):
+        wide("causal", 1, "sm_80", (512, 512)).judged_forward()

@@ -448,7 +448,8 @@ class Attention:
 
     @runs_while_traced
     def _name_of_statistic(self, name: str, fields: tuple[Any, ...], columns: int) -> str:
-        from flashgen.spec.language.statistic_specs import statistic_spec, with_columns
+        from flashgen.spec.language.signature import with_columns
+        from flashgen.spec.language.statistic_specs import statistic_spec
 
         program = program_of(self.spec)
         spec = program.variant(Variant(*fields))

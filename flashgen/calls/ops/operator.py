@@ -361,7 +361,8 @@ class Operator:
         """
 
         def prepared() -> forward.PreparedForward | None:
-            return self._forwards.get(_key(operands, _with_probability(options)))
+            call = self._forwards.get(_key(operands, _with_probability(options)))
+            return None if call is None or call.in_parts else call
 
         if self.native is not None:
             self.native.learn(operands, options, rng, prepared)
@@ -381,7 +382,7 @@ class Operator:
         needed = tuple([needs[3 + index] for index in self.learned])
         key = _key(operands, _with_probability(options)), _key_of_gradients(gradients), needed
         call = self._backwards.get((settled(options.deterministic), *key))
-        if call is None or self.native is None:
+        if call is None or call.in_parts or self.native is None:
             return None
 
         def in_place(results: Sequence[Tensor]) -> list[Tensor | None]:

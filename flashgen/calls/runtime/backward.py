@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,14 @@ from flashgen.calls.runtime.learned_gradients import (
 )
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.prepared_call import (
+    CPU_REASON,
+    EMPTY,
+    PreparedCall,
+    parts_of,
+    places_of,
+    without_autocast,
+)
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
@@ -248,6 +255,48 @@ class PreparedBackward(PreparedCall):
         return results, BackwardOutcome(self, CPU_REASON, (run,))
 
 
+class BackwardInParts(PreparedBackward):
+    """A checked backward call whose launches compute some columns of V each.
+
+    The gradients of q, k and learned tensors are sums over the columns: dP = dO V^T is one, and so
+    is what delta subtracts from it.
+    """
+
+    in_parts = True
+
+    def __init__(self, *checked: Any, parts: Sequence[PreparedBackward], **options: Any) -> None:
+        """
+        Args:
+            checked, options: as for `PreparedBackward`.
+            parts: the calls for some columns each, in order.
+        """
+        super().__init__(*checked, **options)
+        self._parts = parts
+
+    def run(
+        self, operands: Operands, gradients: OutputGradients
+    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+        dv = empty_rows(operands.v, self.call.head_dim_v)
+        sums: list[Tensor] = []
+        records: list[BackwardOutcome] = []
+        for part, at in zip(self._parts, places_of(self._parts), strict=True):
+            given = operands._replace(v=operands.v[..., at]), of_columns(gradients, at)
+            (dq, dk, dv[..., at], *learned), record = part.run(*given)
+            records.append(record)
+            found = [dq, dk, *learned]
+            sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
+        launches = tuple(run for record in records for run in record.launches)
+        copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
+        record = records[0]._replace(launches=launches, copies=copies)
+        return (*sums[:2], dv, *sums[2:]), record
+
+
+def of_columns(gradients: OutputGradients, at: slice) -> OutputGradients:
+    """The gradients of some columns of the output; that of LSE belongs to the first of them."""
+    out, lse, dout, dlse = gradients
+    return OutputGradients(out[..., at], lse, dout[..., at], dlse if at.start == 0 else None)
+
+
 def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
     """The tensors that kernels read row by row, by their names in kernels."""
     q, k, v = operands[:3]
@@ -304,12 +353,22 @@ def prepare(
     if not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
         program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
-    return PreparedBackward(
-        program,
-        call,
-        target,
-        _inputs(operands, gradients),
-        deterministic=deterministic,
-        launch=launch,
-        invariant=options.split_size == INVARIANT,
-    )
+    invariant = options.split_size == INVARIANT
+    passes = {"deterministic": deterministic, "launch": launch, "invariant": invariant}
+    checked = program, call, target, _inputs(operands, gradients)
+    which = "deterministic" if deterministic else "backward"
+    if places := parts_of(program, call, target, launch, which):
+        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
+        parts = [
+            prepare(
+                of_dtype.of_columns(at.stop - at.start),
+                operands._replace(v=operands.v[..., at]),
+                of_columns(gradients, at),
+                options,
+                launch,
+                needed,
+            )
+            for at in places
+        ]
+        return BackwardInParts(*checked, parts=parts, **passes)
+    return PreparedBackward(*checked, **passes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -22,7 +22,14 @@ from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.runtime.merge import Splits
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.prepared_call import (
+    CPU_REASON,
+    EMPTY,
+    PreparedCall,
+    parts_of,
+    places_of,
+    without_autocast,
+)
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
@@ -64,6 +71,8 @@ class ForwardKernel:
 class ForwardOutcome(NamedTuple):
     """The facts of one `PreparedForward.run`, from which `report` makes a Report on demand.
 
+    ``others`` are those of the launches for the other columns of V.
+
     Calls keep them as a plain tuple, which is made in a fifth of the time.
     """
 
@@ -76,6 +85,7 @@ class ForwardOutcome(NamedTuple):
     run_seconds: float = 0.0
     tables: list[KernelRun] | tuple[KernelRun, ...] = ()
     merge: KernelRun | None = None
+    others: tuple[ForwardOutcome, ...] = ()
 
 
 class PreparedForward(PreparedCall):
@@ -126,10 +136,13 @@ class PreparedForward(PreparedCall):
         if self.signature.split and not call.is_empty:
             self._splits = Splits(self.program, call, target)
 
-    def run(self, operands: Operands) -> tuple[Any, ...]:
+    def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
         """Returns the results of the call, and the fields of a `ForwardOutcome` for `report`.
 
         The results are out, lse and, where the signature says so, the largest score of each row.
+
+        Args:
+            out: where kernels write the output; a new tensor where None.
         """
         q, k, v, captured, rng = operands
         if q.is_neg() or k.is_neg() or v.is_neg():
@@ -142,11 +155,8 @@ class PreparedForward(PreparedCall):
             self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
             return self._on_cpu(Operands(q, k, v, (), rng), by_name)
-        model, strides = self._out_model, self._out_strides
-        if strides is None:
-            out = torch.empty_like(model)
-        else:
-            out = q.new_empty_strided(model.shape, strides, dtype=model.dtype)
+        if out is None:
+            out = self.new_output(q)
         lse = torch.empty_like(self._lse_model)
         of_nothing = self.signature.lse_of_nothing
         if self.signature.packed:  # rows outside all sequences are rows without keys
@@ -202,6 +212,13 @@ class PreparedForward(PreparedCall):
         if maxima is None:
             return out, lse, done
         return out, lse, maxima if self._splits is None else maxima.amax(0), done
+
+    def new_output(self, q: Tensor) -> Tensor:
+        """An uninitialised output, whose axes are in the order of those of q in memory."""
+        model, strides = self._out_model, self._out_strides
+        if strides is None:
+            return torch.empty_like(model)
+        return q.new_empty_strided(model.shape, strides, dtype=model.dtype)
 
     def _like_lse(self, lse: Tensor) -> Tensor | None:
         """Where the kernel writes the largest scores of rows; None where it writes none."""
@@ -313,6 +330,32 @@ class PreparedForward(PreparedCall):
         return out, *(copied.of_queries(each, q) for each in of_rows)
 
 
+class ForwardInParts(PreparedForward):
+    """A checked forward call whose launches compute some columns of V each."""
+
+    in_parts = True
+
+    def __init__(self, *checked: Any, invariant: bool, parts: Sequence[PreparedForward]) -> None:
+        """
+        Args:
+            checked: as for `PreparedForward`.
+            parts: the calls for some columns each, in order.
+        """
+        super().__init__(*checked, invariant=invariant)
+        self._parts = parts
+
+    def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
+        if out is None:
+            out = self.new_output(operands.q)
+        done = [
+            part.run(operands._replace(v=operands.v[..., at]), out[..., at])
+            for part, at in zip(self._parts, places_of(self._parts), strict=True)
+        ]
+        _, *of_rows, record = done[0]
+        others = tuple(ForwardOutcome(*each[-1]) for each in done[1:])
+        return out, *of_rows, ForwardOutcome(*record)._replace(others=others)
+
+
 def _tensors(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, maxima: Tensor | None
 ) -> dict[str, Tensor | None]:
@@ -347,6 +390,8 @@ def report(fields: tuple[Any, ...]) -> Report:
         integers=kernel.integers,
         merge=None if merge is None else aligned.of_run(*merge),
         split_size=int(record.call.call.scalars.get(SPLIT, 0)),
+        columns=record.call.call.head_dim_v,
+        others=tuple(map(report, record.others)),
     )
 
 
@@ -385,7 +430,20 @@ def prepare(
             numbers=f"given {launch.blocks!r} for the backend 'tiled'",
             way_out="backend='emulator', or leave blocks out",
         )
-    return PreparedForward(program, call, target, operands, launch, invariant=invariant)
+    checked = program, call, target, operands, launch
+    if places := parts_of(program, call, target, launch, "forward"):
+        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
+        parts = [
+            prepare(
+                of_dtype.of_columns(at.stop - at.start),
+                operands._replace(v=operands.v[..., at]),
+                options,
+                launch,
+            )
+            for at in places
+        ]
+        return ForwardInParts(*checked, invariant=invariant, parts=parts)
+    return PreparedForward(*checked, invariant=invariant)
 
 
 def split(

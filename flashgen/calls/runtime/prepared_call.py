@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,6 +40,9 @@ class PreparedCall:
 
     _kernel_arch: str
     """The architecture whose kernels can read the operands."""
+
+    in_parts = False
+    """Whether several calls compute some columns of V each; these are made in Python."""
 
     def __init__(
         self,
@@ -164,6 +167,37 @@ class PreparedCall:
             block_q=block_q,
             block_k=block_k,
         )
+
+
+def parts_of(
+    program: CallProgram,
+    checked: CheckedCall,
+    target: Target,
+    launch: LaunchOptions,
+    which: str,
+    tangents: tuple[str, ...] = (),
+) -> tuple[slice, ...]:
+    """The columns of V of each of several calls that compute a checked call; () for one call.
+
+    Args:
+        program: that of the checked call.
+        which, tangents: as in `CallProgram.columns_of_launch`.
+    """
+    if target.backend == "tiled" or checked.is_empty:
+        return ()
+    kernels = program if checked.dropout_p > 0 else program.without_dropout()
+    columns = kernels.columns_of_launch(target, launch, which, tangents)
+    dim = checked.head_dim_v
+    if columns == dim:
+        return ()
+    return tuple(slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
+
+
+def places_of(parts: Sequence[PreparedCall]) -> Iterator[slice]:
+    """The columns of V of each of several calls."""
+    first = 0
+    for part in parts:
+        yield slice(first, first := first + part.call.head_dim_v)
 
 
 def without_autocast() -> AbstractContextManager[object]:

@@ -141,6 +141,21 @@ class CallProgram(abc.ABC):
         """The architecture whose kernels compute a pass of a call, and why."""
         return Decision(target.arch, memory_layout.ALIGNED)
 
+    def columns_of_launch(
+        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+    ) -> int:
+        """The columns of V that the kernels of a pass compute at once.
+
+        Args:
+            which: "forward", "backward", "deterministic" or "tangent".
+            tangents: for "tangent", the names of the tensors that have a tangent.
+        """
+        return self.signature.head_dim_v
+
+    def of_columns(self, columns: int) -> CallProgram:
+        """The program of calls with so many columns of V."""
+        raise NotImplementedError("the kernels of this program compute all columns at once")
+
     @abc.abstractmethod
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         """Measured tiles for calls on a GPU, by kernel, as `remembered`."""
@@ -279,6 +294,23 @@ class SpecProgram(CallProgram):
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+
+    def columns_of_launch(
+        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+    ) -> int:
+        from flashgen.kernels.planner import columns_of_launch
+
+        if launch.tiles:
+            return self.signature.head_dim_v
+        backward, fixed = which != "forward", which in ("deterministic", "tangent")
+        path = self.path_of_pass(target, backward=backward, deterministic=fixed)
+        spec = self._of_others if backward else self.spec
+        return columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
+
+    def of_columns(self, columns: int) -> CallProgram:
+        from flashgen.spec.language.signature import with_columns
+
+        return program_of(with_columns(self.spec, columns))
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         return remembered(self._of_others, arch, which, call, index)

@@ -40,6 +40,9 @@ class Report:
         integers: "32-bit" or "64-bit" with the reason, for a kernel that has both forms; else "".
         split_size: the keys of a split; 0 where they are not split.
         merge: with split keys, the report of the kernel that merges the results over each split.
+        columns: the columns of V that the kernel computes.
+        others: the reports of the forward kernels of the other columns of V, where no tile holds
+            all of them.
     """
 
     backend: str
@@ -58,6 +61,8 @@ class Report:
     integers: str = ""
     split_size: int = 0
     merge: Report | None = None
+    columns: int = 0
+    others: tuple[Report, ...] = ()
 
     def of_run(
         self, kernel: Any, counters: Any, seconds: float, table: Tensor | None = None

@@ -7,6 +7,7 @@ starts from the results themselves, as the backward pass does.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,14 @@ from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
-from flashgen.calls.runtime.prepared_call import CPU_REASON, EMPTY, PreparedCall, without_autocast
+from flashgen.calls.runtime.prepared_call import (
+    CPU_REASON,
+    EMPTY,
+    PreparedCall,
+    parts_of,
+    places_of,
+    without_autocast,
+)
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
@@ -208,6 +216,44 @@ class PreparedTangent(PreparedCall):
         return found
 
 
+class TangentInParts(PreparedTangent):
+    """A checked call whose launches compute the tangents of some columns of the output each."""
+
+    def __init__(self, *checked: Any, parts: Sequence[PreparedTangent]) -> None:
+        """
+        Args:
+            checked: as for `PreparedTangent`.
+            parts: the calls for some columns each, in order.
+        """
+        super().__init__(*checked)
+        self._parts = parts
+
+    def run(
+        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+        of_out = empty_rows(operands.q, self.call.head_dim_v)
+        of_rows: list[Tensor] = []
+        records: list[TangentOutcome] = []
+        for part, at in zip(self._parts, places_of(self._parts), strict=True):
+            of_out[..., at], of_lse, record = part.run(
+                *_of_columns(operands, results, tangents, at)
+            )
+            of_rows.append(of_lse)
+            records.append(record)
+        launches = tuple(run for record in records for run in record.launches)
+        copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
+        return of_out, of_rows[0], records[0]._replace(launches=launches, copies=copies)
+
+
+def _of_columns(
+    operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents, at: slice
+) -> tuple[Operands, tuple[Tensor, Tensor], Tangents]:
+    """The arguments of a call for some columns of V and of the output."""
+    (out, lse), of_v = results, tangents.v
+    moving = tangents._replace(v=None if of_v is None else of_v[..., at])
+    return operands._replace(v=operands.v[..., at]), (out[..., at], lse), moving
+
+
 def _readable(read: dict[str, Tensor | None]) -> tuple[str, ...]:
     """Copies the tensors that kernels cannot read, in place in ``read``; a reason for each copy."""
     copies = []
@@ -273,4 +319,20 @@ def prepare(
     call = check(signature, operands, options)
     check_tangents(signature, operands, tangents)
     target = program.target(options.backend, options.arch, operands.q.device)
-    return PreparedTangent(program, call, target, names_of(signature, tangents), launch)
+    names = names_of(signature, tangents)
+    checked = program, call, target, names, launch
+    if program.moves(names) and (
+        places := parts_of(program, call, target, launch, "tangent", names)
+    ):
+        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
+        parts = [
+            prepare(
+                of_dtype.of_columns(at.stop - at.start),
+                *_of_columns(operands, results, tangents, at),
+                options,
+                launch,
+            )
+            for at in places
+        ]
+        return TangentInParts(*checked, parts=parts)
+    return PreparedTangent(*checked)

@@ -6,6 +6,7 @@ predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 
 from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.parts_of_groups import parts_pay, times_of_parts
 from flashgen.kernels.planner.requests import (
@@ -35,6 +36,7 @@ __all__ = [
     "Tile",
     "backward_traffic",
     "choose_heads",
+    "columns_of_launch",
     "feasible",
     "fits_few_rows",
     "forward_traffic",

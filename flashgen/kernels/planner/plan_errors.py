@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from flashgen.kernels.planner.derivation import line_of, printed_line
 from flashgen.kernels.planner.formulas import counted
-from flashgen.kernels.planner.models.kernel_model import VECTOR
+from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.kernels.planner.search import Evaluated, evaluated, shapes, smallest
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
 from flashgen.shared.arch import facts, known
@@ -81,7 +81,16 @@ def heads_cannot_share(problem: TileProblem, why: str) -> PlanError:
 
 
 MOST_PARTS = 4
-"""Calls for parts of the columns of V that an error proposes: each computes all scores again."""
+"""Parts of the columns of V that calls compute in turn: each computes all scores again."""
+
+
+def columns_of_parts(dim: int) -> Iterator[int]:
+    """The columns of a part of ``dim`` columns of V, for two parts and more.
+
+    Each part begins at a multiple of 16 B, in codes of 8 bits too.
+    """
+    for parts in range(2, MOST_PARTS + 1):
+        yield STEP * math.ceil(dim / parts / STEP)
 
 
 MOST_LEARNED = 64
@@ -134,12 +143,11 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
         if not lower.excesses:
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    for parts in range(2, MOST_PARTS + 1):
-        of_part = VECTOR * math.ceil(d_v / parts / VECTOR)
-        if not smallest(problem.given_as(d_v=of_part)).excesses:
+    for columns in columns_of_parts(int(d_v)):
+        if not smallest(problem.given_as(d_v=columns)).excesses:
             yield (
-                f"head_dim_v={of_part}, and a call for each part of the columns of v, which are "
-                f"those of out:\ntorch.cat([op(q, k, part) for part in v.split({of_part}, -1)], -1)"
+                f"head_dim_v={columns}, the kernel of a part of the columns of v: "
+                "a call computes them part by part"
             )
             break
     enough = registers <= found.quantities["register_limit"]

@@ -258,6 +258,11 @@ def split(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
+def with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
+    """``spec`` for another number of columns of V."""
+    return with_options(spec, head_dim_v=columns)
+
+
 def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpec:
     """``spec`` for calls whose third result is the largest score of each row, float32.
 

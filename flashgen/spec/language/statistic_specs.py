@@ -95,11 +95,6 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
     return _transposed(made) if over == "queries" else made
 
 
-def with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
-    """``spec`` for another number of columns of V."""
-    return with_options(spec, head_dim_v=columns)
-
-
 def without_statistics(spec: AttentionSpec) -> AttentionSpec:
     """The spec that computes the output of ``spec``: statistics do not change it."""
     return with_options(spec, statistics=()) if spec.statistics else spec
