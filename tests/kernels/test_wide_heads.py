@@ -10,7 +10,6 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.calls.runtime import forward
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
 from tests.support.examples import spec_path
@@ -177,9 +176,3 @@ def test_a_plan_names_the_kernel_of_a_part(arch: str) -> None:
         fg.plan(whole, arch)
     assert "head_dim_v=256, the kernel of a part of the columns of v" in caught.value.way_out
     assert fg.plan(whole.replace(head_dim_v=256), arch).block_k >= STEP
-
-
-def test_planted_columns_of_another_part_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "places_of", lambda parts: [slice(0, 256)] * len(parts))
-    with pytest.raises(AssertionError):
-        wide("causal", 1, "sm_80", (512, 512)).judged_forward()

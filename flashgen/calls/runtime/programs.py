@@ -293,7 +293,21 @@ class SpecProgram(CallProgram):
         if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
+        which = "deterministic" if deterministic else "backward" if backward else "forward"
+        if self._needs_portable(target.arch, which):
+            why = f"no tile of the path {target.arch} holds the head dims"
+            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+
+    def _needs_portable(self, arch: str, which: str) -> bool:
+        """Whether the path of all architectures has tiles for a pass, and that of ``arch`` none."""
+        from flashgen.kernels.planner import columns_of_launch
+
+        spec, paths = self.spec if which == "forward" else self._of_others, (arch, portable(arch))
+        if portable(arch) == arch or spec.dtype is None or spec.head_dim is None:
+            return False
+        own, other = (bool(columns_of_launch(spec, path, which)) for path in paths)
+        return other and not own
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -305,7 +319,8 @@ class SpecProgram(CallProgram):
         backward, fixed = which != "forward", which in ("deterministic", "tangent")
         path = self.path_of_pass(target, backward=backward, deterministic=fixed)
         spec = self._of_others if backward else self.spec
-        return columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
+        found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
+        return found or self.signature.head_dim_v
 
     def of_columns(self, columns: int) -> CallProgram:
         from flashgen.spec.language.signature import with_columns

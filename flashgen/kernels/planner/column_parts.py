@@ -34,8 +34,8 @@ def columns_of_launch(
         tangents: for "tangent", the names of the tensors that have a tangent.
 
     Returns:
-        head_dim_v where tiles hold all columns or no part of them; else those of the largest part
-        that tiles hold, of two to four.
+        head_dim_v, or where no tile holds all columns, those of the largest part that tiles hold,
+        of two to four; 0 where they hold none.
     """
     dim = spec.head_dim_v
     assert dim is not None, "that of a call"
@@ -51,4 +51,4 @@ def columns_of_launch(
         except PlanError:
             continue
         return columns
-    return dim
+    return 0

@@ -46,11 +46,25 @@ def expected_work(
     from dataclasses import replace
 
     from flashgen.calls.runtime.bind_arguments import heads_of_call
-    from flashgen.kernels.planner import TangentPlanRequest, plan, plan_backward, plan_tangent
+    from flashgen.kernels.planner import (
+        TangentPlanRequest,
+        columns_of_launch,
+        plan,
+        plan_backward,
+        plan_tangent,
+        tangents_of,
+    )
     from flashgen.tools.cli.tune import known_call
     from flashgen.tools.profile.prediction import expected_multiply_adds
 
     arch = arch_of(arguments.arch)
+    moving = tangents_of(spec) if which == "tangent" else ()
+    kind = which
+    if which not in ("forward", "tangent"):
+        kind = "deterministic" if arguments.deterministic else "backward"
+    columns = columns_of_launch(spec, arch, kind, tangents=moving, sram=arguments.sram)
+    if columns != spec.head_dim_v:  # several launches, whose kernels have a spec of their own
+        return 0
     known = known_call(spec, call)
     plans: Sequence[Plan]
     if which == "tangent":

@@ -231,6 +231,12 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
         if table.kernel is not None:
             yield "table", _launched(table.kernel)
     yield "kernel", f"{kernel.source.name}, {kernel.source.filename}"
+    if report.others:
+        each = ", ".join(str(part.columns) for part in (report, *report.others))
+        yield (
+            "parts",
+            f"{1 + len(report.others)} launches, of {each} columns of v; this is the first",
+        )
     yield "tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"
     if report.heads_reason:
         yield "heads", f"{plan.heads_per_tile} per tile, {report.heads_reason}"

@@ -19,6 +19,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall, Tangents
+from flashgen.shared.errors import InputError
 from flashgen.shared.signature import BOUNDARIES, SPLIT
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.kernel_profile import Profile, Quantity, TensorTraffic
@@ -147,6 +148,14 @@ def _profiles(
     builds = [report.kernel for report in reports if report.kernel is not None]
     builds += build_minmax_tables(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}
+    columns = {spec.head_dim_v, *(build.plan.head_dim_v for build in builds if build.plan.block_k)}
+    if len(columns) > 1:
+        raise InputError(
+            "a call whose launches compute some columns of v each has no profile of its own",
+            where=f"{spec.name}, head_dim_v {spec.head_dim_v}",
+            numbers=f"{len(launches)} launches, of {min(columns)} columns and more",
+            way_out=f"the profile of a part: head_dim_v={min(columns)}",
+        )
     captured = {name: array(tensor) for name, tensor in (options.get("tensors") or {}).items()}
     call, splits = KnownCall(spec, problem, captured), None
     if spec.is_served and launches:

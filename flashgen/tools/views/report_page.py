@@ -32,8 +32,13 @@ _TILED = (
 
 
 def page_of(report: Report) -> Page:
-    """The launches of a call: min/max tables, the kernel, and the merge of split keys."""
-    launches = [*report.tables, report, *([] if report.merge is None else [report.merge])]
+    """The launches of a call, for each part of the columns of V where it is computed in parts: the
+    min/max tables, the kernel, and the merge of split keys."""
+    launches = [
+        launch
+        for each in (report, *report.others)
+        for launch in (*each.tables, each, *([] if each.merge is None else [each.merge]))
+    ]
     panes: list[KernelPane] = []
     for each in launches:
         panes += _panes(each, [pane.title for pane in panes])
