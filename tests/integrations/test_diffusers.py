@@ -102,6 +102,22 @@ def test_dropout_is_that_of_the_operator() -> None:
     assert torch.equal(found, expected[..., :20].transpose(1, 2))
 
 
+def test_dynamic_floats_and_sizes_of_a_call_are_one_graph() -> None:
+    q, k, v = (drawn(*shape) for shape in (Q, KV, KV))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float) -> Tensor:
+        options = {"dropout_p": dropout_p, "scale": scale}
+        with diffusers.attention_backend("flashgen"):
+            out: Tensor = dispatch_attention_fn(q, k, v, **options)
+        return out
+
+    torch._dynamo.reset()
+    graph = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    for scale in (0.1, 0.2):
+        torch.testing.assert_close(graph(q, k, v, 0.0, scale), call(q, k, v, 0.0, scale))
+    assert not torch.equal(graph(q, k, v, 0.5, 0.1), call(q, k, v, 0.0, 0.1))
+
+
 def test_the_log_sum_exp_has_a_column_for_each_head() -> None:
     q, k, v = (drawn(*shape) for shape in (Q, Q, Q))
     with diffusers.attention_backend("flashgen"):

@@ -389,6 +389,9 @@ def refused() -> dict[str, str]:
     sequence = {name: Shard(2) for name in ("q", "k", "v")}
     few = {name: x[:, :1] for name, x in problem(read).items() if name in ("k", "v")}
     few = {name: distribute_tensor(x, mesh, everywhere) for name, x in few.items()}
+    three = {n: x[:3] for n, x in problem(read).items() if n in ("bias", "sink")}
+    three["q"] = problem(read)["q"][:, :3]
+    three = {n: distribute_tensor(x, mesh, [BY_HEADS[n]]) for n, x in three.items()}
     rng = distribute_tensor(RNG, mesh, everywhere)
     packed = operator(_of_keys, None, packed=True)
     whole = {n: x[:1] if x.dim() == 4 else x for n, x in problem(packed).items()}
@@ -405,6 +408,7 @@ def refused() -> dict[str, str]:
             operator(_read, dropout=True), BY_HEADS, dropout_p=0.1, rng=rng
         ),
         "few key heads": message(read, BY_HEADS, **few),
+        "odd heads": message(read, BY_HEADS, **few, **three),
         "plain captured": message(read, BY_HEADS, bias=torch.zeros(SIZES["bias"])),
         "plain operand": message(read, BY_HEADS, v=torch.zeros(SIZES["v"])),
         "no rng": message(dropped, BY_HEADS, dropout_p=0.1),

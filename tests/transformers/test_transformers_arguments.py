@@ -233,6 +233,23 @@ def test_a_model_compiles_to_one_graph_after_one_call(name: str) -> None:
     assert all(p.grad is not None and p.grad.any() for p in queries)
 
 
+def test_dynamic_floats_and_sizes_of_a_layer_are_one_graph() -> None:
+    q, k, v = qkv(7, 7, dim=20)
+    layer = Layer()
+    layer.softcap, layer.scaling = 3.0, 0.3
+
+    def call(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        options = {"softcap": layer.softcap, "scaling": layer.scaling, "dropout": dropout}
+        return attention(layer, q, k, v, None, **options)[0]
+
+    torch._dynamo.reset()
+    graph = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(graph(q, k, v, 0.0), call(q, k, v, 0.0))
+    layer.softcap = 4.0
+    torch.testing.assert_close(graph(q, k, v, 0.0), call(q, k, v, 0.0))
+    assert not torch.equal(graph(q, k, v, 0.5), call(q, k, v, 0.0))
+
+
 def test_a_compiled_model_without_an_earlier_call_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ other placements are refused.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -341,12 +342,16 @@ def _check_heads(division: _Division, given: dict[str, Any]) -> None:
     sizes = [division.mesh.size(i) for i, axis in enumerate(division.axes) if axis == HEADS]
     ranks = functools.reduce(int.__mul__, sizes, 1)
     if k.shape[1] % ranks:
+        heads, heads_kv = shape_of(q)[1], shape_of(k)[1]
+        copies = ranks // math.gcd(heads_kv, ranks)
         refuse(
             "the heads of k and v cannot be divided among the ranks",
             "argument k",
-            f"{shape_of(k)[1]} heads of k and v, {shape_of(q)[1]} of q, {ranks} ranks",
-            "k and v with a multiple of that many heads before they are sharded, as "
-            f"k.repeat_interleave({ranks}, 1); or the call on k.to_local(), with one key head for "
+            f"{heads_kv} heads of k and v, {heads} of q, {ranks} ranks",
+            "a mesh of ranks that divide the heads, or Shard(0), the batch"
+            if heads % ranks
+            else f"each head of k and v {copies} times before they are sharded, "
+            f"k.repeat_interleave({copies}, 1); or the call on k.to_local(), with one key head for "
             "all query heads of a rank",
         )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.calls.ops import Attention, attention
-from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
+from flashgen.calls.runtime.arguments.refusals import constant, refuse, refuse_jit_trace
 from flashgen.frontends.flex.traced_mods import padded
 from flashgen.frontends.score_tensors import (
     GivenTensor,
@@ -102,7 +102,8 @@ def function_of(backend: str) -> Callable[..., Any]:
         if scale is None:
             scale = backends[backend].spec.scale or dims[0] ** -0.5
         q, k, v = padded(q), padded(k), padded(v)
-        kind = q.shape[3], v.shape[3], q.dtype, dropout_p > 0.0, is_causal, mask
+        columns, drops = (constant(q.shape[3]), constant(v.shape[3])), constant(dropout_p > 0.0)
+        kind = *columns, q.dtype, drops, is_causal, mask
         op = backends[backend].operators[_operator_name(backend, kind)]
         lse: Tensor | None = None
         options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, **captures}

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import refuse_jit_trace
+from flashgen.calls.runtime.arguments.refusals import constant, refuse_jit_trace
 from flashgen.frontends.flex.traced_mods import as_argument, padded
 from flashgen.frontends.score_tensors import given_tensor
 from flashgen.frontends.transformers.layers import (
@@ -131,11 +131,11 @@ def attention(
         scaling = dims[0] ** -0.5
     query, key, value = padded(query), padded(key), padded(value)
     layer = (  # the fields of LayerKind
-        query.shape[3],
-        value.shape[3],
+        constant(query.shape[3]),
+        constant(value.shape[3]),
         query.dtype,
-        dropout > 0.0,
-        softcap,
+        constant(dropout > 0.0),
+        None if softcap is None else constant(softcap),
         None if s_aux is None else (s_aux.dtype, s_aux.requires_grad),
         tuple(given),
         starts,

@@ -220,3 +220,16 @@ def is_constant(fact: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(fact)
+
+
+def constant(number: Any) -> Any:
+    """A number or a truth as a constant of a compiled graph, which holds for this value alone.
+
+    Where torch.compile makes sizes and the floats of a module dynamic, they are symbols, and so is
+    what they are compared with.
+    """
+    if not torch.compiler.is_compiling():
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # a slow import
+
+    return guard_scalar(number)
