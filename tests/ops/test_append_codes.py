@@ -366,3 +366,21 @@ def test_attention_reads_the_scales_that_a_call_has_written() -> None:
 def test_an_export_of_codes_is_refused() -> None:
     with pytest.raises(fg.InputError, match="not exported"):
         ExportRequest(spec=SPEC, archs=("sm_80",))
+
+
+def test_blocks_of_contiguous_tokens_are_pages_too() -> None:
+    batch, blocks, block = 2, 4, 16
+    x = finite_codes("int8", (batch, blocks * block, 2, 8))
+    pages = x.unflatten(1, (-1, block)).flatten(0, 1).transpose(1, 2)
+    assert pages.data_ptr() == x.data_ptr()
+    scale = torch.rand(batch, blocks, 2, generator=torch.Generator().manual_seed(2)) / 50
+    table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    scales = {"k_scale": scale.flatten(0, 1), "v_scale": torch.tensor(0.01)}
+    q = torch.randn(2, 4, 1, 8, generator=torch.Generator().manual_seed(0)).half()
+    given = {"page_table": table, "cache_seqlens": LENGTHS}
+    found = fg.attention(SPEC)(q, pages, pages, **given, **scales)
+    by_token = scale.transpose(1, 2).repeat_interleave(block, -1)[..., None]
+    k = (x.transpose(1, 2).float() * by_token).half()
+    v = (x.transpose(1, 2).float() * 0.01).half()
+    whole = {"page_table": table[:, :1] // blocks, "cache_seqlens": LENGTHS}
+    assert torch.equal(found, fg.attention(SPEC.replace(kv_dtype=None))(q, k, v, **whole))
