@@ -1,15 +1,16 @@
-"""From the width of its copies to the compiled kernel that appends to a paged cache."""
+"""The compiled kernels that append to a paged cache, from what they depend on."""
 
 from __future__ import annotations
 
 from flashgen.kernels import codegen
 from flashgen.kernels.compile import override
 from flashgen.kernels.pipeline import Build, analysed, compiled
-from flashgen.kernels.planner import plan_append_kv
+from flashgen.kernels.planner import plan_append_codes, plan_append_kv
 from flashgen.shared.arch import DEFAULT_ARCH
+from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.spec.language.spec import AttentionSpec
 
-__all__ = ["build_append_kv"]
+__all__ = ["build_append_codes", "build_append_kv"]
 
 
 @override.cached(maxsize=64)
@@ -26,4 +27,27 @@ def build_append_kv(access_bytes: int, arch: str = DEFAULT_ARCH) -> Build:
     """
     spec = AttentionSpec(head_dim=64, name="append_kv")
     source = codegen.append_kv(spec, plan_append_kv(spec, access_bytes, arch))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
+
+
+@override.cached(maxsize=64)
+def build_append_codes(
+    dtype: str, kv_dtype: str, writes_scales: bool, aligned: bool, arch: str = DEFAULT_ARCH
+) -> Build:
+    """The kernel that writes new rows to a paged cache as codes of 8 bits, compiled.
+
+    Args:
+        dtype: that of the rows.
+        kv_dtype: that of the caches.
+        writes_scales: whether each row gets a scale by its largest number; else scales are given.
+        aligned: whether rows begin at multiples of 16 bytes, and those of the caches of 8.
+
+    Raises:
+        PlanError: the architecture is unknown.
+        RenderError: the template and the plan disagree.
+        CompileError: NVRTC is missing or rejects the source.
+    """
+    spec = AttentionSpec(head_dim=64, dtype=dtype, name="append_codes")
+    plan = plan_append_codes(spec, 16 if aligned else ITEMSIZE[dtype], arch)
+    source = codegen.append_codes(spec, plan, kv_dtype, writes_scales)
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))

@@ -135,17 +135,21 @@ class CacheDtype:
         short: its name in the names of kernels.
         most: the largest finite number of a code, to which larger ones are saturated.
         is_float: whether there are codes for NaN.
+        fraction_bits: the bits of a float's fraction.
+        least_exponent: the exponent of the smallest float that has all of them.
     """
 
     itemsize: int
     short: str
     most: float
     is_float: bool
+    fraction_bits: int = 0
+    least_exponent: int = 0
 
 
 CACHE_DTYPES = {
-    "float8_e4m3fn": CacheDtype(1, "e4m3", 448.0, True),
-    "float8_e5m2": CacheDtype(1, "e5m2", 57344.0, True),
+    "float8_e4m3fn": CacheDtype(1, "e4m3", 448.0, True, 3, -6),
+    "float8_e5m2": CacheDtype(1, "e5m2", 57344.0, True, 2, -14),
     "int8": CacheDtype(1, "int8", 127.0, False),
 }
 """Dtypes of caches besides that of q, by their names."""

@@ -22,7 +22,10 @@ KEY_KERNELS = ("dkdv", "fused")
 CONVERT_KERNELS = {"convert_dq": "dq", "convert_dk": "dk", "convert_dv": "dv"}
 """The kernels that convert float32 sums, and the gradients that they write."""
 
-STREAMING_KERNELS = ("delta", *CONVERT_KERNELS, "minmax_table", "merge", "append_kv")
+APPEND_KERNELS = ("append_kv", "append_codes")
+"""The kernels that write new keys and values to a paged cache."""
+
+STREAMING_KERNELS = ("delta", *CONVERT_KERNELS, "minmax_table", "merge", *APPEND_KERNELS)
 """The kernels without score elements, which are bound by memory."""
 
 MAX_WORK_TILES = 2**30

@@ -43,6 +43,7 @@ ELSEWHERE = {
     "gpu.py": "test_dry.py",
     "emulator.py": "below",
     "fit_duration.py": "test_fit_duration.py",
+    "fp8_products.py": "test_fp8_products.py",
     "flex_inductor.py": "test_flex_kernels.py",
     "flex_kernels.py": "test_flex_kernels.py",
     "peers.py": "test_peers.py",

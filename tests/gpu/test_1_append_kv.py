@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,56 @@ def test_a_call_waits_for_nothing_and_a_replayed_graph_reads_tables_anew() -> No
         graph.replay()
         pages = rows.table[:, 0].long()
         assert (cache.k[pages, :, length - 1] == length).all()
+
+
+def coded(kv_dtype: str, device: torch.device | str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Caches of codes, and a scale for each slot."""
+    caches = [
+        torch.zeros(*SHAPE, dim, dtype=torch.uint8, device=device).view(getattr(torch, kv_dtype))
+        for dim in DIMS
+    ]
+    return caches, {f"{x}_scale": torch.full(SHAPE, 0.02, device=device) for x in "kv"}
+
+
+def all_bytes(caches: list[Tensor], scales: dict[str, Tensor]) -> list[Tensor]:
+    return [x.cpu().view(torch.uint8) for x in (*caches, *scales.values())]
+
+
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_codes_and_scales_are_those_of_the_cpu_path(
+    kv_dtype: str, dtype: torch.dtype, write: bool
+) -> None:
+    rows = rows_of((0, 7, 1), (3, 40, 130), SHAPE, DIMS, dtype, packed=True, behind=2)
+    rows.k[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    found = []
+    for own, device, how in ((rows, "cpu", "tiled"), (moved(rows), gpu.DEVICE, gpu.BACKEND)):
+        caches, scales = coded(kv_dtype, device)
+        given: dict[str, Any] = {**own.by_table, **scales, "write_scales": write, "backend": how}
+        fg.append_kv(own.k, own.v, *caches, **given)
+        found.append(all_bytes(caches, scales))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_replayed_graph_writes_the_scales_of_new_rows() -> None:
+    rows = moved(rows_of((1, 1), (3, 40), SHAPE, DIMS, torch.float16))
+    caches, scales = coded("int8", gpu.DEVICE)
+    given: dict[str, Any] = {**rows.by_table, **scales, "write_scales": True}
+
+    def call() -> tuple[Tensor, ...]:
+        fg.append_kv(rows.k, rows.v, *caches, **given, backend=gpu.BACKEND)
+        return (caches[0],)
+
+    call()
+    gpu.synchronize()
+    with gpu.no_waiting():
+        call()
+    graph = gpu.Graph(call)
+    for length in (7, 12):
+        rows.lengths.fill_(length)
+        rows.k.fill_(length)
+        graph.replay()
+        pages = rows.table[:, 0].long()
+        assert (caches[0][pages, :, length - 1] == 127).all()
+        assert (scales["k_scale"][pages, :, length - 1] * 127 - length).abs().max() < 1e-5

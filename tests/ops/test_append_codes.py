@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen as fg
 from flashgen.calls.export.collect import ExportRequest
@@ -19,7 +21,9 @@ from tests.support.codes import (
     finite_codes,
     scales_of,
 )
+from tests.support.opchecks import passes_opcheck
 from tests.support.paged_specs import before
+from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 SHAPE = (PAGES, 2, PAGE, 8)
@@ -201,7 +205,7 @@ def test_gradients_of_codes_are_refused_with_the_reason() -> None:
     k = torch.randn(1, 2, 1, 8, requires_grad=True)
     caches = [torch.zeros(SHAPE, dtype=torch.int8) for _ in range(2)]
     scale = torch.tensor(0.1)
-    with pytest.raises(fg.InputError, match="without a gradient"):
+    with pytest.raises(fg.InputError, match="has no gradients"):
         fg.append_kv(*(k, k, *caches), slot_mapping=torch.tensor([5]), k_scale=scale, v_scale=scale)
     codes = torch.zeros(SHAPE).to(torch.float8_e5m2).requires_grad_()
     spec = SPEC.replace(kv_dtype="float8_e5m2")
@@ -222,6 +226,161 @@ def test_scales_are_for_caches_of_codes_and_codes_need_them() -> None:
         fg.append_kv(k, k, *caches, **where)
 
 
+CODED = {
+    "k": torch.randn(2, 2, 2, 8, generator=torch.Generator().manual_seed(0)).half(),
+    "page_table": TABLE,
+    "cache_seqlens": LENGTHS,
+}
+"""New rows, which are keys and values alike."""
+
+
+def caches_and_scales() -> tuple[list[Tensor], dict[str, Tensor]]:
+    caches = [torch.zeros(SHAPE, dtype=torch.int8) for _ in "kv"]
+    return caches, {name: torch.zeros(SHAPE[:3]) for name in ("k_scale", "v_scale")}
+
+
+def written(**changes: Any) -> tuple[Tensor, ...]:
+    """The caches and the scales after a call that writes scales."""
+    caches, scales = caches_and_scales()
+    given = {**CODED, **scales, "write_scales": True, **changes}
+    fg.append_kv(given.pop("k"), CODED["k"], *caches, **given)
+    return *caches, *scales.values()
+
+
+def test_written_scales_are_those_that_give_the_same_codes() -> None:
+    found = written()
+    assert found[2].any()
+    caches = caches_and_scales()[0]
+    scales = dict(zip(("k_scale", "v_scale"), found[2:], strict=True))
+    tables = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    fg.append_kv(CODED["k"], CODED["k"], *caches, **tables, **scales)
+    assert all(map(torch.equal, caches, found))
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_torch_finds_nothing_wrong_with_the_operators(write: bool) -> None:
+    caches, scales = caches_and_scales()
+    name = "append_kv" + "_writing_scales" * write
+    given = {"page_table": TABLE, "cache_seqlens": LENGTHS, **scales}
+    overload = getattr(torch.ops.flashgen, name).default
+    assert passes_opcheck(overload, (CODED["k"], CODED["k"], *caches), **given)
+
+
+@pytest.mark.parametrize("backend", [None, "emulator"])
+@pytest.mark.parametrize("compiler", ["aot_eager", slow("inductor")])
+def test_a_compiled_step_writes_codes_and_scales_in_place(
+    compiler: str, backend: str | None
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(compiler)
+
+    def step(k: Tensor, caches: list[Tensor], scales: dict[str, Tensor]) -> Tensor:
+        tables = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+        how = {"write_scales": True, "backend": backend}
+        fg.append_kv(2 * k, 2 * k, *caches, **tables, **scales, **how)
+        return scales["k_scale"].sum()
+
+    caches, scales = caches_and_scales()
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    total = compiled(CODED["k"] / 2, caches, scales)
+    torch.testing.assert_close(total, scales["k_scale"].sum())
+    assert all(map(torch.equal, (*caches, *scales.values()), written()))
+    assert counter.frame_count == 1
+
+
+def test_autograd_notices_that_scales_have_changed_where_they_are_written() -> None:
+    caches, scales = caches_and_scales()
+    x = torch.ones(SHAPE[:3], requires_grad=True)
+    where = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    for write in (False, True):
+        loss = (x * scales["v_scale"]).sum()
+        fg.append_kv(CODED["k"], CODED["k"], *caches, **where, **scales, write_scales=write)
+        if write:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "argument"),
+    [
+        ({"k_scale": torch.zeros(PAGES, 2)}, "slots share its elements", "k_scale"),
+        ({"v_scale": torch.zeros(())}, "slots share its elements", "v_scale"),
+        (
+            {"k_scale": torch.zeros(PAGES, 2, 1).expand(SHAPE[:3])},
+            "slots share its elements",
+            "k_scale",
+        ),
+        ({"v_scale": torch.zeros(PAGES, 1, PAGE)}, "slots share its elements", "v_scale"),
+        ({"k_scale": torch.zeros(PAGES, 3, PAGE)}, "belongs to no part", "k_scale"),
+        ({"k_scale": None}, "not a torch tensor", "k_scale"),
+        ({"v_scale": torch.zeros(SHAPE[:3]).half()}, "not a float32 tensor", "v_scale"),
+        ({"write_scales": 2}, "neither True nor False", "write_scales"),
+        ({"k": CODED["k"].to(torch.int8)}, "become codes are floats", "k"),
+        ({"k": CODED["k"].clone().requires_grad_()}, "has no gradients", "k"),
+    ],
+)
+def test_scales_that_a_call_cannot_write_are_named(
+    changes: dict[str, Any], what: str, argument: str
+) -> None:
+    with pytest.raises(fg.InputError, match=what) as error:
+        written(**changes)
+    assert f"argument {argument}" in error.value.where
+    assert error.value.numbers
+    assert error.value.way_out
+
+
+def test_scales_of_caches_of_16_bits_are_not_written() -> None:
+    caches = [torch.zeros(SHAPE).half() for _ in "kv"]
+    where = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    with pytest.raises(fg.InputError, match="caches that hold codes"):
+        fg.append_kv(CODED["k"], CODED["k"], *caches, **where, write_scales=True)
+
+
+def test_nothing_is_written_where_a_page_is_unknown() -> None:
+    caches, scales = caches_and_scales()
+    where = {"page_table": TABLE + 100, "cache_seqlens": LENGTHS}
+    with pytest.raises(fg.InputError, match="a page of a new row lies outside"):
+        fg.append_kv(CODED["k"], CODED["k"], *caches, **where, **scales, write_scales=True)
+    assert not any(x.any() for x in (*caches, *scales.values()))
+
+
+def test_attention_reads_the_scales_that_a_call_has_written() -> None:
+    generator = torch.Generator().manual_seed(5)
+    caches, scales = caches_and_scales()
+    rows = torch.randn(2, 1, 2, 101, 8, generator=generator).half()
+    ends = torch.tensor([0, 40, 101], dtype=torch.int32)
+    tables = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    fg.append_kv(*rows, *caches, **tables, cu_seqlens=ends, **scales, write_scales=True)
+    found = call(k=caches[0], v=caches[1], **scales)
+    kept = [elements(x, s, torch.float16) for x, s in zip(caches, scales.values(), strict=True)]
+    exact = [torch.zeros(SHAPE).half() for _ in "kv"]
+    fg.append_kv(*rows, *exact, **tables, cu_seqlens=ends)
+    op = fg.attention(SPEC.replace(kv_dtype=None))
+    q = torch.randn(2, 4, 1, 8, generator=torch.Generator().manual_seed(0)).half()
+    assert torch.equal(found, op(q, *kept, **tables))
+    torch.testing.assert_close(found, op(q, *exact, **tables), atol=0.02, rtol=0.02)
+
+
 def test_an_export_of_codes_is_refused() -> None:
     with pytest.raises(fg.InputError, match="not exported"):
         ExportRequest(spec=SPEC, archs=("sm_80",))
+
+
+def test_blocks_of_contiguous_tokens_are_pages_too() -> None:
+    batch, blocks, block = 2, 4, 16
+    x = finite_codes("int8", (batch, blocks * block, 2, 8))
+    pages = x.unflatten(1, (-1, block)).flatten(0, 1).transpose(1, 2)
+    assert pages.data_ptr() == x.data_ptr()
+    scale = torch.rand(batch, blocks, 2, generator=torch.Generator().manual_seed(2)) / 50
+    table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    scales = {"k_scale": scale.flatten(0, 1), "v_scale": torch.tensor(0.01)}
+    q = torch.randn(2, 4, 1, 8, generator=torch.Generator().manual_seed(0)).half()
+    given = {"page_table": table, "cache_seqlens": LENGTHS}
+    found = fg.attention(SPEC)(q, pages, pages, **given, **scales)
+    by_token = scale.transpose(1, 2).repeat_interleave(block, -1)[..., None]
+    k = (x.transpose(1, 2).float() * by_token).half()
+    v = (x.transpose(1, 2).float() * 0.01).half()
+    whole = {"page_table": table[:, :1] // blocks, "cache_seqlens": LENGTHS}
+    assert torch.equal(found, fg.attention(SPEC.replace(kv_dtype=None))(q, k, v, **whole))

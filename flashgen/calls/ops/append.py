@@ -8,13 +8,8 @@ import torch
 
 from flashgen.calls.ops.autograd import are_plain, is_plain
 from flashgen.calls.runtime import backends
-from flashgen.calls.runtime.append_kv import append, codes_of
-from flashgen.calls.runtime.arguments.pages import (
-    AppendOperands,
-    check_append,
-    check_coded,
-    is_coded,
-)
+from flashgen.calls.runtime.append_kv import append
+from flashgen.calls.runtime.arguments.pages import AppendOperands, check_append
 from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
 from flashgen.shared import config
 from flashgen.shared.errors import called_by_users
@@ -22,8 +17,10 @@ from flashgen.shared.errors import called_by_users
 Tensor = torch.Tensor
 
 _C = torch._C
-_NAME = "append_kv"
-_TENSORS = AppendOperands._fields
+_NAMES = {False: "append_kv", True: "append_kv_writing_scales"}
+"""The operators, by whether they write scales."""
+
+_TENSORS = AppendOperands._fields[:-1]
 
 
 @called_by_users()
@@ -39,6 +36,7 @@ def append_kv(
     cu_seqlens: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    write_scales: bool = False,
     backend: str | None = None,
     arch: str | None = None,
 ) -> None:
@@ -77,10 +75,14 @@ def append_kv(
             shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]. A code is that
             of the number nearest to x / scale, in float32 and to even, saturated at the largest
             finite number of the codes; an infinity is saturated too. Rows that are codes already
-            are copied without scales. NaN becomes the NaN of 8-bit
-            floats and 0 in int8. With a scale of 0 all codes are 0. The rows are made codes by
-            operations of torch, before the launch that writes them.
+            are copied without scales. NaN becomes the NaN of 8-bit floats and 0 in int8. With a
+            scale of 0 all codes are 0.
         v_scale: the same for the values.
+        write_scales: whether the call writes k_scale and v_scale, of shape [pages, heads_kv,
+            page_size], at the places of the new rows, and their codes with these scales. The scale
+            of a row is its largest |x|, divided in float32 by the largest finite number of the
+            codes. It is infinite or NaN where the row has an infinity or NaN, and attention
+            reads NaN for its elements then.
         backend: "gpu", "emulator" or "tiled", as in `flashgen.attention`.
         arch: the architecture of the kernel, as in `flashgen.attention`.
 
@@ -93,30 +95,26 @@ def append_kv(
         Page tables as in FlashAttention-3 (page_table, cache_seqlens); slots as in vLLM
         (slot_mapping).
     """
-    if k_scale is not None or v_scale is not None or (is_coded(k_cache) and not is_coded(k)):
-        k_scale, v_scale = check_coded(k, v, k_cache, v_cache, k_scale, v_scale)
-        tables = page_table, cache_seqlens, slot_mapping, cu_seqlens
-        k, v = codes_of(AppendOperands(k, v, k_cache, v_cache, *tables), k_scale, v_scale)
     operands = AppendOperands(
-        k, v, k_cache, v_cache, page_table, cache_seqlens, slot_mapping, cu_seqlens
+        *(k, v, k_cache, v_cache, page_table, cache_seqlens, slot_mapping, cu_seqlens),
+        *(k_scale, v_scale, write_scales),
     )
-    keywords = dict(zip(_TENSORS[4:], operands[4:], strict=True), backend=backend, arch=arch)
+    keywords = dict(zip(_TENSORS[4:], operands[4:-1], strict=True), backend=backend, arch=arch)
     if torch.compiler.is_compiling():
-        torch.ops.flashgen.append_kv.default(*operands[:4], **keywords)
+        if write_scales and (k_scale is None or v_scale is None):
+            check_append(operands)  # raises what torch's schema would refuse without an explanation
+        _overloads[bool(write_scales)](*operands[:4], **keywords)
         return
-    index = tuple(tensor for tensor in operands[4:] if tensor is not None)
-    if is_plain(k, v, k_cache) and are_plain((v_cache, *index)) and not k.is_meta:
+    rest = tuple(tensor for tensor in operands[4:-1] if tensor is not None)
+    if is_plain(k, v, k_cache) and are_plain((v_cache, *rest)) and not k.is_meta:
         _refuse_gradients(operands)
         append(operands, backend, arch)
-        # What torch does for an operator that changes a tensor, so that autograd notices it.
-        torch.autograd.graph.increment_version(
-            [cache for cache in (k_cache, v_cache) if not cache.is_inference()]
-        )
+        _count_changes(operands)
         return
     refuse_jit_trace()
     check_append(operands)
     _check_choice(backend, arch)
-    _overload(*operands[:4], **keywords)
+    _overloads[write_scales](*operands[:4], **keywords)
 
 
 def _check_choice(backend: object, arch: object) -> None:
@@ -130,8 +128,8 @@ def _check_choice(backend: object, arch: object) -> None:
 def _refuse_gradients(operands: AppendOperands) -> None:
     if not torch.is_grad_enabled():
         return
-    named = zip(_TENSORS, operands, strict=True)
-    needing = [name for name, tensor in named if tensor is not None and tensor.requires_grad]
+    given = operands.tensors.items()
+    needing = [name for name, tensor in given if tensor is not None and tensor.requires_grad]
     if needing:
         refuse(
             "a cache that is written in place has no gradients",
@@ -142,29 +140,12 @@ def _refuse_gradients(operands: AppendOperands) -> None:
         )
 
 
-def _operands(tensors: tuple[Any, ...], named: dict[str, Any]) -> AppendOperands:
-    """The tensors from the arguments of the operator, without those that have their defaults."""
-    rest = [named.get(name) for name in _TENSORS[len(tensors) :]]
-    return AppendOperands(*tensors, *rest)
-
-
-def _compute(*tensors: Any, **named: Any) -> None:
-    append(_operands(tensors, named), named.get("backend"), named.get("arch"))
-
-
-def _fake(*tensors: Any, **named: Any) -> None:
-    check_append(_operands(tensors, named))
-
-
-def _autograd(keyset: Any, *tensors: Any, **named: Any) -> None:
-    _refuse_gradients(_operands(tensors, named))
-    _overload.redispatch(keyset & _C._after_autograd_keyset, *tensors, **named)
-
-
-def _in_place(keyset: Any, *tensors: Any, **named: Any) -> None:
-    operands = _operands(tensors, named)
-    torch.autograd.graph.increment_version([operands.k_cache, operands.v_cache])
-    _overload.redispatch(keyset & _C._after_ADInplaceOrView_keyset, *tensors, **named)
+def _count_changes(operands: AppendOperands) -> None:
+    """What torch does for an operator that changes tensors, so that autograd notices it."""
+    changed = [operands.k_cache, operands.v_cache]
+    if operands.write_scales:
+        changed += [x for x in (operands.k_scale, operands.v_scale) if x is not None]
+    torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
 
 
 def _mapped(*_: Any, **__: Any) -> None:
@@ -176,23 +157,48 @@ def _mapped(*_: Any, **__: Any) -> None:
     )
 
 
-def _register() -> Any:
-    library: Any = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
-    index = ", ".join(f"Tensor? {name}=None" for name in _TENSORS[4:])
+def _register(library: Any, write_scales: bool) -> Any:
+    """Defines the operator, and returns its overload."""
+    name = _NAMES[write_scales]
+    scales = [f"Tensor? {each}=None" for each in _TENSORS[8:]]
+    if write_scales:
+        scales = [f"Tensor({a}!) {each}" for a, each in zip("cd", _TENSORS[8:], strict=True)]
+    index = [f"Tensor? {each}=None" for each in _TENSORS[4:8]]
     library.define(
-        f"{_NAME}(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, *, {index}, "
-        "str? backend=None, str? arch=None) -> ()",
+        f"{name}(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
+        f"{', '.join((*scales, *index))}, str? backend=None, str? arch=None) -> ()",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
     )
+
+    def operands_of(tensors: tuple[Any, ...], named: dict[str, Any]) -> AppendOperands:
+        """The tensors from the arguments, without those that have their defaults."""
+        rest = (named.get(each) for each in _TENSORS[len(tensors) :])
+        return AppendOperands._make((*tensors, *rest, write_scales))
+
+    def compute(*tensors: Any, **named: Any) -> None:
+        append(operands_of(tensors, named), named.get("backend"), named.get("arch"))
+
+    def fake(*tensors: Any, **named: Any) -> None:
+        check_append(operands_of(tensors, named))
+
+    def autograd(keyset: Any, *tensors: Any, **named: Any) -> None:
+        _refuse_gradients(operands_of(tensors, named))
+        overload.redispatch(keyset & _C._after_autograd_keyset, *tensors, **named)
+
+    def in_place(keyset: Any, *tensors: Any, **named: Any) -> None:
+        _count_changes(operands_of(tensors, named))
+        overload.redispatch(keyset & _C._after_ADInplaceOrView_keyset, *tensors, **named)
+
     for device in ("CPU", "CUDA"):
-        library.impl(_NAME, _compute, device)
-    library.impl(_NAME, _mapped, "FuncTorchBatched")
-    library.impl(_NAME, _autograd, "Autograd", with_keyset=True)
-    library.impl(_NAME, _in_place, "ADInplaceOrView", with_keyset=True)
-    torch.library.register_fake(f"flashgen::{_NAME}", _fake, lib=library)
-    return library
+        library.impl(name, compute, device)
+    library.impl(name, _mapped, "FuncTorchBatched")
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    library.impl(name, in_place, "ADInplaceOrView", with_keyset=True)
+    torch.library.register_fake(f"flashgen::{name}", fake, lib=library)
+    overload = getattr(torch.ops.flashgen, name).default
+    return overload
 
 
 # Registered with the import, and not by the first call, which torch.compile may be tracing.
-_library = _register()
-_overload = torch.ops.flashgen.append_kv.default
+_library: Any = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
+_overloads = {write_scales: _register(_library, write_scales) for write_scales in _NAMES}

@@ -60,7 +60,7 @@ _SCHEMA = {
     "split_size": "SymInt? split_size=None",
 }
 _library: Any = None  # torch's Library has no types
-_OTHERS = ("append_kv",)
+_OTHERS = ("append_kv", "append_kv_writing_scales")
 """The operators of torch.ops.flashgen that are made from no spec."""
 
 _names: set[str] = {*_OTHERS}

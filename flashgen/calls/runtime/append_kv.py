@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashgen.calls.runtime.arguments.pages import (
+    DIM_STEP,
     AppendOperands,
     check_append,
     check_limits,
@@ -21,6 +26,7 @@ from flashgen.shared import config
 from flashgen.shared.call import DEFAULT_LAUNCH, LaunchOptions
 from flashgen.shared.dtypes import CACHE_DTYPES, dtype_name
 from flashgen.shared.paged import expanded_scale
+from flashgen.shared.signature import SCALE_NAMES
 
 Tensor = torch.Tensor
 
@@ -47,7 +53,7 @@ class PreparedAppend:
         """
         if self.bound is None:
             return None
-        tensors = operands._asdict()
+        tensors = operands.tensors
         if operands.page_table is not None and not operands.page_table.numel():
             tensors["page_table"] = None  # no position lies in a table without columns
         return self.bound.run(self.target, tensors, launch)
@@ -91,60 +97,26 @@ def prepare(operands: AppendOperands, backend: str | None, arch: str | None) -> 
     return prepared
 
 
-def codes_of(operands: AppendOperands, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The new rows as codes of their caches, by operations that wait for no device.
-
-    Args:
-        operands: with rows of floats; their scales were checked, other arguments were not.
-    """
-    k, v, k_cache, v_cache = operands[:4]
-    k_codes, v_codes = (torch.empty_like(x, dtype=k_cache.dtype) for x in (k, v))
-    check_append(operands._replace(k=k_codes, v=v_codes))
-    by_place = max(k_scale.dim(), v_scale.dim()) > 1
-    pages, slots = _places(operands) if by_place and not operands.is_empty else (None, None)
-    found = []
-    for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        if scale.dim() > 1 and pages is not None:
-            scale = expanded_scale(scale, cache)[pages, :, slots]  # [tokens, heads]
-            scale = scale.view(rows.shape[0], rows.shape[2], rows.shape[1]).transpose(1, 2)
-        elif scale.dim() == 1:
-            scale = scale[:, None]
-        elif scale.dim() > 1:  # nothing is written
-            scale = scale.new_ones(())
-        found.append(quantised(rows, scale, cache.dtype))
-    return found[0], found[1]
-
-
 def quantised(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes of rows [..., head dim] with scales that broadcast to [...]."""
+    """The codes of rows [..., head dim] with scales [...]."""
     kind = CACHE_DTYPES[dtype_name(dtype)]
     scale = scale[..., None]
     numbers = (rows.float() / scale).clamp(-kind.most, kind.most)  # keeps NaN
-    numbers = numbers.masked_fill(scale == 0, 0.0)
+    numbers = numbers.masked_fill(numbers.isnan(), math.nan).masked_fill(scale == 0, 0.0)
     if not kind.is_float:
         numbers = numbers.round().nan_to_num(0.0)
     return numbers.to(dtype)
 
 
-def _places(operands: AppendOperands) -> tuple[Tensor, Tensor]:
-    """The page and the slot of each token, int64 [tokens]; any place for a token without one."""
-    pages, _, page_size, _ = operands.k_cache.shape
-    if operands.slot_mapping is not None:
-        slots = operands.slot_mapping.clamp(0, pages * page_size - 1)
-        return slots // page_size, slots % page_size
-    table, lengths = operands.page_table, operands.cache_seqlens
-    assert table is not None, "slots or a page table are given"
-    assert lengths is not None, "a page table has lengths"
-    token = torch.arange(operands.tokens, device=table.device)
-    if operands.cu_seqlens is None:
-        ends = torch.arange(operands.sequences + 1, device=table.device) * operands.k.shape[2]
-    else:
-        ends = operands.cu_seqlens.long()
-    sequence = torch.searchsorted(ends, token, right=True) - 1
-    sequence = sequence.clamp(0, operands.sequences - 1)
-    position = (lengths.long()[sequence] - ends[sequence + 1] + token).clamp(min=0)
-    entry = (position // page_size).clamp(max=table.shape[1] - 1)
-    return table[sequence, entry].long().clamp(0, pages - 1), position % page_size
+def scales_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales with which the largest number of each row has the largest code, float32 [...].
+
+    Args:
+        rows: [..., head dim].
+        dtype: that of the codes.
+    """
+    largest = rows.float().abs().amax(-1) / CACHE_DTYPES[dtype_name(dtype)].most
+    return largest.masked_fill(largest.isnan(), math.nan)
 
 
 def access_bytes(operands: AppendOperands) -> int:
@@ -156,7 +128,17 @@ def access_bytes(operands: AppendOperands) -> int:
     bits = 16
     for tensor in operands[:2]:
         bits |= tensor.shape[3] * tensor.element_size()
-    for tensor in operands[:4]:
+    return _common_divisor(operands[:4], bits)
+
+
+def is_aligned(operands: AppendOperands) -> bool:
+    """Whether the kernel reads 16 bytes of rows at once in this call, and writes 8 codes."""
+    return _common_divisor(operands[:2], 16) == 16 and _common_divisor(operands[2:4], 8) == 8
+
+
+def _common_divisor(tensors: Sequence[Tensor], bits: int) -> int:
+    """The largest power of two that divides ``bits`` and the addresses and strides of tensors."""
+    for tensor in tensors:
         bits |= tensor.data_ptr()
         for size, step in zip(tensor.shape[:3], tensor.stride(), strict=False):
             if size > 1:
@@ -167,14 +149,20 @@ def access_bytes(operands: AppendOperands) -> int:
 def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any:
     """The values on which checks and choices depend; None for tensors without strides."""
     try:
-        addresses = 0
-        for tensor in operands[:4]:
-            addresses |= tensor.data_ptr()
+        rows, caches = (
+            functools.reduce(operator.or_, (tensor.data_ptr() for tensor in pair)) & 15
+            for pair in (operands[:2], operands[2:4])
+        )
         return (
             tuple(
-                [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in operands]
+                [
+                    None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+                    for t in operands[:-1]
+                ]
             ),
-            addresses & 15,
+            operands.write_scales,
+            rows,
+            caches,
             backend,
             arch,
             config.backend() if backend is None else None,
@@ -186,16 +174,32 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
 
 
 def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
-    from flashgen.kernels.append_pipeline import build_append_kv
+    from flashgen.kernels.append_pipeline import build_append_codes, build_append_kv
     from flashgen.kernels.planner.streaming_kernels import lane_bits_of_append
 
-    width = access_bytes(operands)
-    k, v, k_cache, _, table = operands[:5]
-    vector = width // k.element_size()  # elements at once
+    k, v, k_cache, v_cache, table = operands[:5]
+    strided = operands.tensors
+    lines = operands.tokens * k_cache.shape[1]  # which lanes share
+    if operands.quantises:
+        names = dtype_name(k.dtype), dtype_name(k_cache.dtype)
+        build = build_append_codes(*names, operands.write_scales, is_aligned(operands), arch)
+        unit, of_vector, lines = 1, DIM_STEP, 2 * lines
+        for name, cache in zip(SCALE_NAMES, (k_cache, v_cache), strict=True):
+            scale = strided[name]
+            assert scale is not None, "rows that become codes have scales"
+            strided[name] = expanded_scale(scale, cache)
+        lane_bits = lane_bits_of_append(max(k.shape[3], v.shape[3]) // of_vector)
+    else:
+        width = access_bytes(operands)
+        build = build_append_kv(width, arch)
+        unit = of_vector = width // k.element_size()
+        lane_bits = lane_bits_of_append((k.shape[3] + v.shape[3]) // of_vector)
     numbers: dict[str, int] = {}
-    for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
-        for axis, size, step in zip(_AXES, tensor.shape, tensor.stride(), strict=False):
-            numbers[f"{name}_stride_{axis}"] = step // vector if size > 1 else 0
+    for name in (*operands._fields[:4], *SCALE_NAMES):
+        tensor = strided[name]
+        if tensor is not None:
+            for axis, size, step in zip(_AXES, tensor.shape, tensor.stride(), strict=False):
+                numbers[f"{name}_stride_{axis}"] = step // unit if size > 1 else 0
     for name in ("cache_seqlens", "slot_mapping", "cu_seqlens"):
         index = getattr(operands, name)
         numbers[f"{name}_stride"] = 0 if index is None else index.stride(0)
@@ -210,13 +214,11 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
         "pages": pages,
         "page_size": page_size,
         "max_pages": 0 if table is None else table.shape[1],
-        "vectors_k": k.shape[3] // vector,
-        "vectors_v": v.shape[3] // vector,
+        "vectors_k": k.shape[3] // of_vector,
+        "vectors_v": v.shape[3] // of_vector,
+        "lane_bits": lane_bits,
     }
-    numbers["lane_bits"] = lane_bits_of_append(numbers["vectors_k"] + numbers["vectors_v"])
-    build = build_append_kv(width, arch)
-    rows_per_block = build.plan.threads >> numbers["lane_bits"]
-    blocks = -(-operands.tokens * heads // rows_per_block)
+    blocks = -(-lines // (build.plan.threads >> lane_bits))
     return BoundKernel(build, KernelArguments(build.source.params, numbers), (blocks, 1, 1))
 
 
@@ -226,9 +228,17 @@ def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
     page = operands.k_cache.shape[2]
     written = slots >= 0
     slots = slots[written]
-    for new, cache in ((operands.k, operands.k_cache), (operands.v, operands.v_cache)):
+    place = slots // page, slice(None), slots % page
+    for new, cache, scale in (
+        (operands.k, operands.k_cache, operands.k_scale),
+        (operands.v, operands.v_cache, operands.v_scale),
+    ):
         rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
         rows = rows[written]
+        if scale is not None:
+            if operands.write_scales:
+                scale[place] = scales_of(rows, cache.dtype)
+            rows = quantised(rows, expanded_scale(scale, cache)[place], cache.dtype)
         if rows.dtype.itemsize == 1:  # torch indexes no 8-bit floats on the CPU, but their bytes
             rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
-        cache[slots // page, :, slots % page] = rows
+        cache[place] = rows

@@ -6,7 +6,7 @@ from flashgen.kernels.codegen.source import WITHOUT_SPEC, options
 from flashgen.kernels.codegen.text import COLUMNS, comments
 from flashgen.kernels.planner import Plan, tangents_of
 from flashgen.kernels.planner.formulas import counted
-from flashgen.shared.launch_facts import STREAMING_KERNELS
+from flashgen.shared.launch_facts import APPEND_KERNELS, STREAMING_KERNELS
 from flashgen.spec.language.lets import lets_of
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
@@ -60,6 +60,10 @@ _FORMULAS = {
         "k_cache[page, h, slot] = k[b, h, row]    v_cache[page, h, slot] = v[b, h, row]",
         "with page and slot of each token from slot_mapping, or from page_table and cache_seqlens",
     ),
+    "append_codes": (
+        "k_cache[page, h, slot] = code of k[b, h, row] / k_scale[page, h, slot]    v likewise",
+        "with page and slot of each token from slot_mapping, or from page_table and cache_seqlens",
+    ),
     "minmax_table": ("table = the minimum and the maximum of every range of spans",),
     "tangent": (
         "S = {score}    P = {kept}exp(S - LSE){end}    for tangents x' of each x:",
@@ -71,7 +75,11 @@ _FORMULAS = {
 
 
 def banner(
-    spec: AttentionSpec, plan: Plan, template: str, outlined: tuple[tuple[str, int], ...] = ()
+    spec: AttentionSpec,
+    plan: Plan,
+    template: str,
+    outlined: tuple[tuple[str, int], ...] = (),
+    appends: str = "",
 ) -> list[str]:
     """The first lines of an emitted file: C++ comments of at most 100 columns.
 
@@ -84,10 +92,8 @@ def banner(
         splits = ", splits=True" if plan.lane_groups > 1 else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         again = f"flashgen.kernels.pipeline.build_merge({of_out})"
-    elif plan.kernel == "append_kv":
-        again = (
-            f'flashgen.kernels.append_pipeline.build_append_kv({plan.access_bytes}, "{plan.arch}")'
-        )
+    elif appends:
+        again = f'flashgen.kernels.append_pipeline.{appends}, "{plan.arch}")'
     elif shared:
         again = f"flashgen emit SPEC --arch {plan.arch}, with any spec of this dtype and head dim"
     elif plan.heads_per_tile > 1 or plan.partial or spec.split:
@@ -110,10 +116,12 @@ def banner(
     elif plan.head_dim_v != plan.head_dim:
         dims += f"  head_dim_v {plan.head_dim_v}"
     of = f"dtype {plan.dtype}  {dims}"
-    if plan.kernel == "append_kv":
+    if plan.kernel == "append_codes":
+        of = f"dtype {plan.dtype}  any head dim"
+    elif plan.kernel == "append_kv":
         of = f"any dtype and head dim, {plan.access_bytes} B at once"
     origin = spec.file or spec.mask_line or spec.score_line or "made in Python"
-    alone = plan.kernel in ("forward", "tangent", "minmax_table", "merge", "append_kv")
+    alone = plan.kernel in ("forward", "tangent", "minmax_table", "merge", *APPEND_KERNELS)
     what = plan.kernel if alone else f"backward, {plan.kernel}"
     how = {"forward": '"plan"', "tangent": '"plan --tangent"'}.get(plan.kernel, "")
     if plan.kernel == "tangent" and "(" in again:
@@ -156,8 +164,9 @@ def banner(
         grid = f"seq_{axis} / {block} + batch, {heads}, 1"
     if plan.kernel == "minmax_table":
         grid = "lines of the tensor"
-    if plan.kernel == "append_kv":
-        grid = "ceil(tokens * heads_kv / rows per block)"
+    if plan.kernel in APPEND_KERNELS:
+        rows = "tokens * heads_kv" + " * 2" * (plan.kernel == "append_codes")
+        grid = f"ceil({rows} / rows per block)"
     launch = []
     if plan.is_persistent:
         launch.append(f"tiles     ({grid}), drawn from a counter in global memory")

@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.kernels.codegen.banner import banner
 from flashgen.kernels.codegen.environment import render_template
@@ -71,7 +72,7 @@ class KernelCode:
 
 
 def kernel(
-    template: str, spec: AttentionSpec, plan: Plan, code: KernelCode | None, **fields: object
+    template: str, spec: AttentionSpec, plan: Plan, code: KernelCode | None, **fields: Any
 ) -> Source:
     """One emitted file.
 
@@ -167,12 +168,12 @@ def kernel(
     )
 
 
-def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) -> dict[str, object]:
+def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) -> dict[str, Any]:
     """The fields that only the templates of the plan's code path have."""
     if code is None or not plan.code_path.template_fields:
         return {}
     module = importlib.import_module(f"flashgen.kernels.codegen.{plan.code_path.template_fields}")
-    fields: dict[str, object] = module.fields_of(spec, plan, code.score)
+    fields: dict[str, Any] = module.fields_of(spec, plan, code.score)
     return fields
 
 
@@ -186,9 +187,14 @@ def rendered(
     spec_section: tuple[str, ...] = (),
     assumptions: tuple[AssumedBlock, ...] = (),
     outlined: tuple[tuple[str, int], ...] = (),
-    **fields: object,
+    appends: str = "",
+    **fields: Any,
 ) -> Source:
     """The file of a template, without what its kernel does not use.
+
+    Args:
+        appends: of a kernel that appends to a paged cache, the call that builds it, up to its
+            architecture.
 
     Raises:
         RenderError: the template uses a field that is missing.
@@ -196,7 +202,7 @@ def rendered(
     text = render_template(
         template,
         name=name,
-        banner="\n".join(banner(spec, plan, template, outlined)),
+        banner="\n".join(banner(spec, plan, template, outlined, appends)),
         plan=plan,
         float32=plan.itemsize == 4,
         grouped=plan.heads_per_tile > 1,

@@ -8,7 +8,7 @@ from flashgen.kernels.codegen.integer_ranges import AssumedBlock, beyond_int32
 from flashgen.kernels.planner import Plan
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import CACHE_DTYPES, OPERANDS
-from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.launch_facts import APPEND_KERNELS, CONVERT_KERNELS
 from flashgen.spec.language.spec import AttentionSpec
 
 _CTYPES = {"long long": "int64", "int": "int32", "float": "float32", "TensorMap": "tensormap"}
@@ -115,7 +115,7 @@ def options(plan: Plan) -> tuple[str, ...]:
     return ("--ptxas-options=-O1",) if OPERANDS[plan.dtype].parts > 1 and not plan.streams else ()
 
 
-WITHOUT_SPEC = ("delta", *CONVERT_KERNELS, "merge", "append_kv")
+WITHOUT_SPEC = ("delta", *CONVERT_KERNELS, "merge", *APPEND_KERNELS)
 """The kernels that read neither mask nor score: specs share their names and their text."""
 
 

@@ -8,7 +8,7 @@ from flashgen.kernels.codegen.source import Param, Source
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
 from flashgen.kernels.planner.streaming_kernels import lanes_of_row
-from flashgen.shared.dtypes import ELEMENTS
+from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS
 from flashgen.shared.launch_facts import CONVERT_KERNELS, SPAN
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.tensor import Tensor
@@ -17,43 +17,55 @@ _VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "uns
 """The types of CUDA that a lane copies at once, by their bytes."""
 
 
-def _strides(tensor: str, first: str, third: str) -> tuple[Param, ...]:
+def _strides(tensor: str, first: str, third: str, unit: str = "vectors") -> tuple[Param, ...]:
     axes = {"b": first, "h": "head", "n": third}
     return tuple(
-        Param(f"{tensor}_stride_{axis}", "long long", f"vectors to the next {what}")
+        Param(f"{tensor}_stride_{axis}", "long long", f"{unit} to the next {what}")
         for axis, what in axes.items()
     )
 
 
-_PARAMS = (
-    Param("k", "const Vector*", "[batch, heads, rows, vectors_k], the new keys"),
-    Param("v", "const Vector*", "[batch, heads, rows, vectors_v], the new values"),
-    Param("k_cache", "Vector*", "[pages, heads, page_size, vectors_k]"),
-    Param("v_cache", "Vector*", "[pages, heads, page_size, vectors_v]"),
-    Param("page_table", "const int*", "[sequences, max_pages]"),
-    Param("cache_seqlens", "const int*", "[sequences]: keys, with the new ones"),
-    Param("slot_mapping", "const long long*", "[tokens], -1: skip; null: by the page table"),
-    Param("cu_seqlens", "const int*", "[sequences + 1], first rows; null: `rows` each"),
-    *_strides("k", "batch entry", "row"),
-    *_strides("v", "batch entry", "row"),
-    *_strides("k_cache", "page", "slot"),
-    *_strides("v_cache", "page", "slot"),
-    Param("page_table_stride_b", "long long", "elements to the next sequence"),
-    Param("page_table_stride_n", "long long", "elements to the next page"),
-    Param("cache_seqlens_stride", "long long"),
-    Param("slot_mapping_stride", "long long"),
-    Param("cu_seqlens_stride", "long long"),
-    Param("tokens", "int", "batch * rows"),
-    Param("heads", "int", "of keys and values"),
-    Param("rows", "int", "of a batch entry of k and v"),
-    Param("sequences", "int", "of the page table"),
-    Param("pages", "int", "of the caches"),
-    Param("page_size", "int", "slots of a page"),
-    Param("max_pages", "int", "of a sequence, in the page table"),
-    Param("vectors_k", "int", "of a row"),
-    Param("vectors_v", "int", "of a row"),
-    Param("lane_bits", "int", "2^lane_bits lanes copy a row of K and one of V"),
-)
+def _append_params(row: str, cached: str, unit: str, *more: Param) -> tuple[Param, ...]:
+    """The fields of the kernels that append.
+
+    Args:
+        row, cached: the types of what a row and a cache consist of.
+        unit: what strides of rows and of caches count.
+        more: the fields for scales.
+    """
+    size = "head_dim" if more else "vectors"
+    return (
+        Param("k", f"const {row}*", f"[batch, heads, rows, {size}_k], the new keys"),
+        Param("v", f"const {row}*", f"[batch, heads, rows, {size}_v], the new values"),
+        Param("k_cache", f"{cached}*", f"[pages, heads, page_size, {size}_k]"),
+        Param("v_cache", f"{cached}*", f"[pages, heads, page_size, {size}_v]"),
+        *more,
+        Param("page_table", "const int*", "[sequences, max_pages]"),
+        Param("cache_seqlens", "const int*", "[sequences]: keys, with the new ones"),
+        Param("slot_mapping", "const long long*", "[tokens], -1: skip; null: by the page table"),
+        Param("cu_seqlens", "const int*", "[sequences + 1], first rows; null: `rows` each"),
+        *_strides("k", "batch entry", "row", unit),
+        *_strides("v", "batch entry", "row", unit),
+        *_strides("k_cache", "page", "slot", unit),
+        *_strides("v_cache", "page", "slot", unit),
+        Param("page_table_stride_b", "long long", "elements to the next sequence"),
+        Param("page_table_stride_n", "long long", "elements to the next page"),
+        Param("cache_seqlens_stride", "long long"),
+        Param("slot_mapping_stride", "long long"),
+        Param("cu_seqlens_stride", "long long"),
+        Param("tokens", "int", "batch * rows"),
+        Param("heads", "int", "of keys and values"),
+        Param("rows", "int", "of a batch entry of k and v"),
+        Param("sequences", "int", "of the page table"),
+        Param("pages", "int", "of the caches"),
+        Param("page_size", "int", "slots of a page"),
+        Param("max_pages", "int", "of a sequence, in the page table"),
+        Param("vectors_k", "int", "of a row" + ", each of 8 elements" * bool(more)),
+        Param("vectors_v", "int", "of a row" + ", each of 8 elements" * bool(more)),
+        Param(
+            "lane_bits", "int", "2^lane_bits lanes for a row" + " of K and one of V" * (not more)
+        ),
+    )
 
 
 def merge(spec: AttentionSpec, plan: Plan) -> Source:
@@ -113,8 +125,47 @@ def append_kv(spec: AttentionSpec, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     name = f"append_kv_{plan.access_bytes}_bytes"
-    vector = _VECTORS[plan.access_bytes]
-    return rendered("common/append_kv.cu.j2", spec, plan, name, _PARAMS, vector=vector)
+    vector, params = _VECTORS[plan.access_bytes], _append_params("Vector", "Vector", "vectors")
+    again = f"build_append_kv({plan.access_bytes}"
+    return rendered(
+        "common/append_kv.cu.j2", spec, plan, name, params, appends=again, vector=vector
+    )
+
+
+def append_codes(spec: AttentionSpec, plan: Plan, kv_dtype: str, writes_scales: bool) -> Source:
+    """The source of the kernel that appends to a paged cache of codes.
+
+    Args:
+        spec: only its dtype, that of the new rows, is read.
+        kv_dtype: the dtype of the codes.
+        writes_scales: whether each row gets a scale by its largest number; else scales are given.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    element, codes = ELEMENTS[spec.dtype], CACHE_DTYPES[kv_dtype]
+    name = f"append_codes_{OPERANDS[spec.dtype].short}_{codes.short}"
+    aligned = plan.access_bytes == 16
+    name += "_scales" * writes_scales + "_unaligned" * (not aligned)
+    kind = "float*" if writes_scales else "const float*"
+    scales = (
+        *(Param(f"{x}_scale", kind, "[pages, heads, page_size]") for x in "kv"),
+        *_strides("k_scale", "page", "slot", "elements"),
+        *_strides("v_scale", "page", "slot", "elements"),
+    )
+    return rendered(
+        "common/append_codes.cu.j2",
+        spec,
+        plan,
+        name,
+        _append_params("Element", "Code", "elements", *scales),
+        appends=f'build_append_codes("{spec.dtype}", "{kv_dtype}", {writes_scales}, {aligned}',
+        stored=element.stored,
+        conversion=element.conversion,
+        kv_dtype=kv_dtype,
+        codes=codes,
+        writes_scales=writes_scales,
+    )
 
 
 def delta(spec: AttentionSpec, plan: Plan) -> Source:

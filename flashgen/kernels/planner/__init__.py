@@ -18,7 +18,12 @@ from flashgen.kernels.planner.requests import (
 )
 from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
 from flashgen.kernels.planner.split_keys import invariant_splits, plan_splits, split_of_call
-from flashgen.kernels.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
+from flashgen.kernels.planner.streaming_kernels import (
+    plan_append_codes,
+    plan_append_kv,
+    plan_merge,
+    plan_minmax_table,
+)
 from flashgen.kernels.planner.tangent_pass import moves, plan_tangent
 from flashgen.kernels.planner.tile_problem import Tile
 from flashgen.kernels.planner.traffic import (
@@ -44,6 +49,7 @@ __all__ = [
     "moves",
     "parts_pay",
     "plan",
+    "plan_append_codes",
     "plan_append_kv",
     "plan_backward",
     "plan_forward",

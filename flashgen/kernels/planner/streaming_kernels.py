@@ -16,14 +16,15 @@ from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.spec.language.spec import AttentionSpec
 
 # By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
-# and loads several rows at once; a lane of those that convert sums and of "append_kv" has a few
-# vectors in flight; a block of "minmax_table" makes the table of one line of the tensor; the
+# and loads several rows at once; a lane of those that convert sums and of those that append has a
+# few vectors in flight; a block of "minmax_table" makes the table of one line of the tensor; the
 # registers of "merge" are enough for its loads.
 SHAPES = {
     "delta": (4, 8, 64),
     **dict.fromkeys(CONVERT_KERNELS, (4, 8, 64)),
     "merge": (4, 6, 80),
     "append_kv": (4, 8, 40),
+    "append_codes": (4, 8, 64),
     "minmax_table": (8, 4, 48),
 }
 DELTA_ROWS = 64
@@ -56,7 +57,7 @@ PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
 MERGE_COST = Formula("cost", "part_bytes/hbm_rate", "clk")
 
-MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes, in "append_kv"
+MOST_VECTORS_AT_ONCE = 128  # of a row, by the four loads of each of 32 lanes that append it
 
 
 def plan_delta(
@@ -172,6 +173,24 @@ def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") 
     )
     formulas = (REGISTER_LIMIT,)
     return _plan("append_kv", spec, arch, {}, formulas, note, access_bytes=access_bytes)
+
+
+def plan_append_codes(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that writes new keys and values to a paged cache as codes of 8 bits.
+
+    Args:
+        spec: only its dtype, that of the new rows, is read.
+        access_bytes: 16 where rows are aligned to it and codes to 8 bytes, else the itemsize.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    note = (
+        "Each element is read from memory once and each code is written once. For many rows the "
+        "instructions, about 40 for an element, take about twice the time of its bytes."
+    )
+    formulas = (REGISTER_LIMIT,)
+    return _plan("append_codes", spec, arch, {}, formulas, note, access_bytes=access_bytes)
 
 
 def lane_bits_of_append(vectors: int) -> int:

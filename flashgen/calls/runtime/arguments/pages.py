@@ -195,7 +195,7 @@ def longest_of(captured: Mapping[str, Tensor]) -> int:
 
 
 class AppendOperands(NamedTuple):
-    """The tensors of a call. `flashgen.append_kv` describes them."""
+    """The tensors of a call, and whether it writes scales. `flashgen.append_kv` describes them."""
 
     k: Tensor
     v: Tensor
@@ -205,6 +205,20 @@ class AppendOperands(NamedTuple):
     cache_seqlens: Tensor | None = None
     slot_mapping: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    write_scales: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensors by name."""
+        return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
+    @property
+    def quantises(self) -> bool:
+        """Whether rows of floats become codes, or the call is mistaken about it."""
+        scaled = self.k_scale is not None or self.v_scale is not None or self.write_scales
+        return scaled or (is_coded(self.k_cache) and not is_coded(self.k))
 
     @property
     def sequences(self) -> int:
@@ -227,15 +241,12 @@ def is_coded(cache: object) -> bool:
     return isinstance(cache, Tensor) and dtype_name(cache.dtype) in CACHE_DTYPES
 
 
-def check_coded(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any
-) -> tuple[Tensor, Tensor]:
-    """The scales of new rows, once their dtypes and shapes and those of the rows are checked.
-
-    Raises:
-        InputError: scales without caches of codes, codes without scales, or another mistake.
-    """
-    for name, rows, cache, scale in (("k", k, k_cache, k_scale), ("v", v, v_cache, v_scale)):
+def _check_coded(operands: AppendOperands) -> None:
+    """Checks the dtypes of rows, caches and scales, and the shapes of scales, where rows become
+    codes."""
+    for name, rows, cache, scale in zip(
+        "kv", *(operands[i : i + 2] for i in (0, 2, 8)), strict=True
+    ):
         where = f"argument {name}_scale of append_kv"
         check_is_tensor(name, rows, f"torch.as_tensor({name})", f"argument {name} of append_kv")
         if not is_coded(cache):
@@ -249,28 +260,49 @@ def check_coded(
         check_is_tensor(
             f"{name}_scale",
             scale,
-            f"{name}_scale=torch.tensor(0.05), float32: append_kv takes scales, and computes none; "
-            f"{name}.abs().amax() / {CACHE_DTYPES[dtype_name(cache.dtype)].most:g} is one",
+            f"{name}_scale=torch.tensor(0.05), float32; or write_scales=True, and a scale for each "
+            f"slot, {name}_scale=torch.zeros({name}_cache.shape[:3])",
             where,
         )
-        if scale.dtype != torch.float32 or scale.device != cache.device or scale.requires_grad:
+        if scale.dtype != torch.float32 or scale.device != cache.device:
             refuse(
-                f"{name}_scale is not a float32 tensor without a gradient beside its cache",
+                f"{name}_scale is not a float32 tensor beside its cache",
                 where,
-                f"{scale.dtype} on {scale.device}, requires_grad={scale.requires_grad}; "
-                f"{name}_cache on {cache.device}",
-                f"{name}_scale.detach().to({str(cache.device)!r}, torch.float32)",
+                f"{scale.dtype} on {scale.device}; {name}_cache on {cache.device}",
+                f"{name}_scale.to({str(cache.device)!r}, torch.float32)",
             )
-        if dtype_name(rows.dtype) not in OPERAND_DTYPES or rows.requires_grad:
+        if dtype_name(rows.dtype) not in OPERAND_DTYPES:
             refuse(
-                "new rows that become codes are floats without a gradient",
+                "new rows that become codes are floats",
                 f"argument {name} of append_kv",
-                f"{rows.dtype}, requires_grad={rows.requires_grad}: rounding to codes has the "
-                "derivative 0",
-                f"{name}.detach() of {', '.join(OPERAND_DTYPES)}",
+                f"{rows.dtype}; codes have their scales already",
+                f"rows of {', '.join(OPERAND_DTYPES)}; or codes, without scales and write_scales",
             )
-    with_scales({"k_scale": k_scale, "v_scale": v_scale}, k_cache, v_cache)
-    return k_scale, v_scale
+    scales = {"k_scale": operands.k_scale, "v_scale": operands.v_scale}
+    with_scales(scales, operands.k_cache, operands.v_cache)
+    if operands.write_scales:
+        _check_written(operands)
+
+
+def _check_written(operands: AppendOperands) -> None:
+    """Scales that a call writes have an element for each slot, which no other slot shares."""
+    for name, cache in (("k_scale", operands.k_cache), ("v_scale", operands.v_cache)):
+        scale = getattr(operands, name)
+        sizes = cache.shape[:3]
+        steps = zip(scale.shape, scale.stride(), strict=True)
+        whole = scale.dim() == len(sizes) and not any(
+            known(size != wanted) for size, wanted in zip(scale.shape, sizes, strict=True)
+        )
+        if not whole or any(known(size > 1) and known(step == 0) for size, step in steps):
+            refuse(
+                f"{name} is to be written, and slots share its elements",
+                f"argument {name} of append_kv",
+                f"shape {shape_of(scale)}, strides {tuple(scale.stride())}; {name[0]}_cache "
+                f"{shape_of(cache)}. Rows that a later call adds to a page would change the scale "
+                "of codes that are there",
+                f"{name}=torch.zeros({name[0]}_cache.shape[:3]), a scale for each slot; or scales "
+                "of your own, without write_scales",
+            )
 
 
 def check_append(operands: AppendOperands) -> None:
@@ -279,10 +311,19 @@ def check_append(operands: AppendOperands) -> None:
     Raises:
         InputError: for the first mistake; the error names the argument.
     """
+    if not isinstance(operands.write_scales, bool):
+        refuse(
+            "write_scales is neither True nor False",
+            "argument write_scales of append_kv",
+            f"given {operands.write_scales!r:.200}",
+            "write_scales=True, for k_scale and v_scale to be written by the call",
+        )
+    if operands.quantises:
+        _check_coded(operands)
     _check_ways(operands)
-    for name, tensor in zip(operands._fields, operands, strict=True):
+    for name, tensor in operands.tensors.items():
         if tensor is not None or name in operands._fields[:4]:
-            _check_kind(name, tensor, operands.k)
+            _check_kind(name, tensor, operands)
     _check_shapes(operands)
     for name, tensor in zip(operands._fields[:4], operands[:4], strict=True):
         _check_memory(name, tensor)
@@ -303,12 +344,16 @@ def _check_ways(operands: AppendOperands) -> None:
         )
 
 
-def _check_kind(name: str, tensor: Any, k: Tensor) -> None:
+def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
+    k = operands.k
     where = f"argument {name} of append_kv"
     check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
+    cached = operands.k_cache.dtype if operands.quantises else k.dtype
     dtypes = {
         "k": tuple(getattr(torch, each) for each in (*OPERAND_DTYPES, *CACHE_DTYPES)),
-        **dict.fromkeys(("v", "k_cache", "v_cache"), (k.dtype,)),
+        "v": (k.dtype,),
+        **dict.fromkeys(("k_cache", "v_cache"), (cached,)),
+        **dict.fromkeys(SCALE_NAMES, (torch.float32,)),
         "slot_mapping": (torch.int64,),
     }.get(name, (torch.int32,))
     if tensor.dtype not in dtypes:
