@@ -81,7 +81,7 @@ def banner(
     """
     shared = plan.kernel in WITHOUT_SPEC
     if plan.kernel == "merge":
-        splits = ", splits=True" if plan.lane_groups > 1 else ""
+        splits = ", splits=True" if plan.of_splits else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         again = f"flashgen.kernels.pipeline.build_merge({of_out})"
     elif plan.kernel == "append_kv":

@@ -387,9 +387,9 @@ class Plan(LaunchRules):
         return 32 * (self.warps + self.other_warps)
 
     @property
-    def lane_groups(self) -> int:
-        """Groups of lanes that share the parts of a row in "merge"; 1 where one group has all."""
-        return int(self.quantities.get("groups", 1))
+    def of_splits(self) -> bool:
+        """Whether a "merge" is one of the results over split keys."""
+        return "row_warps" in self.quantities
 
     @property
     def binding(self) -> tuple[str, ...]:

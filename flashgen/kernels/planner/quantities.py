@@ -87,7 +87,7 @@ QUANTITIES = {
     "row_bytes": "bytes to and from global memory per row",
     "part_bytes": "bytes of a row of a partial result",
     "lanes": "lanes that read one row of a part",
-    "groups": "groups of these lanes that share the parts of a row",
+    "row_warps": "warps that share a row of a part, a column for each lane",
     "loads": "16-byte loads of a lane that are in flight together",
     "chained_loads": "loads of a block of which each needs the one before",
     "latency": "clocks from a load of global memory to its data",

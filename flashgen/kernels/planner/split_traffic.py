@@ -37,9 +37,9 @@ FORWARD_BYTES = Formula(
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
-# The merge. The lanes of a row read the LSE of a part each.
+# The merge. The lanes of each warp of a row read the LSE of a part each.
 PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
-PARTS_LSE_READ = Formula("parts_lse_read", "4*lse_rows", "B")
+PARTS_LSE_READ = Formula("parts_lse_read", "4*row_warps*lse_rows", "B")
 MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
 MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
 
@@ -168,6 +168,8 @@ def split_traffic(
     coded = plan.kv_itemsize != plan.itemsize
     if coded:
         at["e_kv"] = plan.kv_itemsize
+    if merge is not None:
+        at["row_warps"] = merge.quantities["row_warps"]
     FormulaSequence(*_formulas(merge is not None, coded=coded))(at)
     return SplitTraffic(merge is not None, page_size > 0, at)
 
