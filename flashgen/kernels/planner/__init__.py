@@ -16,7 +16,12 @@ from flashgen.kernels.planner.requests import (
     tangents_of,
 )
 from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
-from flashgen.kernels.planner.split_keys import invariant_splits, plan_splits, split_of_call
+from flashgen.kernels.planner.split_keys import (
+    folds_splits,
+    invariant_splits,
+    plan_splits,
+    split_of_call,
+)
 from flashgen.kernels.planner.streaming_kernels import plan_append_kv, plan_merge, plan_minmax_table
 from flashgen.kernels.planner.tangent_pass import moves, plan_tangent
 from flashgen.kernels.planner.tile_problem import Tile
@@ -37,6 +42,7 @@ __all__ = [
     "choose_heads",
     "feasible",
     "fits_few_rows",
+    "folds_splits",
     "forward_traffic",
     "invariant_splits",
     "moves",

@@ -11,6 +11,7 @@ lengths, because the bits of a row, and a CUDA graph, depend on it.
 from __future__ import annotations
 
 import functools
+import math
 
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.requests import PlanRequest
@@ -55,6 +56,25 @@ def split_of_call(
     except PlanError:
         return 0
     return chosen.size_of(call, paged=spec.paged)
+
+
+def folds_splits(
+    spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
+) -> bool:
+    """Whether a call with split keys has rows enough that a thread block has all of their splits.
+
+    Both ways have the same bits. One block for all splits of its rows writes and merges no parts,
+    and takes at most twice the time of an even division where it leaves half of the SMs idle.
+
+    Args:
+        spec: the variant with split keys.
+        arch, call, sms: as for `split_of_call`.
+    """
+    if spec.partial:
+        return False
+    plan = plan_forward(PlanRequest(spec, arch))
+    blocks = math.prod(plan.grid(*call.sizes, packed=spec.packed))
+    return 2 * blocks >= plan.blocks_per_sm * (sms or facts(arch).sms)
 
 
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
