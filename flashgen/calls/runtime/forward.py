@@ -394,12 +394,12 @@ def split(
     operands: Operands,
     options: CallOptions,
     size: int,
-    target: Target,
+    target: Target | None = None,
 ) -> tuple[CallProgram, CheckedCall]:
     """The program that splits the keys of a checked call, and the call with its scalars.
 
-    Where a kernel can join the results over the splits itself, and its blocks keep the GPU busy,
-    no parts are written and merged.
+    Where a kernel can join the results over the splits itself, and its blocks keep the GPU of the
+    target busy, no parts are written and merged.
     """
     scalars = options.scalars
     if WHOLE[0] not in call.scalars:
@@ -407,6 +407,7 @@ def split(
     program = program.split()
     options = options._replace(scalars=(*scalars, size))
     call = check(program.signature, operands, options)
-    if target.backend != "tiled" and not call.is_empty and program.folds(target, call):
+    runs = target is not None and target.backend != "tiled" and not call.is_empty
+    if target is not None and runs and program.folds(target, call):
         program = program.folded()
     return program, call

@@ -90,6 +90,7 @@ class Plan(LaunchRules):
             in their order.
         of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
+        folds: whether a block of "forward" has all splits of its rows and joins their results.
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -175,6 +176,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     has_rows: bool = True
     partial: bool = False
+    folds: bool = False
     returns_maxima: bool = False
     box_k: int = 0
     gathers: bool = False

@@ -65,10 +65,13 @@ class SplitWalk(NamedTuple):
     Attributes:
         of_split: its sizes, of which seq_k is the number of its keys, and the tiles that it visits.
         keys_behind: keys of the tensor behind the split.
+        writes: whether its launch writes results for it: once for all splits, where a block has
+            those of its rows.
     """
 
     of_split: Walk
     keys_behind: int = 0
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def _count(
     split: bool,
 ) -> None:
     """Adds the rows of one split to those of the launch, by the names of the quantities."""
-    sizes, visited, _, before = walk.of_split
+    sizes, visited, _, before, _ = walk.of_split
     paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
@@ -201,10 +204,11 @@ def _count(
     counts["query_rows"] += queries * (
         pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
     )
-    counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
-    counts["lse_rows"] += pairs * sizes.seq_q
+    if walk.writes:
+        counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
+        counts["lse_rows"] += pairs * sizes.seq_q
     counts["keys"] += sizes.batch * sizes.heads_kv * touched
-    if paged:  # a lane of each warp reads the length
+    if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
