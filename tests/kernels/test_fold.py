@@ -167,8 +167,8 @@ def test_packed_rows_over_sequences_and_pages_have_these_bits(
     ("old", "new"),
     [
         ("joined = true;", "joined = false;"),
-        ("rows[2 * r] = top;", ""),
-        ("fmaf(rows[2 * r + 1], factor[r], weight[r])", "rows[2 * r + 1] + weight[r]"),
+        ("stats[2 * r] = top;", ""),
+        ("fmaf(stats[2 * r + 1], factor[r], weight[r])", "stats[2 * r + 1] + weight[r]"),
         ("if (joined) store_finished", "if (!joined) store_finished"),
     ],
 )
