@@ -45,7 +45,8 @@ def row(name: str, sizes: tuple[int, ...], arch: str) -> str:
         seconds.append(found.predicted.seconds)
         cells += [f"{found.split_size:,}", f"{over:.3f}", f"{seconds[-1] * 1e6:,.0f}"]
     batch, heads, _, rows, keys = sizes
-    parts = batch * heads * rows * 128 * 4 * -(-keys // invariant) / 2**20
+    merged = found.predicted.merge is not None
+    parts = merged * batch * heads * rows * 128 * 4 * -(-keys // invariant) / 2**20
     shape = " x ".join(f"{each:,}" for each in sizes)
     cells += [f"{seconds[1] / seconds[0]:.2f}", f"{parts:,.0f} MiB"]
     return f"| {name} | {shape} | " + " | ".join(cells) + " |"

@@ -199,6 +199,7 @@ class CallSignature:
         zero_divisions: divisions that a call must not make divisions by 0.
         offsets: those of `OFFSETS` that are captured tensors.
         split: whether the keys are split, by the scalar `SPLIT`.
+        folds: whether one kernel joins the results over the splits, so that none merges them.
         returns_maxima: whether a call has a third result, the largest score of each row.
         paged: whether keys and values are in the pages of a cache. Where packed is true too, only
             the queries are packed.
@@ -231,6 +232,7 @@ class CallSignature:
     zero_divisions: tuple[ZeroDivision, ...] = ()
     offsets: tuple[str, ...] = ()
     split: bool = False
+    folds: bool = False
     returns_maxima: bool = False
     paged: bool = False
     kv_dtype: str | None = None

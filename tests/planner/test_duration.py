@@ -166,20 +166,23 @@ def test_a_block_walks_for_each_head_of_its_group() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_block_with_few_companions_is_bound_by_its_loads_in_flight_or_by_l2(arch: str) -> None:
     """One block takes as long as few, no SM exceeds the rate of L2, and many are bound by HBM."""
-    merge, gpu = plan_merge(SPEC.replace(head_dim=128), arch, splits=True), facts(arch)
+    merge, gpu = plan_merge(SPEC.replace(head_dim=256), arch, splits=True), facts(arch)
+    narrow = plan_merge(SPEC.replace(head_dim=64), arch, splits=True)
 
-    def at(rows: int, splits: int) -> Duration:
+    def at(rows: int, splits: int, merge: Plan = merge) -> Duration:
         sizes = LaunchSizes(1, rows, rows, 1, 0)
         return duration_of(merge, [Walk(sizes)], splits=splits)
 
     assert at(1, 500).seconds == pytest.approx(at(gpu.sms // 4, 500).seconds)
     assert value(at(1, 500), "block_rate") == gpu.l2_bytes_per_clock
     assert value(at(2 * gpu.sms, 500), "block_rate") == gpu.l2_bytes_per_clock / 2
+    in_flight = 32 * 4 * 64  # of 32 parts, a float for each column
+    assert value(at(1, 500, narrow), "block_rate") == in_flight / gpu.memory_latency
     assert at(1, 1).seconds * gpu.clock_hz >= 2 * gpu.memory_latency
     many = at(64 * gpu.sms, 20)
     assert many.bound == "hbm"
     assert many.seconds == pytest.approx(
-        64 * gpu.sms * (20 * (512 + 4) + 256 + 4) / gpu.hbm_bytes_per_s
+        64 * gpu.sms * (20 * (1024 + 4) + 512 + 4) / gpu.hbm_bytes_per_s
     )
 
 

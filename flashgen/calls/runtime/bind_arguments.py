@@ -76,7 +76,8 @@ def bind(
         numbers["box_rows"] = rows
         # Maps that the kernel leaves unused have boxes too.
         boxes = dict.fromkeys(("k", "v"), max(rows, 1))
-    grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=call.splits, parts=parts)
+    splits = call.splits if "o_stride_s" in names else 1  # a block may have all of its rows' splits
+    grid = facts.grid(*call.sizes, packed=packed, head_bits=bits, splits=splits, parts=parts)
     vectors = elements_of_sums(facts, call, packed=packed) // 4
     numbers |= {"sum_vectors": vectors, "block_vectors": -(-vectors // math.prod(grid))}
     chosen = None

@@ -133,7 +133,7 @@ class PreparedForward(PreparedCall):
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
         self._splits: Splits | None = None
-        if self.signature.split and not call.is_empty:
+        if self.signature.split and not (self.signature.folds or call.is_empty):
             self._splits = Splits(self.program, call, target)
 
     def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ class PreparedForward(PreparedCall):
         target, call = self.target, self.call
         splits = self._splits
         # With split keys or pages a tuned tile would give a row other bits than another call.
-        serving = splits is not None or self.signature.paged
+        serving = self.signature.split or self.signature.paged
         launch = self._tuned("forward") if width == 16 and not serving else self.launch
         ranges = ranges_of(call, self.signature)
         request = ForwardRequest(self._kernel_arch, width, call, captured, launch, ranges)
@@ -422,7 +422,7 @@ def prepare(
         size = program.planned_split(target, call)
     # The tiled algorithms split no keys, and mods of packed sequences read lengths of their own.
     if size and not (tiled and program.signature.packed):
-        program, call = split(program, call, operands, options, size)
+        program, call = split(program, call, operands, options, size, target)
     if launch.blocks is not None and tiled:
         raise InputError(
             "tiled algorithms have no blocks",
@@ -447,12 +447,25 @@ def prepare(
 
 
 def split(
-    program: CallProgram, call: CheckedCall, operands: Operands, options: CallOptions, size: int
+    program: CallProgram,
+    call: CheckedCall,
+    operands: Operands,
+    options: CallOptions,
+    size: int,
+    target: Target | None = None,
 ) -> tuple[CallProgram, CheckedCall]:
-    """The program that splits the keys of a checked call, and the call with its scalars."""
+    """The program that splits the keys of a checked call, and the call with its scalars.
+
+    Where a kernel can join the results over the splits itself, and its blocks keep the GPU of the
+    target busy, no parts are written and merged.
+    """
     scalars = options.scalars
     if WHOLE[0] not in call.scalars:
         scalars += (0, call.heads_q, call.seq_q, call.seq_k)
     program = program.split()
     options = options._replace(scalars=(*scalars, size))
-    return program, check(program.signature, operands, options)
+    call = check(program.signature, operands, options)
+    runs = target is not None and target.backend != "tiled" and not call.is_empty
+    if target is not None and runs and program.folds(target, call):
+        program = program.folded()
+    return program, call

@@ -129,6 +129,14 @@ class CallProgram(abc.ABC):
     def split(self) -> CallProgram:
         """The program of calls that have the scalars `WHOLE` and `SPLIT`."""
 
+    def folds(self, target: Target, call: CheckedCall) -> bool:
+        """Whether one kernel has all splits of the rows of such a call, and joins their results."""
+        return False
+
+    def folded(self) -> CallProgram:
+        """The program of these calls, which has the bits of the one with split keys."""
+        raise AssertionError("only where `folds` is true")
+
     @abc.abstractmethod
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """The keys of a split in a call that gives no split_size; 0: they are not split."""
@@ -270,6 +278,16 @@ class SpecProgram(CallProgram):
         from flashgen.spec.language.signature import split
 
         return program_of(split(self.spec))
+
+    def folds(self, target: Target, call: CheckedCall) -> bool:
+        from flashgen.kernels.planner import folds_splits
+
+        return folds_splits(self.spec, target.arch, call, sms=target.sms)
+
+    def folded(self) -> CallProgram:
+        from flashgen.spec.language.signature import folded
+
+        return program_of(folded(self.spec))
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         from flashgen.kernels.planner import split_of_call

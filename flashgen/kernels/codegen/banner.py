@@ -89,7 +89,7 @@ def banner(
     """
     shared = plan.kernel in WITHOUT_SPEC
     if plan.kernel == "merge":
-        splits = ", splits=True" if plan.lane_groups > 1 else ""
+        splits = ", splits=True" if plan.of_splits else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         again = f"flashgen.kernels.pipeline.build_merge({of_out})"
     elif appends:
@@ -99,7 +99,7 @@ def banner(
     elif plan.heads_per_tile > 1 or plan.partial or spec.split:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
         if plan.partial or spec.split:
-            variant = "split" if spec.split else "partial"
+            variant = "folded" if spec.folds else "split" if spec.split else "partial"
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
@@ -158,7 +158,8 @@ def banner(
         heads += f" / {plan.heads_per_tile}"
     if plan.owns_keys:
         axis, block, heads = ("k", plan.block_k, "heads_kv")
-    entries = "batch * splits" if spec.split and plan.kernel == "forward" else "batch"
+    merged = spec.split and not spec.folds and plan.kernel == "forward"
+    entries = "batch * splits" if merged else "batch"
     grid = f"ceil(seq_{axis} / {block}), {heads}, {entries}"
     if spec.packed and plan.kernel != "delta":  # the delta kernel reads rows of one batch entry
         grid = f"seq_{axis} / {block} + batch, {heads}, 1"
@@ -219,7 +220,7 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
         "slope": " * score_mod'" if spec.score_line is not None else "",
     }
     words |= {"lse": "log(sum(exp(S)))", "dsink": ""}
-    if spec.sink is not None and not spec.split:
+    if spec.sink is not None and (spec.folds or not spec.split):
         name = spec.sink.name
         words["masked"] = "{kept}exp(S - LSE){end}".format(**words)
         words["lse"] = f"log(exp({name}) + sum(exp(S)))"
@@ -242,7 +243,9 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     if spec.takes_maxima and kernel == "forward":
         lines[0] = lines[0].partition("    O =")[0].replace(" : 0", " : -inf")
         lines.append("the largest W of each row; O has no meaning")
-    if spec.split and kernel == "forward":
+    if spec.folds and kernel == "forward":
+        lines.append("in splits of the keys, whose results are joined in order, as a merge does")
+    elif spec.split and kernel == "forward":
         lines.append(
             "for the keys of each split: O in float32 and LSE without a sink, to be merged"
             if spec.is_softmax

@@ -147,6 +147,8 @@ def kernel(
         packed=packed,
         offsets=[tensor.name for tensor in offsets],
         split=split,
+        folds=split and spec.folds,
+        divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),

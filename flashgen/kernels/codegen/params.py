@@ -165,7 +165,9 @@ def params_of(
         params[-1:-1] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
-    if role == "forward" and spec.split:
+    if role == "forward" and spec.folds:
+        rows = (*rows, _SPLITS[0])
+    elif role == "forward" and spec.split:
         params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
         of_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
         rows = (*of_splits, *_SPLITS)

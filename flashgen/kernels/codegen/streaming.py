@@ -7,7 +7,7 @@ from flashgen.kernels.codegen.readers import param_of_table, params_of_tensor
 from flashgen.kernels.codegen.source import Param, Source
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
-from flashgen.kernels.planner.streaming_kernels import lanes_of_row
+from flashgen.kernels.planner.streaming_kernels import PARTS_IN_FLIGHT, lanes_of_row
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS
 from flashgen.shared.launch_facts import CONVERT_KERNELS, SPAN
 from flashgen.spec.language.spec import AttentionSpec
@@ -78,15 +78,16 @@ def merge(spec: AttentionSpec, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     lanes, loads = (int(plan.quantities[name]) for name in ("lanes", "loads"))
-    vectors = plan.head_dim_v // 4
+    splits = plan.of_splits
+    vectors = plan.head_dim_v if splits else plan.head_dim_v // 4
     return kernel(
         "common/merge.cu.j2",
         spec,
         plan,
         None,
         lanes=lanes,
-        groups=plan.lane_groups,
-        parts_at_once=loads // -(-vectors // lanes),
+        splits=splits,
+        parts_at_once=PARTS_IN_FLIGHT if splits else loads // -(-vectors // lanes),
         uneven=vectors % lanes != 0,
     )
 

@@ -17,7 +17,12 @@ from flashgen.kernels.planner.requests import (
     tangents_of,
 )
 from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
-from flashgen.kernels.planner.split_keys import invariant_splits, plan_splits, split_of_call
+from flashgen.kernels.planner.split_keys import (
+    folds_splits,
+    invariant_splits,
+    plan_splits,
+    split_of_call,
+)
 from flashgen.kernels.planner.streaming_kernels import (
     plan_append_codes,
     plan_append_kv,
@@ -44,6 +49,7 @@ __all__ = [
     "columns_of_launch",
     "feasible",
     "fits_few_rows",
+    "folds_splits",
     "forward_traffic",
     "invariant_splits",
     "moves",

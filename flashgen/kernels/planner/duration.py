@@ -51,6 +51,9 @@ from flashgen.shared.launch_facts import CONVERT_KERNELS
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
+# The same for each further split of a block that has all of them: Q is read again, and the finished
+# O is written and read.
+RESTARTED = Formula("restarted", "1 + (e*d_qk + 2*4*d_v)/(l2_rate*cost*block_k)")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 FORMULAS = (
     SLOTS,
@@ -149,15 +152,12 @@ def duration_of(
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
     scores = 0 if streams else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
+        **step_facts(plan),
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
         "steps": max(1, steps),
         "work_tiles": max(1, work_tiles),
-        "block_q": plan.block_q,
-        "block_k": plan.block_k,
         "edges": 0 if streams else _edges(plan, walks) / max(1, work_tiles),
-        "l2_rate": arch.l2_bytes_per_clock,
-        "cost": plan.cost,
         "scores": scores,
         "bytes": sum(_bytes(plan, walk.sizes, splits) for walk in walks),
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
@@ -169,6 +169,8 @@ def duration_of(
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
     else:
         begun = at["begun"] = BEGUN(at)
+        if plan.folds:
+            formulas = (*FORMULAS[:3], RESTARTED, *FORMULAS[3:])
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
@@ -178,6 +180,19 @@ def duration_of(
     bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
     seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
     return Duration(plan, lines, seconds, bound, quantisation, launched)
+
+
+def step_facts(plan: Plan) -> dict[str, Number]:
+    """The tile, its cost and the rate of L2: what tells how long a step takes."""
+    return {
+        "block_q": plan.block_q,
+        "block_k": plan.block_k,
+        "e": plan.itemsize,
+        "d_qk": plan.head_dim,
+        "d_v": plan.head_dim_v,
+        "l2_rate": facts(plan.arch).l2_bytes_per_clock,
+        "cost": plan.cost,
+    }
 
 
 def gaps_between(plans: Sequence[Plan]) -> float:
@@ -301,6 +316,9 @@ def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
     if walk.steps is not None:
         clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
         lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]
+    if walk.restarts:
+        restarted = RESTARTED(step_facts(plan))
+        lengths = [x + restarted * n for x, n in zip(lengths, walk.restarts, strict=True)]
     times = group * tiles // len(lengths)  # more than 1 where the heads of a group walk alike
     parts, _ = plan.parts_of_group(*sizes)
     return [times * sum(lengths[tile::tiles]) / parts for tile in range(tiles)]

@@ -90,6 +90,7 @@ class Plan(LaunchRules):
             in their order.
         of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
+        folds: whether a block of "forward" has all splits of its rows and joins their results.
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -175,6 +176,7 @@ class Plan(LaunchRules):
     sink_bytes: int = 0
     has_rows: bool = True
     partial: bool = False
+    folds: bool = False
     returns_maxima: bool = False
     box_k: int = 0
     gathers: bool = False
@@ -387,9 +389,9 @@ class Plan(LaunchRules):
         return 32 * (self.warps + self.other_warps)
 
     @property
-    def lane_groups(self) -> int:
-        """Groups of lanes that share the parts of a row in "merge"; 1 where one group has all."""
-        return int(self.quantities.get("groups", 1))
+    def of_splits(self) -> bool:
+        """Whether a "merge" is one of the results over split keys."""
+        return "row_warps" in self.quantities
 
     @property
     def binding(self) -> tuple[str, ...]:

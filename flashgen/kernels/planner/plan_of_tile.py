@@ -48,7 +48,8 @@ def plan_of_tile(
     refused = _refusals(problem, found) if policy == "derived" else ()
     binding = {_LINE_OF[refusal.quantity] for refusal in refused if refusal.quantity in _LINE_OF}
     # The sink of split keys counts once, in the merge.
-    reads_sink = problem.kernel in ("forward", "tangent") and not spec.split
+    merged = spec.split and not spec.folds
+    reads_sink = problem.kernel in ("forward", "tangent") and not merged
     sink = spec.sink if reads_sink else None
     parts = {part.name: int(part(at)) for part in found.model.parts}
     offsets, end = {}, 0
@@ -87,7 +88,8 @@ def plan_of_tile(
         in_parts=False,
         of_parts=None,
         tangents=problem.tangents,
-        partial=spec.partial or (spec.split and at["e"] == 2),
+        partial=spec.partial or (merged and at["e"] == 2),
+        folds=spec.folds and problem.kernel == "forward",
         returns_maxima=spec.returns_maxima and problem.kernel == "forward",
         sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),

@@ -11,15 +11,20 @@ lengths, because the bits of a row, and a CUDA graph, depend on it.
 from __future__ import annotations
 
 import functools
+import math
 
 from flashgen.kernels.planner.api import plan_forward
+from flashgen.kernels.planner.duration import step_facts
+from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
+from flashgen.shared.signature import SPLIT
 from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
 from flashgen.spec.language.signature import split, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import K, Q
 
 
 def plan_splits(
@@ -55,6 +60,55 @@ def split_of_call(
     except PlanError:
         return 0
     return chosen.size_of(call, paged=spec.paged)
+
+
+# A call with split keys, in one launch whose blocks have all splits of their rows, or with parts
+# that another launch merges. Clocks of an SM for a split of a block, over those of its scores: to
+# start it, for which Q is read and nothing overlaps one step; to set the finished O aside and to
+# join it; to write and to read parts, which rows past the last do not have. Blocks with equal work
+# leave some slots idle in the last round; of those with less and less, the short ones fill it.
+STARTED = Formula("started", "(block_k + e*d_qk/(l2_rate*cost))/split_size")
+JOINED = Formula("joined", "2*4*d_v/(l2_rate*cost*split_size)")
+MERGED = Formula(
+    "merged",
+    "(4*d_v/l2_rate + 2*4*d_v/hbm_rate)/(cost*split_size)*rows/(block_q*work_tiles)",
+)
+EVEN_ROUNDS = Formula("idle", "slots*ceil(work_tiles/slots)/work_tiles")
+UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
+FOLDED_TIME = Formula("folded_time", "(1 + started + joined)*idle")
+MERGED_TIME = Formula("merged_time", "1 + started + merged")
+
+
+def folds_splits(
+    spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
+) -> bool:
+    """Whether a thread block has all splits of its rows in a call with split keys.
+
+    That writes no parts and merges none, but leaves SMs idle where a call has few rows. The bits
+    are the same both ways, so that all of the call may decide.
+
+    Args:
+        spec: the variant with split keys.
+        arch, call, sms: as for `split_of_call`.
+    """
+    if spec.partial:
+        return False
+    plan, gpu = plan_forward(PlanRequest(spec, arch)), facts(arch)
+    sms = sms or gpu.sms
+    work_tiles = math.prod(plan.grid(*call.sizes, packed=spec.packed))
+    at = step_facts(plan) | {
+        "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
+        "split_size": int(call.scalars[SPLIT]),
+        "rows": call.batch * call.heads_q * call.seq_q,
+        "slots": sms * plan.blocks_per_sm,
+        "work_tiles": work_tiles,
+    }
+    if spec.packed:
+        at["rows"] = call.heads_q * call.seq_q
+    uneven = {Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k
+    rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
+    FormulaSequence(STARTED, JOINED, MERGED, rounds, FOLDED_TIME, MERGED_TIME)(at)
+    return bool(at["folded_time"] <= at["merged_time"])
 
 
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:

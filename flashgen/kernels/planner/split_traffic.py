@@ -37,9 +37,9 @@ FORWARD_BYTES = Formula(
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
-# The merge. The lanes of a row read the LSE of a part each.
+# The merge. The lanes of each warp of a row read the LSE of a part each.
 PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
-PARTS_LSE_READ = Formula("parts_lse_read", "4*lse_rows", "B")
+PARTS_LSE_READ = Formula("parts_lse_read", "4*row_warps*lse_rows", "B")
 MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
 MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
 
@@ -65,10 +65,13 @@ class SplitWalk(NamedTuple):
     Attributes:
         of_split: its sizes, of which seq_k is the number of its keys, and the tiles that it visits.
         keys_behind: keys of the tensor behind the split.
+        writes: whether its launch writes results for it: once for all splits, where a block has
+            those of its rows.
     """
 
     of_split: Walk
     keys_behind: int = 0
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ def split_traffic(
     coded = plan.kv_itemsize != plan.itemsize
     if coded:
         at["e_kv"] = plan.kv_itemsize
+    if merge is not None:
+        at["row_warps"] = merge.quantities["row_warps"]
     FormulaSequence(*_formulas(merge is not None, coded=coded))(at)
     return SplitTraffic(merge is not None, page_size > 0, at)
 
@@ -188,7 +193,7 @@ def _count(
     split: bool,
 ) -> None:
     """Adds the rows of one split to those of the launch, by the names of the quantities."""
-    sizes, visited, _, before = walk.of_split
+    sizes, visited, _, before, _ = walk.of_split
     paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
@@ -199,10 +204,11 @@ def _count(
     counts["query_rows"] += queries * (
         pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
     )
-    counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
-    counts["lse_rows"] += pairs * sizes.seq_q
+    if walk.writes:
+        counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
+        counts["lse_rows"] += pairs * sizes.seq_q
     counts["keys"] += sizes.batch * sizes.heads_kv * touched
-    if paged:  # a lane of each warp reads the length
+    if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))

@@ -45,13 +45,11 @@ CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*columns", "B")
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
 MERGE_WARPS_OF_SM = 24
 MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
-MERGE_LOADS = 8  # vectors that a lane loads together, of several parts, where there are many
-# Of the results of split keys there are many parts and few rows, which then have a block each, and
-# its groups of lanes share the parts. 256 lanes with 8 loads each have 32 KiB in flight, more than
-# an SM can read from L2 in the time of one load: 35 B in each of 650 clocks are 22 KiB. With few
-# lanes to a row, more groups would only lengthen the sum over the groups.
-LANE_GROUPS = Formula("groups", "min(16, 8*32/lanes)")
-GROUP_SMEM = Formula("smem", "groups*(4*d_v + 2*4)", "B")  # O, the largest LSE, the normaliser
+# Of the results of split keys there are many parts and few rows. A row then has a block, and each
+# lane one column with the loads of 32 parts in flight: the parts of an element are added one after
+# the other, as a kernel adds them that has all splits of its rows.
+ROW_WARPS = Formula("row_warps", "ceil(d_v/32)")
+PARTS_IN_FLIGHT = 32
 PART_BYTES = 4  # an element of a part is a float32
 PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
@@ -124,8 +122,8 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
 
     Args:
         spec: only its head_dim_v and its dtype, that of the merged output, are read.
-        splits: whether the parts are those of split keys, many of few rows: the lanes of a thread
-            block then share the parts of one row.
+        splits: whether the parts are those of split keys, many of few rows: each lane of a thread
+            block then has one column of its row.
 
     Raises:
         PlanError: the architecture is unknown.
@@ -135,7 +133,6 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     of_lane = -(-vectors // lanes)
     at: dict[str, Number] = {
         "lanes": lanes,
-        "groups": 1,
         "loads": MERGED_AT_ONCE * of_lane,
         "chained_loads": 2,  # of LSE, then of O
     }
@@ -147,12 +144,12 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     if not splits:
         rows = WARP * SHAPES["merge"][0] // lanes
         return _plan("merge", spec, arch, at, formulas, note, block_q=rows)
-    # A power of two, as the number of lanes is.
-    at["loads"] = min(lanes, 1 << (MERGE_LOADS // of_lane).bit_length() - 1) * of_lane
-    warps = int(LANE_GROUPS(at)) * lanes // WARP
-    at |= {"warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
-    note += " Groups of lanes share the parts of a row."
-    formulas = (LANE_GROUPS, GROUP_SMEM, *formulas)
+    at |= {"d_v": spec.head_dim_v or spec.head_dim, "lanes": WARP}
+    warps = int(ROW_WARPS(at))
+    in_vectors = PARTS_IN_FLIGHT * PART_BYTES // 16
+    at |= {"loads": in_vectors, "warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
+    note += " Each lane has a column of a row."
+    formulas = (ROW_WARPS, *formulas)
     path = facts(arch).code_path.name  # that of the forward kernel before it
     return _plan("merge", spec, arch, at, formulas, note, path=path, block_q=1)
 

@@ -57,12 +57,14 @@ class Walk(NamedTuple):
         steps: for each of these blocks, the kinds of its steps; None where every step computes the
             scores of all rows without a mask.
         before: the queries that the first tile lacks: it ends so many before a whole tile would.
+        restarts: for each of these blocks, the splits of the keys that it walks after its first.
     """
 
     sizes: LaunchSizes
     visited: Visited | None = None
     steps: Sequence[Steps] | None = None
     before: int = 0
+    restarts: Sequence[int] = ()
 
 
 def computed_scores(plan: Plan, walk: Walk) -> int:

@@ -63,6 +63,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         zero_divisions=_zero_divisions(spec),
         offsets=tuple(tensor.name for tensor in spec.offsets),
         split=spec.split,
+        folds=spec.folds,
         returns_maxima=spec.returns_maxima,
         paged=spec.paged,
         kv_dtype=spec.kv_dtype,
@@ -201,8 +202,10 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
     if not spec.paged:
-        return with_options(spec, split=False, **changed)
-    whole = with_options(spec, paged=False, packed=True, split=False, tensors=others, **changed)
+        return with_options(spec, split=False, folds=False, **changed)
+    whole = with_options(
+        spec, paged=False, packed=True, split=False, folds=False, tensors=others, **changed
+    )
     tensors = before_layout(whole, BOUNDARIES)
     return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
 
@@ -263,6 +266,18 @@ def with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
     return with_options(spec, head_dim_v=columns)
 
 
+@functools.lru_cache(maxsize=1024)
+def folded(spec: AttentionSpec) -> AttentionSpec:
+    """`split` for calls with so many rows that each thread block has all splits of its rows.
+
+    It joins their results in the order, and with the arithmetic, of the kernel that merges parts:
+    the bits are the same, in one launch and without memory for parts.
+    """
+    parts = spec if spec.split else split(spec)
+    return with_options(parts, folds=True, name=f"{str(parts.name).removesuffix('_split')}_folded")
+
+
+@functools.lru_cache(maxsize=1024)
 def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpec:
     """``spec`` for calls whose third result is the largest score of each row, float32.
 

@@ -140,6 +140,8 @@ class AttentionSpec:
             (`flashgen.spec.language.signature.partial`).
         split: whether the keys of a call are split, and the results over each split merged
             (`flashgen.spec.language.signature.split`).
+        folds: whether a thread block has all splits of its rows, and joins their results in order
+            (`flashgen.spec.language.signature.folded`).
         returns_maxima: whether the forward kernel writes the largest score of each row beside LSE
             (`flashgen.spec.language.signature.returning_maxima`).
 
@@ -179,6 +181,7 @@ class AttentionSpec:
     file: str | None = field(init=False, repr=False, default=None)
     partial: bool = field(init=False, repr=False, default=False)
     split: bool = field(init=False, repr=False, default=False)
+    folds: bool = field(init=False, repr=False, default=False)
     returns_maxima: bool = field(init=False, repr=False, default=False)
 
     def __new__(cls, *given: object, **options: object) -> AttentionSpec:
@@ -346,6 +349,7 @@ class AttentionSpec:
             self.block_sparse,
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
+            *(("folds",) if self.folds else ()),
             *(("returns_maxima",) if self.returns_maxima else ()),
             *(("paged",) if self.paged else ()),
             *(() if self.kv_dtype is None else (("kv_dtype", self.kv_dtype),)),

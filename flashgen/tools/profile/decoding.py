@@ -13,7 +13,7 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
-from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
+from flashgen.kernels.planner import Plan, folds_splits, invariant_splits, plan, plan_splits
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared import config
@@ -24,7 +24,7 @@ from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import SplitPlan
-from flashgen.spec.language.signature import split
+from flashgen.spec.language.signature import folded, split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
 
@@ -78,9 +78,12 @@ class DecodingPlan:
     def _splits(self) -> str:
         if not self.split_size:
             return "splits    none: one thread block has all keys of a row"
-        return (
-            f"splits    {self.splits:,} of {self.split_size:,} keys, and a merge of their results"
+        last = (
+            "joined by the thread block of their rows"
+            if self.plan.folds
+            else ("and a merge of their results")
         )
+        return f"splits    {self.splits:,} of {self.split_size:,} keys, {last}"
 
     def _predictions(self, found: SplitPrediction) -> list[str]:
         over = found.traffic.over_bound
@@ -174,6 +177,8 @@ def plan_decoding(
         whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
         scalars = {**scalars, **whole, SPLIT: size}
         call = replace(call, scalars=scalars, splits=-(-capacity // size))
+        if folds_splits(served, arch, call):
+            served = folded(served)
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
     planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.calls.runtime.bind_arguments import blocks_of_call, box_rows_of
@@ -13,9 +13,11 @@ from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.split_traffic import SplitTraffic, SplitWalk, split_traffic
 from flashgen.kernels.planner.traffic import (
     LaunchSizes,
+    StepKind,
     Walk,
     computed_scores,
     forward_traffic,
+    walks_of_head,
 )
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.call import CheckedCall
@@ -88,10 +90,11 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
                 walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes))))
                 continue
             heads = walks_of(known._replace(problem=part), mask, plan)
-            walks += [SplitWalk(walk, behind) for walk in heads]
+            first = not (plan.folds and walks)
+            walks += [SplitWalk(walk, behind, writes=first) for walk in heads]
         entries.append((batch, walks))
     by_tma = plan.code_path.copies_by_tma
-    merge = plan_merge(spec, plan.arch, splits=True) if spec.split else None
+    merge = plan_merge(spec, plan.arch, splits=True) if spec.split and not plan.folds else None
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
         plan,
@@ -107,14 +110,15 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         walk.of_split._replace(sizes=walk.of_split.sizes._replace(batch=1))
         for batch, walks in entries
         for _ in range(batch)
-        for walk in walks
+        for walk in (_folded(plan, walks) if plan.folds else walks)
     ]
     forward = duration_of(plan, in_order, uneven=mask.growth != 0)
     merging = None
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
         merging = duration_of(merge, [Walk(sizes)], splits=call.splits)
-    of_splits = [walk for _, walks in entries for walk, _ in walks]
+    of_splits = [walk.of_split for _, walks in entries for walk in walks]
+    call = replace(call, splits=1) if plan.folds else call
     grid = plan.grid(*call.sizes, splits=call.splits)
     return SplitPrediction(
         traffic,
@@ -125,6 +129,34 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         math.prod(grid),
         blocks_of_call(plan, call) if plan.is_persistent else None,
     )
+
+
+def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
+    """The walks of one launch whose blocks have all splits of their rows."""
+    found = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
+    if len({walk.sizes.heads_q for walk in found}) != 1 or any(
+        walk.sizes.heads_q != walks[0].of_split.sizes.heads_q for walk in found
+    ):
+        return walks  # heads with different walks, each of which is one of its own
+    each = [walks_of_head(plan, walk.sizes, walk.visited) for walk in found]
+    visited: list[list[int]] = [[] for _ in each[0]]
+    keys = 0
+    for walk, of_split in zip(found, each, strict=True):
+        first = keys // plan.walked_keys
+        for tiles, more in zip(visited, of_split, strict=True):
+            tiles += [first + tile for tile in more]
+        keys += -(-walk.sizes.seq_k // plan.walked_keys) * plan.walked_keys
+    steps: list[Counter[StepKind]] | None = None
+    if all(walk.steps is not None for walk in found):
+        steps = [
+            sum(map(Counter, of), Counter())
+            for of in zip(*(w.steps or () for w in found), strict=True)
+        ]
+    restarts = [max(0, sum(map(bool, of)) - 1) for of in zip(*each, strict=True)]
+    sizes = found[0].sizes._replace(seq_k=keys)
+    return [
+        SplitWalk(found[0]._replace(sizes=sizes, visited=visited, steps=steps, restarts=restarts))
+    ]
 
 
 def _splits(

@@ -1,0 +1,214 @@
+"""Kernels whose blocks have all splits of their rows: the bits of parts that are merged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime.programs import SpecProgram
+from flashgen.kernels.planner import folds_splits, plan
+from flashgen.shared.call import CheckedCall
+from flashgen.shared.paths import PATHS
+from flashgen.shared.signature import SPLIT
+from flashgen.spec.language.signature import folded, returning_maxima, split
+from tests.support.planted import planted
+from tests.support.tiers import one_in
+
+Tensor = torch.Tensor
+
+SIZE = 32  # keys of a split
+
+
+def causal(b, h, q, k):  # type: ignore[no-untyped-def]
+    return k <= q
+
+
+def window(b, h, q, k):  # type: ignore[no-untyped-def]
+    return (k <= q) & (q - k < 40)
+
+
+def outside(b, h, q, k):  # type: ignore[no-untyped-def]
+    return (k > q + 10) & (q % 7 != 0)
+
+
+def capped(s, b, h, q, k):  # type: ignore[no-untyped-def]
+    return 20 * fg.tanh(s / 20) + 0.5
+
+
+def alibi(s, b, h, q, k):  # type: ignore[no-untyped-def]
+    return s - (q - k) * 0.125 + fg.maximum(h - 1, 0) * 0.5
+
+
+def squares(s, b, h, q, k):  # type: ignore[no-untyped-def]
+    return s * s
+
+
+ROW_SINK = fg.Tensor("aside", ("batch", "heads", "seq_q"), dtype="float32")
+BLOCKS = fg.BlockSparse(lambda row, column: (row + column) % 3 != 1, 32, 32)
+
+
+def spec(*mods: Any, **options: Any) -> fg.AttentionSpec:
+    return fg.AttentionSpec(*mods, name="of_fold", **({"head_dim": 32} | options))
+
+
+CASES = {
+    "causal": (spec(causal), {}),
+    "window": (spec(window, dtype="bfloat16"), {}),
+    "full": (spec(), {"k_offset": 13}),
+    "rows without keys": (spec(outside), {}),
+    "softcap, sink": (spec(window, capped, sink=True), {}),
+    "sinks of rows": (spec(causal, sink=ROW_SINK), {"q_offset": 5}),
+    "alibi": (spec(causal, alibi, dtype="bfloat16"), {}),
+    "dropout": (spec(causal, dropout=True), {"dropout_p": 0.25}),
+    "sums": (spec(causal, weight_mod=squares, normalize="sum"), {}),
+    "not divided": (spec(window, weight_mod=squares, normalize="none"), {}),
+    "layout": (spec(block_sparse=BLOCKS), {}),
+    "wide v": (spec(causal, head_dim=16, head_dim_v=80), {}),
+    "float32": (spec(causal, capped, dtype="float32", sink=True), {}),
+    "float32, dropout": (spec(causal, dtype="float32", dropout=True), {"dropout_p": 0.25}),
+    "maxima": (returning_maxima(spec(outside, alibi)), {}),
+    "few rows": (spec(causal), {"q_offset": 140, "rows": 3}),
+}
+SHAPES = [(2, 4, 2, 150, 143), (1, 2, 2, 65, 97)]
+
+
+def compared(
+    given: fg.AttentionSpec, qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch, **how: Any
+) -> tuple[Any, Any]:
+    """The results of parts that are merged, and those of one kernel, which are compared."""
+    found = []
+    for folds in (False, True):
+        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+        found.append(run_forward(given, *qkv, split_size=SIZE, backend="emulator", **how))
+    parts, whole = found
+    assert parts.report.merge is not None
+    assert whole.report.merge is None
+    assert "_folded_" in whole.report.kernel.source.name
+    assert torch.equal(whole.lse, parts.lse)
+    assert torch.equal(whole.out, parts.out)
+    assert not whole.out.isnan().any()
+    return parts, whole
+
+
+def drawn(of: fg.AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores that grow along the keys, so that later splits rescale earlier ones."""
+    batch, heads, heads_kv, rows, keys = shape
+    generator = torch.Generator().manual_seed(rows)
+    sizes = [
+        (heads, rows, of.head_dim),
+        (heads_kv, keys, of.head_dim),
+        (heads_kv, keys, of.head_dim_v),
+    ]
+    q, k, v = (torch.randn(batch, *each, generator=generator) for each in sizes)
+    k[..., 0] = torch.linspace(0, 30, keys)
+    q[:, :, ::2, 0] = 8
+    return tuple(x.to(getattr(torch, of.dtype)) for x in (q, k, v))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "shape"),
+    one_in(8, [(name, arch, shape) for name in CASES for arch in PATHS for shape in SHAPES]),
+)
+def test_one_kernel_has_the_bits_of_parts_that_are_merged(
+    name: str, arch: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, how = CASES[name]
+    how = dict(how)
+    batch, heads, heads_kv, rows, keys = shape
+    rows = how.pop("rows", rows)
+    tensors = {}
+    if of.sink is not None:
+        sinks = torch.linspace(-1, 3, batch * heads * rows)
+        by_row = of.sink.name == "aside"
+        tensors[of.sink.name] = sinks.reshape(batch, heads, rows) if by_row else sinks[:heads]
+    if of.dropout:
+        how["rng"] = torch.tensor([3, 5])
+    qkv = drawn(of, (batch, heads, heads_kv, rows, keys))
+    if of.sink is not None and of.sink.name == "aside":
+        how["q_offset"] = 0  # of the rows that the sinks have
+    compared(of, qkv, monkeypatch, arch=arch, tensors=tensors, **how)
+
+
+@pytest.mark.parametrize("arch", [*PATHS])
+@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_packed_rows_over_sequences_and_pages_have_these_bits(
+    paged: bool, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, counts = (70, 5, 101), (40, 5, 101)
+    base = spec(window, capped, sink=True)
+    q, k, v = drawn(base, (1, 4, 2, sum(counts), sum(lengths)))
+    ends = [torch.tensor([0, *each]).cumsum(0).int() for each in (counts, lengths)]
+    tensors = {"sink": torch.linspace(-1, 2, 4), "cu_seqlens_q": ends[0]}
+    if not paged:
+        tensors["cu_seqlens_k"] = ends[1]
+        compared(base.replace(packed=True), (q, k, v), monkeypatch, arch=arch, tensors=tensors)
+        return
+    table = torch.full((3, 8), -1, dtype=torch.int32)
+    caches = [torch.full((20, 2, 16, 32), math.nan, dtype=q.dtype) for _ in "kv"]
+    order = iter(torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist())
+    for b, (first, last) in enumerate(zip(ends[1], ends[1][1:], strict=False)):
+        for page in range(-(-int(last - first) // 16)):
+            number = table[b, page] = next(order)
+            for cache, x in zip(caches, (k, v), strict=True):
+                part = x[0, :, int(first) + 16 * page : min(int(first) + 16 * page + 16, int(last))]
+                cache[number, :, : part.shape[1]] = part
+    tensors |= {"page_table": table, "cache_seqlens": torch.tensor(lengths).int()}
+    compared(base.replace(paged=True), (q, *caches), monkeypatch, arch=arch, tensors=tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("joined = true;", "joined = false;"),
+        ("stats[2 * r] = top;", ""),
+        ("fmaf(stats[2 * r + 1], factor[r], weight[r])", "stats[2 * r + 1] + weight[r]"),
+        ("if (joined) store_finished", "if (!joined) store_finished"),
+    ],
+)
+def test_bugs_of_joining_are_seen(
+    old: str, new: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten split, an earlier maximum, sums with another scale, a result not set aside."""
+    of = CASES["causal"][0]
+    compared(of, drawn(of, SHAPES[1]), monkeypatch, arch=arch)
+    monkeypatch.setattr(SpecProgram, "folds", lambda *_: True)
+    qkv = drawn(of, SHAPES[1])
+    how = {"split_size": SIZE, "backend": "emulator", "arch": arch}
+    expected = run_forward(of, *qkv, **how)
+    try:
+        with planted("forward", old, new):
+            found = run_forward(of, *qkv, **how)
+    except fg.EmulatorError:  # memory that nothing has written
+        return
+    assert not torch.equal(found.out, expected.out)
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_the_tile_is_that_of_parts(arch: str) -> None:
+    """The bits of a row depend on the keys of a tile."""
+    for of, _ in CASES.values():
+        if of.dtype != "float32" or arch == "sm_80":
+            assert plan(folded(of), arch).tile == plan(split(of), arch).tile
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_calls_with_many_rows_write_no_parts(arch: str) -> None:
+    of = split(spec(causal, head_dim=128, dtype="bfloat16"))
+
+    def folds(batch: int, heads: int, rows: int, keys: int) -> bool:
+        sizes = batch, heads, max(heads // 4, 1), rows, keys
+        call = CheckedCall(*sizes, 128, 128, keys - rows, 0, 1.0, {SPLIT: 1120})
+        return folds_splits(of, arch, call)
+
+    assert folds(1, 32, 8192, 8192)  # training
+    assert folds(16, 4, 2048, 2048)  # of a rank
+    assert not folds(1, 32, 1, 131_072)  # decoding
+    assert not folds(64, 32, 1, 4096)
+    assert not folds(1, 4, 2048, 131_072)  # a chunk whose blocks would be 64
