@@ -120,7 +120,7 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
     values = {x: getattr(request, x, None) for x in AuxRequest._fields}
     block = whole_number(values["block_mass"]) if values["block_mass"] is not None else None
     if (values["block_mass"] is not None and (block is None or block < 1)) or any(
-        value not in (None, False, True) for name, value in values.items() if name != "block_mass"
+        not isinstance(value, bool | None) for name, value in values.items() if name != "block_mass"
     ):
         refuse(
             "a request names results by True, and block_mass by the keys of a block",
