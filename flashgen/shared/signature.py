@@ -57,6 +57,9 @@ AXES = ("batch", "heads")
 KEY_HEADS = "heads_kv"
 """The second dimension of k and v, by that name."""
 
+PART_HEADS = "row_heads"
+"""The second dimension of `ROWS` in calls on a part of a whole: "heads" are those of the whole."""
+
 
 def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
     """The number of a call's first query head, and the number of query heads, of its whole.

@@ -328,6 +328,32 @@ def test_an_exported_program_serves_other_lengths(strict, training):
         torch.testing.assert_close(mine, layer(*tensors))
 
 
+def mass_of_blocks(q, k, v):
+    return OP(q, k, v, window=40, return_aux=fg.AuxRequest(block_mass=4))[1].block_mass
+
+
+def test_one_graph_serves_all_numbers_of_blocks():
+    compiled, counter = counting(mass_of_blocks, dynamic=True)
+    for seq in (20, 33, 64, 129):
+        tensors = operands(seq, learnt=False)
+        torch.testing.assert_close(compiled(*tensors), mass_of_blocks(*tensors))
+    assert counter.frame_count == 1
+
+
+def test_an_exported_program_serves_other_numbers_of_blocks():
+    class Masses(torch.nn.Module):
+        def forward(self, q, k, v):
+            return mass_of_blocks(q, k, v)
+
+    tensors = operands(learnt=False)
+    length, keys = (torch.export.Dim(name, min=5, max=1020) for name in ("length", "keys"))
+    shapes = ({2: length}, {2: keys}, {2: keys})
+    program = torch.export.export(Masses(), tuple(tensors), dynamic_shapes=shapes)
+    for seq in (9, 55):
+        tensors = operands(seq, learnt=False)
+        torch.testing.assert_close(program.module()(*tensors), mass_of_blocks(*tensors))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", slow("inductor")])
 @pytest.mark.parametrize("budget", [slow(1.0), 0.5, slow(0.1), slow(0.01)])
 def test_both_passes_drop_the_same_elements_under_a_memory_budget(budget, backend):

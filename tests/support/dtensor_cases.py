@@ -421,18 +421,30 @@ def refused() -> dict[str, str]:
 
 def statistics() -> None:
     """Results beside the output, divided as the queries are."""
-    op = operator(_of_keys, name="with_statistics")
+    statistics = {"of_heads": fg.sum_over_keys(lambda s, w, b, h, q, k: w * (h + 1))}
     request = fg.AuxRequest(lse=True, max_scores=True, entropy=True, key_mass=True, block_mass=8)
-    wanted = op(**problem(op), return_aux=request)[1]
-    for placements in (BY_HEADS, BY_BATCH):
-        mesh = mesh_of()
-        parts = {
-            name: distribute_tensor(x, mesh, [placements.get(name, Replicate())])
-            for name, x in problem(op).items()
+    mesh = mesh_of()
+    parts: dict[str, Any]
+    for op in (
+        operator(_of_keys, name="with_statistics"),
+        operator(_both, statistics=statistics, name="statistics_of_heads"),
+    ):
+        whole: dict[str, Any] = {
+            n: x.requires_grad_(x.is_floating_point()) for n, x in problem(op).items()
         }
-        found = op(**parts, return_aux=request)[1]
-        for name, whole in zip(request._fields, wanted, strict=False):
-            torch.testing.assert_close(getattr(found, name).full_tensor(), whole)
+        wanted = op(**whole, return_aux=request)[1]
+        wanted.entropy.square().sum().backward()
+        for placements in (BY_HEADS, BY_BATCH):
+            parts = spread(mesh, whole, {**placements, "bias": Replicate()})
+            found = op(**parts, return_aux=request)[1]
+            for name in request._fields:
+                result = getattr(found, name).full_tensor()
+                torch.testing.assert_close(result, getattr(wanted, name))
+            for name, value in wanted.statistics.items():
+                torch.testing.assert_close(found.statistics[name].full_tensor(), value)
+            found.entropy.square().sum().backward()
+            for name in ("q", "k"):
+                torch.testing.assert_close(parts[name].grad.full_tensor(), whole[name].grad)
     op = operator(_read, sink=SINK, name="entropy_beside_a_sink")
     parts = {
         name: distribute_tensor(x, mesh, [Replicate()]).requires_grad_(x.is_floating_point())

@@ -37,6 +37,7 @@ from flashgen.shared.signature import (
     WHOLE,
     CallSignature,
 )
+from flashgen.shared.signature import ROWS as OF_ROWS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -204,7 +205,7 @@ class _Division(NamedTuple):
         """How an argument lies on the mesh."""
         from torch.distributed.tensor import Replicate, Shard
 
-        captured = name not in ("q", "k", "v", *_FREE)
+        captured = name not in ("q", "k", "v", *_FREE, *OF_ROWS)
         found: list[Any] = []
         for axis in self.axes:
             names = {BATCH: (BATCH,), HEADS: (HEADS, KEY_HEADS)}.get(axis, ())

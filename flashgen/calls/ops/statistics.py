@@ -19,6 +19,7 @@ from flashgen.calls.ops.operator import Operator
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import refuse_exported_statistics
 from flashgen.calls.runtime.arguments.refusals import (
+    is_constant,
     is_dtensor,
     refuse,
     runs_while_traced,
@@ -119,7 +120,7 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
     values = {x: getattr(request, x, None) for x in AuxRequest._fields}
     block = whole_number(values["block_mass"]) if values["block_mass"] is not None else None
     if (values["block_mass"] is not None and (block is None or block < 1)) or any(
-        value not in (None, False, True) for name, value in values.items() if name != "block_mass"
+        not isinstance(value, bool | None) for name, value in values.items() if name != "block_mass"
     ):
         refuse(
             "a request names results by True, and block_mass by the keys of a block",
@@ -255,10 +256,11 @@ class Passes:
             ends = self._captured[BOUNDARIES[1]]
             sequence = torch.searchsorted(ends[1:].contiguous(), place, right=True)
             place = place - ends[sequence.clamp(max=len(ends) - 2)]
-        blocks, found = -(-k.shape[2] // block), []
-        for first in range(0, blocks, MOST_COLUMNS):
+        blocks, found, first = -(-k.shape[2] // block), [], 0
+        while first < blocks:
             columns = _COLUMNS
-            while columns < min(blocks - first, MOST_COLUMNS):
+            # A symbol for the length stays one: the program is that of all lengths within a bound.
+            while columns < MOST_COLUMNS and not is_constant(blocks - first <= columns):
                 columns *= 2
             own = torch.arange(first, first + columns, device=k.device)
             live = (place[:, None] // block == own).to(k.dtype)
@@ -268,6 +270,7 @@ class Passes:
             with torch.no_grad():
                 out = self._call(operator, q.detach(), k.detach(), v, self._captured, options)[0]
             found.append(out[..., : blocks - first])
+            first += MOST_COLUMNS
         if not found:
             return q.new_zeros(*q.shape[:3], 0, dtype=torch.float32)
         return torch.cat(found, -1) if len(found) > 1 else found[0]

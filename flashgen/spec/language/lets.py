@@ -155,8 +155,11 @@ def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
     return (*(let.value for let in lets_of(*exprs)), *exprs)
 
 
-def substituted(expr: sympy.Basic, values: Mapping[sympy.Symbol, sympy.Basic]) -> sympy.Basic:
-    """The expression with other expressions for symbols, in the values of Lets too."""
+def substituted(expr: sympy.Basic, values: Mapping[Any, sympy.Basic]) -> sympy.Basic:
+    """The expression with other expressions for symbols, in the values of Lets too.
+
+    An expression among the keys has its value in place of what it contains.
+    """
     found: dict[sympy.Basic, sympy.Basic] = dict(values)
     for let in lets_of(expr):
         if not let.free_symbols.isdisjoint(values):

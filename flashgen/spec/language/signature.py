@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import sympy
 
@@ -20,6 +21,8 @@ from flashgen.shared.signature import (
     LAYOUT_NAMES,
     OFFSETS,
     PAGE_NAMES,
+    PART_HEADS,
+    ROWS,
     SCALE_NAMES,
     SPLIT,
     WHOLE,
@@ -30,7 +33,7 @@ from flashgen.shared.signature import (
 )
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.spec.language.divisors import divisions_by_zero
-from flashgen.spec.language.lets import Let, substituted
+from flashgen.spec.language.lets import Let, nodes_of, substituted
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
@@ -214,17 +217,31 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
 def in_whole(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` for calls on a part of a whole: mods see the heads and the lengths of the whole.
 
-    Packed and paged sequences keep lengths of their own. The scalars of `shared.signature.WHOLE`
-    come last.
+    Packed and paged sequences keep lengths of their own, and so do the tensors `ROWS`, which are
+    made of results of the part. The scalars of `shared.signature.WHOLE` come last.
     """
     whole = tuple(map(Scalar.of_whole, WHOLE))
     first, *sizes = (scalar.expr for scalar in whole)
-    seen = {H: H + first, **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True))}
+    seen: dict[sympy.Basic, sympy.Basic] = {
+        H: H + first,
+        **dict(zip((HEADS, SEQ_Q, SEQ_K), sizes, strict=True)),
+    }
     if spec.packed or spec.paged:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
-    changed = _substituted(spec, seen)
+    of_rows = {
+        x.symbol: Tensor.of_call(x.name, (x.dims[0], PART_HEADS, *x.dims[2:]), x.dtype)
+        for x in spec.tensors
+        if x.name in ROWS
+    }
+    if of_rows:
+        read = nodes_of(spec.score, spec.modified, spec.divided_weight)
+        seen |= {x: x for x in read if isinstance(x, Element) and x.tensor in of_rows}
     return with_options(
-        spec, scalars=(*spec.scalars, *whole), name=f"{spec.name}_in_whole", **changed
+        spec,
+        tensors=tuple(of_rows.get(x.symbol, x) for x in spec.tensors),
+        scalars=(*spec.scalars, *whole),
+        name=f"{spec.name}_in_whole",
+        **_substituted(spec, seen),
     )
 
 
@@ -327,9 +344,7 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     return with_options(spec, tensors=tuple(tensors.values()), sink=sink)
 
 
-def _substituted(
-    spec: AttentionSpec, values: Mapping[sympy.Symbol, sympy.Basic]
-) -> dict[str, object]:
+def _substituted(spec: AttentionSpec, values: Mapping[Any, sympy.Basic]) -> dict[str, object]:
     """The expressions of a spec with others for symbols, as options of `with_options`."""
     names = ("mask", "score", "modified", "divided_weight")
     found: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import sympy
 
-from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, OFFSETS, ROWS, WHOLE
+from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, OFFSETS, PART_HEADS, ROWS, WHOLE
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.lets import Let, substituted
@@ -130,7 +130,7 @@ def _reads_of_rows(
         row, entry = row + Element(TensorSymbol(BOUNDARIES[0], "int32"), B), sympy.S.Zero
     # Calls on a part of a whole have some of its heads, and packed sequences one batch entry.
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
-    batch, heads = "row_batch" if spec.packed else "batch", "row_heads" if inside else "heads"
+    batch, heads = "row_batch" if spec.packed else "batch", PART_HEADS if inside else "heads"
     return (Value(entry), Value(H), Value(row)), (batch, heads, "rows"), scalars
 
 
