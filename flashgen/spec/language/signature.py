@@ -66,6 +66,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         returns_maxima=spec.returns_maxima,
         paged=spec.paged,
         kv_dtype=spec.kv_dtype,
+        shared_kv=spec.shared_kv,
         normalize=spec.normalizer,
         divisible=tuple(divisible),
         group=divisible.get(AXES[1], 0),
