@@ -148,6 +148,12 @@ def kernel(
         split=split,
         paged=paged,
         codes=codes,
+        one_tensor=plan.one_tensor,
+        shares_rows=plan.one_tensor and plan.column_warps > 1,
+        o_columns="OUTPUT_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
+        row_warp="thread / 32 % ROW_WARPS"
+        if plan.one_tensor and plan.column_warps > 1
+        else "thread / 32",
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
         by_entry=by_entry,
         sets_length=any(

@@ -186,6 +186,16 @@ class Plan(LaunchRules):
     tangents: tuple[str, ...] = ()
 
     @property
+    def one_tensor(self) -> bool:
+        """Whether a tile of keys is that of their values too, which are its first columns."""
+        return "one_tensor" in self.quantities
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O that a warp of "forward" has."""
+        return self.head_dim_v // self.column_warps
+
+    @property
     def kv_itemsize(self) -> int:
         """Bytes per element of K and V in memory."""
         return int(self.quantities.get("e_kv", self.itemsize))
@@ -307,6 +317,8 @@ class Plan(LaunchRules):
     def model(self) -> KernelModel:
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
+        if self.one_tensor and model.one_tensor:
+            return model.one_tensor
         if self.kv_itemsize != self.itemsize:
             return of_codes(model)
         return model.other_form if self.in_passes and model.other_form else model
@@ -454,7 +466,7 @@ class Plan(LaunchRules):
         if not self.code_path.copies_by_tma or self.streams:
             return ()
         sizes = (self.head_dim, self.head_dim_v, self.column_warps)
-        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
+        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes, one_tensor=self.one_tensor)
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
         queries, keys = self.units
@@ -483,6 +495,8 @@ class Plan(LaunchRules):
         only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
         for name, size in self.smem_parts or ((only, self.smem_bytes),):
             title = _TITLES.get(name, name)
+            if self.one_tensor and name == "smem_k":
+                title = "K and V"
             if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
                 title += f" ({self.stages} buffers)"
             if size:

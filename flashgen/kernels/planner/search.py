@@ -70,6 +70,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "row_groups": tile.row_groups,
         "blocks": tile.blocks,
     }
+    if "one_tensor" in at:
+        at["column_warps"] = tile.column_warps
     if problem.kernel != "forward":
         at |= {
             "column_warps": tile.column_warps,
@@ -184,12 +186,21 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
         for column_warps, score_warps in model.sharing:
             few = 0 if problem.layout is None else model.warps_of_few_rows
             for warps in filter(None, (few, *model.warp_counts)):
-                if warps % column_warps:
+                if warps % column_warps or not _divides_output(problem, warps, column_warps):
                     continue
                 for row_groups in model.row_groups:
                     unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+
+
+def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool:
+    """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
+    if problem.kernel != "forward" or column_warps == 1:
+        return True
+    rows = problem.path.group_rows  # of a warp or a warpgroup; columns that one address reaches
+    groups = warps * MMA_ROWS // rows
+    return groups % column_warps == 0 and int(problem.given["d_v"]) % (rows * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:
