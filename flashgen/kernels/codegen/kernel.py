@@ -150,6 +150,9 @@ def kernel(
         codes=codes,
         one_tensor=plan.one_tensor,
         shares_rows=plan.one_tensor and plan.column_warps > 1,
+        row_warpgroups="(ROW_WARPS / 4)"
+        if plan.one_tensor and plan.column_warps > 1
+        else "CONSUMERS",
         o_columns="OUTPUT_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS"
         if plan.one_tensor and plan.column_warps > 1
