@@ -90,9 +90,11 @@ def test_autocast_and_statistics_take_one_tensor() -> None:
     of_two = fg.attention(spec_of(dtype=None, shared_kv=False))  # type: ignore[arg-type]
     expected = of_two(q, kv, kv[..., :16], return_aux=fg.AuxRequest(lse=True, entropy=True))
     assert torch.equal(out, expected[0])
-    assert aux.entropy is not None and expected[1].entropy is not None
+    assert aux.entropy is not None
+    assert expected[1].entropy is not None
     assert torch.equal(aux.entropy, expected[1].entropy)
-    assert aux.key_mass is not None and aux.key_mass.shape == (2, 4, 37)
+    assert aux.key_mass is not None
+    assert aux.key_mass.shape == (2, 4, 37)
 
 
 def test_the_registered_operator_passes_torchs_checks() -> None:

@@ -134,12 +134,17 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
         if not lower.excesses:
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    for parts in range(2, MOST_PARTS + 1):
+    two = problem.of_two_tensors()
+    also, k, v = "", "k", "v"
+    if two is not problem:
+        also, k, v = "shared_kv=False, ", "kv", f"kv[..., :{d_v}]"
+    for parts in range(1 if also else 2, MOST_PARTS + 1):
         of_part = VECTOR * math.ceil(d_v / parts / VECTOR)
-        if not smallest(problem.given_as(d_v=of_part)).excesses:
+        if not smallest(two.given_as(d_v=of_part)).excesses:
             yield (
-                f"head_dim_v={of_part}, and a call for each part of the columns of v, which are "
-                f"those of out:\ntorch.cat([op(q, k, part) for part in v.split({of_part}, -1)], -1)"
+                f"{also}head_dim_v={of_part}, and a call for each part of the columns of v, which "
+                f"are those of out:\n"
+                f"torch.cat([op(q, {k}, part) for part in {v}.split({of_part}, -1)], -1)"
             )
             break
     enough = registers <= found.quantities["register_limit"]

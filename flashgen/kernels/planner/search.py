@@ -32,6 +32,7 @@ from flashgen.shared.launch_facts import head_places
 from flashgen.shared.paths import CodePath
 
 WORD = 4  # bytes
+SWIZZLED = 128  # bytes of a row after which the order of its vectors in shared memory repeats
 RECORDS_PER_STAGE = 2  # a tile's is read while the next one's products are computed
 COLUMNS_OF_GROUP = 8  # an mma has 8 columns of scores
 
@@ -198,9 +199,9 @@ def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool
     """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
     if problem.kernel != "forward" or column_warps == 1:
         return True
-    rows = problem.path.group_rows  # of a warp or a warpgroup; columns that one address reaches
-    groups = warps * MMA_ROWS // rows
-    return groups % column_warps == 0 and int(problem.given["d_v"]) % (rows * column_warps) == 0
+    groups = warps * MMA_ROWS // problem.path.group_rows
+    row = int(problem.given["e"] * problem.given["d_v"])
+    return groups % column_warps == 0 and row % (SWIZZLED * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:

@@ -120,6 +120,14 @@ class TileProblem:
             model = model.wide[1]
         return of_codes(model) if "e_kv" in self.given else model
 
+    def of_two_tensors(self) -> TileProblem:
+        """The problem with values that are not columns of the keys: itself, where they are not."""
+        if "one_tensor" not in self.given:
+            return self
+        stages = MODELS[self.path.name][self.kernel, int(self.given["e"])].stages
+        given = {name: x for name, x in self.given.items() if name != "one_tensor"}
+        return replace(self, given=Quantities({**given, "stages": stages}))
+
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""
         other = self.model.other_form

@@ -137,7 +137,7 @@ WIDE = replace(
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
 # P, a step after the one for S, so that a third buffer is filled meanwhile. Two warpgroups may own
 # the same rows, each with half of the columns of O; each of them computes all scores of the rows.
-_ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + 2*warps/column_warps + records"
+_ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + floor(2*warps/column_warps) + records"
 ONE_SMEM, ONE_PARTS = sum_of(
     {
         "smem_q": "e*block_q*depth",
