@@ -161,6 +161,11 @@ def gradients_of(
         if any(isinstance(value, Tensor) for value in operator.floats_of(options)):
             options = operator.numbers_in(options)
         gradients = operator.compute_backward(operands, results, options, needed)
+        if operator.signature.shared_kv and need_k and need_v:
+            # In place: autograd would fill the columns of keys that are no values with zeros.
+            _, dk, dv, *_ = gradients
+            dk[..., : dv.shape[3]] += dv
+            need_v = False
     else:
         tensors = (q, k, v, *results, rng, *captured)
         gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]

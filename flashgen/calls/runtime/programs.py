@@ -21,6 +21,7 @@ from flashgen.calls.trust import Decision
 from flashgen.shared.arch import GpuMemory, portable
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
+from flashgen.shared.errors import PlanError
 from flashgen.shared.launch_facts import Sizes
 from flashgen.shared.signature import SPLIT, CallSignature
 
@@ -278,7 +279,22 @@ class SpecProgram(CallProgram):
         if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
+        if backward and not self._plans_backward(target.arch, deterministic):
+            why = "no tile of the kernels of TMA and wgmma fits"
+            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+
+    def _plans_backward(self, arch: str, deterministic: bool) -> bool:
+        """Whether an architecture's own path has tiles; True where it is that of all others."""
+        if portable(arch) == arch:
+            return True
+        from flashgen.kernels.planner import plan_backward
+
+        try:
+            plan_backward(self._of_others, arch, deterministic=deterministic)
+        except PlanError:
+            return False
+        return True
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         return remembered(self._of_others, arch, which, call, index)
