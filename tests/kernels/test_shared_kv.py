@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen import reference
 from flashgen.calls.ops import run_forward
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
@@ -115,7 +116,7 @@ def test_results_have_the_bits_of_keys_and_values_in_two_tensors(
     if dims != WIDE:
         two = call.spec.replace(shared_kv=False)
         tile = run.report.kernel.plan.tile
-        given = {"backend": "emulator", "arch": arch, "tiles": {"forward": tile}}
+        given: dict[str, Any] = {"backend": "emulator", "arch": arch, "tiles": {"forward": tile}}
         assert equal(run, run_forward(two, *call.qkv, **call.numbers, **given))
 
 
@@ -220,3 +221,23 @@ def test_the_operator_runs_the_kernel_of_one_tensor() -> None:
     assert op.report.kernel is not None
     assert "v" not in [param.name for param in op.report.kernel.source.params]
     torch.testing.assert_close(out, op(q, kv), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [
+        ("sm_80", (64, 64)),
+        *(slow(arch, dims) for arch in PATHS for dims in ((128, 64), (192, 128), WIDE)),
+    ],
+)
+def test_gradients_of_both_uses_add_in_one_tensor(arch: str, dims: tuple[int, int]) -> None:
+    call = shared("causal", Case(33, 70, 1, 4, 1, "bfloat16", *dims), arch)
+    q, kv, _ = call.qkv
+    op, dout = fg.attention(call.spec), call.gradients[0]
+    for deterministic in (False, True):
+        given = q.requires_grad_(), kv.requires_grad_()
+        how = {"backend": "emulator", "arch": arch, "deterministic": deterministic}
+        found = torch.autograd.grad(op(*given, **how), given, dout)  # type: ignore[call-overload]
+        q, kv = q.detach(), kv.detach()
+        verdicts = reference.judge_gradients(found, call.spec, q, kv, None, dout)
+        assert all(verdicts.values()), verdicts

@@ -65,9 +65,13 @@ def test_calls_are_compiled_mapped_and_differentiated_twice() -> None:
     mapped = torch.func.vmap(op)(q[None].expand(3, -1, -1, -1, -1), kv.expand(3, *kv.shape))
     torch.testing.assert_close(mapped, out.expand(3, *out.shape))
     plain: Any = fg.attention(spec_of(shared_kv=False))
+
+    def of_two(q: Tensor, kv: Tensor) -> Any:
+        return plain(q, kv, kv[..., :16])
+
     first = [
         torch.autograd.grad(each(q, kv).sin().sum(), (q, kv), create_graph=True)
-        for each in (op, lambda q, kv: plain(q, kv, kv[..., :16]))
+        for each in (op, of_two)
     ]
     second = [
         torch.autograd.grad(torch.stack([x.sum() for x in each]).sum(), (q, kv)) for each in first

@@ -89,6 +89,7 @@ class Plan(LaunchRules):
             float32 sums of dK and dV, of which "convert_dk" and "convert_dv" add those of all parts
             in their order.
         of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
+        one_tensor: whether a tile of keys is that of their values too, which are its first columns.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
@@ -184,11 +185,6 @@ class Plan(LaunchRules):
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
-
-    @property
-    def one_tensor(self) -> bool:
-        """Whether a tile of keys is that of their values too, which are its first columns."""
-        return "one_tensor" in self.quantities
 
     @property
     def output_columns(self) -> int:

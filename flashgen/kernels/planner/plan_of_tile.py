@@ -88,6 +88,7 @@ def plan_of_tile(
         of_parts=None,
         tangents=problem.tangents,
         partial=spec.partial or (spec.split and at["e"] == 2),
+        one_tensor="one_tensor" in at,
         returns_maxima=spec.returns_maxima and problem.kernel == "forward",
         sums_tile=_tile_of_sums(problem, at),
         registers=int(at["register_limit"]),

@@ -210,9 +210,8 @@ def _count(
     if paged:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
-    one = plan.one_tensor  # values are read with the keys whose first columns they are
-    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
-    vectors_v = 0 if one else vectors_v
+    one, columns = plan.one_tensor, (plan.head_dim, plan.own_columns_of_v)
+    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in columns)
     for tile in chain(*walks):
         keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
         boxes, reads = (-(-valid // box_rows) if box_rows else 0), 0

@@ -184,9 +184,8 @@ def problem_of(
     if lacks_kernel or (path.copies_by_tma and not vectors):
         path = PATHS[path.fallback]
     model = MODELS[path.name][kernel, itemsize]
-    one_tensor = spec.shared_kv and model.one_tensor is not None
-    if one_tensor:
-        model = model.one_tensor
+    of_one = model.one_tensor if spec.shared_kv else None
+    model = of_one or model
     limit = arch.smem_per_block if sram is None else sram
     copy_ops = (fitted_sm80.ELEMENT_COPY_INSTRUCTIONS, fitted_sm80.VECTOR_COPY_INSTRUCTIONS)
     given: dict[str, Number] = {
@@ -214,7 +213,7 @@ def problem_of(
         "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),
     }
-    if one_tensor:
+    if of_one is not None:
         given["one_tensor"] = 1
     if kernel == "tangent":
         given |= spec_terms.moved(spec, tangents)
