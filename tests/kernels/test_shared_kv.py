@@ -117,7 +117,8 @@ def test_results_have_the_bits_of_keys_and_values_in_two_tensors(
         two = call.spec.replace(shared_kv=False)
         tile = run.report.kernel.plan.tile
         given: dict[str, Any] = {"backend": "emulator", "arch": arch, "tiles": {"forward": tile}}
-        assert equal(run, run_forward(two, *call.qkv, **call.numbers, **given))
+        numbers: dict[str, Any] = call.numbers
+        assert equal(run, run_forward(two, *call.qkv, **{**numbers, **given}))
 
 
 SEQUENCES = Sequences.of((2, 2), (130, 47), heads=(16, 1), dims=WIDE, dtype="bfloat16")

@@ -58,7 +58,7 @@ def test_calls_are_compiled_mapped_and_differentiated_twice() -> None:
     op: Any = fg.attention(spec_of())
     q, kv = operands()
     out = op(q, kv)
-    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(op, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, kv), out)
     gradients = [torch.autograd.grad(each(q, kv).sin().sum(), (q, kv)) for each in (op, compiled)]
     torch.testing.assert_close(*gradients)
