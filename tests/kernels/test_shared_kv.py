@@ -183,7 +183,7 @@ PLANTED = {
          "(buffer ^ K_BYTES);", "buffer;", "Race"),
         ("the other buffer is read", "    buffer ^= K_BYTES;\n", "", ""),
         ("two warps write the same columns",
-         "const int first_column = warp / ROW_WARPS * OUTPUT_COLUMNS;",
+         "const int first_column = warp / ROW_WARPS * O_COLUMNS;",
          "const int first_column = 0;", ""),
     ],
     "sm_90a": [
@@ -193,7 +193,7 @@ PLANTED = {
         ("keys are never given back",
          "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[v.index]);\n", "", "Deadlock"),
         ("both warpgroups have the first columns",
-         "uniform(writer / WARPGROUP) / (ROW_WARPS / 4) * OUTPUT_COLUMNS", "0", ""),
+         "uniform(writer / WARPGROUP) / (ROW_WARPS / 4) * O_COLUMNS", "0", ""),
     ],
 }  # fmt: skip
 

@@ -153,7 +153,7 @@ def kernel(
         row_warpgroups="(ROW_WARPS / 4)"
         if plan.one_tensor and plan.column_warps > 1
         else "CONSUMERS",
-        o_columns="OUTPUT_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
+        o_columns="O_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS"
         if plan.one_tensor and plan.column_warps > 1
         else "thread / 32",
