@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,12 @@ def same_dtype_gradients(
         for part in problem.blocks():
             total.add(part, _autograd(problem, part, dout, dlse))
     return total.results()
+
+
+def of_one_tensor(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """dq, dkv and the rest of gradients dq, dk, dv and so on: v is the first columns of kv."""
+    dq, dk, dv, *rest = gradients
+    return dq, dk + torch.nn.functional.pad(dv, (0, dk.shape[-1] - dv.shape[-1])), *rest
 
 
 def errors_of_summands(

@@ -30,7 +30,7 @@ def attention(
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     *,
     exact: bool = True,
     **call: Unpack[OracleArguments],
@@ -48,7 +48,8 @@ def attention(
         q: [batch, heads_q, seq_q, head_dim], any floating dtype, any strides.
         k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. For a spec with
             paged=True, a cache [pages, heads_kv, page_size, head_dim].
-        v: [batch, heads_kv, seq_k, head_dim_v], or a cache.
+        v: [batch, heads_kv, seq_k, head_dim_v], or a cache; None for the first columns of k, with
+            shared_kv=True.
         call: the other arguments of the call.
 
     Returns:
@@ -63,6 +64,7 @@ def attention(
         InputError: a scalar or tensor is missing, superfluous or of another rank; dropout_p is not
             a probability, or is above 0 for a spec without dropout or without an rng.
     """
+    v = k[..., : spec.head_dim_v] if v is None else v
     if not spec.paged:
         return _attend(problem_of(spec, q, k, v, exact=exact, **call))
     captured = dict(call.get("tensors") or {})

@@ -13,6 +13,7 @@ from flashgen.reference.gradients import (
     errors_of_summands,
     gradients,
     kept_gradients,
+    of_one_tensor,
     same_dtype_gradients,
 )
 from flashgen.reference.problem import OracleArguments
@@ -173,7 +174,7 @@ def judged_gradients(
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None = None,
     **call: Unpack[OracleArguments],
@@ -182,25 +183,23 @@ def judged_gradients(
 
     Args:
         found: dq, dk, dv, then the gradients of learned tensors in the order of spec.tensors.
+        v: None with shared_kv=True, where dkv is in place of dk and dv.
         other arguments: as in `gradients`, whose errors this function also raises.
 
     Raises:
         ValueError: ``found`` has another number of gradients.
     """
-    of = (spec, q, k, v, dout, dlse)
+    shares = v is None
+    of = (spec, q, k, k[..., : spec.head_dim_v] if v is None else v, dout, dlse)
     learned = [f"d{tensor.name}" for tensor in spec.tensors if tensor.grad]
-    summands: list[Tensor | None] = [None, None, None]
+    names = ("dq", "dkv") if shares else ("dq", "dk", "dv")
+    summands: list[Tensor | None] = [None] * len(names)
     if learned:
         summands += errors_of_summands(*of, **call)
-    rows = zip(
-        ("dq", "dk", "dv", *learned),
-        found,
-        gradients(*of, **call),
-        same_dtype_gradients(*of, **call),
-        kept_gradients(*of, **call),
-        summands,
-        strict=True,
-    )
+    made = [each(*of, **call) for each in (gradients, same_dtype_gradients, kept_gradients)]
+    if shares:
+        made = [of_one_tensor(each) for each in made]
+    rows = zip((*names, *learned), found, *made, summands, strict=True)
     judged = {}
     for name, got, exact, same, kept, errors in rows:
         verdict = compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept, summands=errors)

@@ -119,6 +119,7 @@ class LaunchRules(ABC):
     smem_bytes: int = 0
     sums_tile: tuple[int, int] | None = None
     integer_bits: int = 32
+    one_tensor: bool = False
 
     @property
     @abstractmethod
@@ -225,7 +226,12 @@ class LaunchRules(ABC):
         """Bytes that the blocks which share a head access of each row that they all walk: Q and dO,
         and the sums of dQ to which they add, where they own keys; else K and V."""
         sums = 4 * self.sums_tile[1] if self.owns_keys and self.sums_tile else 0
-        return (self.head_dim + self.head_dim_v) * self.itemsize + sums
+        return (self.head_dim + self.own_columns_of_v) * self.itemsize + sums
+
+    @property
+    def own_columns_of_v(self) -> int:
+        """Columns of values that are not columns of the keys, and are read besides these."""
+        return 0 if self.one_tensor else self.head_dim_v
 
     def part_heads(self, batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k: int) -> int:
         """Query heads of each part of a group, where blocks own keys and may divide the group.

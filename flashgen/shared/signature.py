@@ -208,6 +208,8 @@ class CallSignature:
             the queries are packed.
         kv_dtype: the dtype of the codes in the caches, one of `shared.dtypes.CACHE_DTYPES`; None
             where keys and values have the dtype of q.
+        shared_kv: whether the values are the first columns of the keys: calls have one tensor, and
+            operators get these columns of k as v.
         normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
             or "none". The second result of a call is then that sum, or 0. Statistics have "total"
             and "max", with which it is the sum or the largest of the weights, not rounded, and the
@@ -239,6 +241,7 @@ class CallSignature:
     returns_maxima: bool = False
     paged: bool = False
     kv_dtype: str | None = None
+    shared_kv: bool = False
     normalize: str = "softmax"
     divisible: tuple[str, ...] = ()
     group: int = 0

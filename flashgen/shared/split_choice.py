@@ -62,14 +62,15 @@ class SplitPlan:
 
     Attributes:
         size: the keys of a split, a multiple of `block_k` and of 16.
-        block_q, block_k: query rows and keys of a tile.
+        few_rows: query rows of a key head that one work tile, or two, compute.
+        block_k: keys of a tile.
         heads_kv: key heads, whose splits are work tiles each.
         slots: blocks that run at the same time.
         bytes: the bytes of a split.
     """
 
     size: int
-    block_q: int
+    few_rows: int
     block_k: int
     heads_kv: int
     slots: int
@@ -80,10 +81,12 @@ class SplitPlan:
 
         With contiguous keys, a call has few query rows if those of all heads that share a key head
         fit in one tile, and are not more than the keys of a split: one thread block would have all
-        keys of a key head. Keys of one split are not divided. With pages the keys of every call are
-        split, because a row has the same bits in all of them. The batch decides in neither case.
+        keys of a key head. Two tiles are few where values are columns of the keys: 128 heads share
+        these, and a tile has 64 rows. Keys of one split are not divided. With pages the keys of
+        every call are split, because a row has the same bits in all of them. The batch decides in
+        neither case.
         """
-        few = call.query_rows <= min(self.block_q, self.size) and call.seq_k > self.size
+        few = call.query_rows <= min(self.few_rows, self.size) and call.seq_k > self.size
         return self.size if paged or few else 0
 
     @property
@@ -149,9 +152,10 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
         sms: SMs of the GPU.
     """
     of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
+    few_rows = kernel.block_q * (2 if kernel.one_tensor else 1)
     step = math.lcm(STEP, kernel.block_k)
     few_bytes = [
-        SplitPlan(size, kernel.block_q, kernel.block_k, heads_kv, slots, of_split)
+        SplitPlan(size, few_rows, kernel.block_k, heads_kv, slots, of_split)
         for size in range(2 * step, _MOST_KEYS, step)
         if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
@@ -166,4 +170,4 @@ def _bytes_of(kernel: LaunchRules) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
     lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    return SplitBytes(e * (d_qk + d_v), GROUP * (e * d_qk + part) + lengths)
+    return SplitBytes(e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths)

@@ -213,7 +213,9 @@ def test_two_row_groups_halve_the_reads_of_k_and_v_from_shared_memory():
     at = evaluated(*problem_behind(plan_of(128))).quantities
     one, two = ({**at, "row_groups": groups} for groups in (1, 2))
     reads = at["e"] * (at["d_qk"] + at["d_v"]) / 16 / 128
-    assert forward_sm80.SHARED(one) - forward_sm80.SHARED(two) == pytest.approx(reads / 2)
+    steps = forward_sm80.MODELS["forward", 2].cost_steps
+    shared = next(step for step in steps if step.name == "shared")
+    assert shared(one) - shared(two) == pytest.approx(reads / 2)
 
 
 @pytest.mark.parametrize("name", ["butterfly", "bigbird", "local_global", "block_sparse"])

@@ -21,6 +21,7 @@ from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, heads_of
 from flashgen.spec.analysis.tile_walk import TileAxis
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.signature import with_options
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.tensor_elements import TensorSymbol
 
@@ -99,7 +100,7 @@ def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
     except PlanError:
         if max(spec.head_dim, spec.head_dim_v or 0) <= _FITTING:
             raise
-        narrow = spec.replace(head_dim=_FITTING, head_dim_v=_FITTING)
+        narrow = with_options(spec, head_dim=_FITTING, head_dim_v=_FITTING)
         return tiles_of(narrow, backward=backward)
     if backward:
         with suppress(PlanError):

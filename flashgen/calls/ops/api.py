@@ -33,6 +33,7 @@ from flashgen.calls.runtime.arguments.refusals import (
     refuse_jit_trace,
     runs_while_traced,
 )
+from flashgen.calls.runtime.arguments.tensors import values_of
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared import config
@@ -115,6 +116,7 @@ class Attention:
         self.spec: Any = spec
         self._operator = operator_of(_of_output(spec))
         self._paged = self._operator.signature.paged
+        self._shares_kv = self._operator.signature.shared_kv
         self._weighs = self._operator.signature.normalize != "softmax"
         self._draws = self._operator.signature.draws
         self._used = self._operator
@@ -169,17 +171,38 @@ class Attention:
 
     @overload
     def __call__(
-        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **rest: Any
+        self,
+        /,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **rest: Any,
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def __call__(
-        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_aux: AuxRequest, **rest: Any
+        self,
+        /,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        return_aux: AuxRequest,
+        **rest: Any,
     ) -> tuple[Tensor, AuxOutput]: ...
 
     @overload
     def __call__(
-        self, /, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **rest: Any
+        self,
+        /,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **rest: Any,
     ) -> Tensor: ...
 
     def __call__(
@@ -217,7 +240,8 @@ class Attention:
                 contiguous last dimension; expanded tensors are allowed.
             k: [batch, heads_kv, seq_k, head_dim]; heads_q is a multiple of heads_kv. With
                 paged=True, k and v are caches [pages, heads_kv, page_size, head dim].
-            v: [batch, heads_kv, seq_k, head_dim_v].
+            v: [batch, heads_kv, seq_k, head_dim_v]. With shared_kv=True it is not given: it is the
+                first head_dim_v columns of k, and gradients of both uses are added.
             scale: factor on q.k; if None, the scale of the spec, or 1 / sqrt(head_dim).
             q_offset: global position of the first query, which mods see: an int, or an int32 or
                 int64 tensor of dims (), (1,) or (batch,) on the device of q, with one position for
@@ -319,6 +343,8 @@ class Attention:
                 h_offset=h_offset,
                 whole=whole,
             )
+        if self._shares_kv:
+            v = values_of(self._operator.signature, k, v)
         if q_offset is None:
             q_offset = 0
         autocast = traced or _C._is_any_autocast_enabled()

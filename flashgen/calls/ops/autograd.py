@@ -134,11 +134,15 @@ def gradients_of(
     operands: Operands,
     results: OutputGradients,
     needs: Sequence[bool],
+    *,
+    one_tensor: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and of each captured tensor; None for those that are not needed.
 
     Args:
         options: floats may be tensors.
+        one_tensor: whether v is a view of k's first columns, whose gradient may be added to that of
+            k in place, with None for v: autograd would fill the other columns with zeros first.
 
     Raises:
         InputError: the gradients are those of several outputs at once.
@@ -161,6 +165,10 @@ def gradients_of(
         if any(isinstance(value, Tensor) for value in operator.floats_of(options)):
             options = operator.numbers_in(options)
         gradients = operator.compute_backward(operands, results, options, needed)
+        if one_tensor and need_k and need_v:
+            _, dk, dv, *_ = gradients
+            dk[..., : dv.shape[3]] += dv
+            need_v = False
     else:
         tensors = (q, k, v, *results, rng, *captured)
         gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]
@@ -233,6 +241,7 @@ class Attend(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         operator, options, q, k, v, rng, *captured = inputs
         _save(ctx, operator, options, q, k, v, *output[:2], rng, *captured)
+        ctx.one_tensor = False  # torch.ops takes any v
         ctx.mark_non_differentiable(*output[2:])
 
     @staticmethod
@@ -249,7 +258,7 @@ class Attend(torch.autograd.Function):
         operands = Operands(q, k, v, tuple(captured), rng)
         results = OutputGradients(out, lse, dout, dlse)
         needs = need_q, need_k, need_v, *needs
-        found = gradients_of(operator, options, operands, results, needs)
+        found = gradients_of(operator, options, operands, results, needs, one_tensor=ctx.one_tensor)
         return (None, None, *found[:3], None, *found[3:])
 
     @staticmethod
@@ -285,6 +294,7 @@ class AttendPlain(torch.autograd.Function):
         dual = forward_ad._current_level >= 0
         _save(ctx, operator, options, q, k, v, *results[:2], rng, *captured, forward=dual)
         ctx.mark_non_differentiable(*results[2:])
+        ctx.one_tensor = operator.signature.shared_kv
         return results
 
     backward = Attend.backward

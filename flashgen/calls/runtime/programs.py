@@ -312,20 +312,27 @@ class SpecProgram(CallProgram):
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         which = "deterministic" if deterministic else "backward" if backward else "forward"
-        if self._needs_portable(target.arch, which):
-            why = f"no tile of the path {target.arch} holds the head dims"
+        why = self._why_portable(target.arch, which)
+        if why:
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
-    def _needs_portable(self, arch: str, which: str) -> bool:
-        """Whether the path of all architectures has tiles for a pass, and that of ``arch`` none."""
+    def _why_portable(self, arch: str, which: str) -> str:
+        """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
+        hold all columns of V."""
         from flashgen.kernels.planner import columns_of_launch
 
-        spec, paths = self.spec if which == "forward" else self._of_others, (arch, portable(arch))
-        if portable(arch) == arch or spec.dtype is None or spec.head_dim is None:
-            return False
-        own, other = (bool(columns_of_launch(spec, path, which)) for path in paths)
-        return other and not own
+        spec = self.spec if which == "forward" else self._of_others
+        if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
+            return ""
+        own = columns_of_launch(spec, arch, which)
+        if own.columns == spec.head_dim_v:
+            return ""
+        other = columns_of_launch(spec, portable(arch), which)
+        if other.cost >= own.cost:
+            return ""
+        held = f"{own.columns} columns of v at once" if own.columns else "no part of v"
+        return f"tiles of the path {arch} hold {held}, and those of {portable(arch)} take less time"
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -338,7 +345,7 @@ class SpecProgram(CallProgram):
         path = self.path_of_pass(target, backward=backward, deterministic=fixed)
         spec = self._of_others if backward else self.spec
         found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
-        return found or self.signature.head_dim_v
+        return found.columns or self.signature.head_dim_v
 
     def of_columns(self, columns: int) -> CallProgram:
         from flashgen.spec.language.signature import with_columns

@@ -217,6 +217,13 @@ def _check_spec(spec: AttentionSpec, method: str, whole: Any) -> None:
             f"spec {spec.name} has paged=True",
             "the operator itself on each rank, for some of the heads: h_offset= and whole=",
         )
+    if spec.shared_kv:
+        refuse(
+            "keys and values travel between ranks as two tensors",
+            "op",
+            f"spec {spec.name} has shared_kv=True",
+            f"spec.replace(shared_kv=False), and kv[..., :{spec.head_dim_v}] as v: gradients add",
+        )
     read = {SEQ_Q: "fg.seq_q", SEQ_K: "fg.seq_k"}
     found = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
     if found and spec.packed and method != "all_to_all":

@@ -151,6 +151,15 @@ def kernel(
         divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,
+        one_tensor=plan.one_tensor,
+        shares_rows=plan.one_tensor and plan.column_warps > 1,
+        row_warpgroups="(ROW_WARPS / 4)"
+        if plan.one_tensor and plan.column_warps > 1
+        else "CONSUMERS",
+        o_columns="O_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
+        row_warp="thread / 32 % ROW_WARPS"
+        if plan.one_tensor and plan.column_warps > 1
+        else "thread / 32",
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
         by_entry=by_entry,
         sets_length=any(

@@ -144,6 +144,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
+    dims += "_shared_kv" if plan.one_tensor else ""
     place = role if role in ("forward", "tangent") else f"backward_{role}"
     place += "".join(f"_{name}" for name in plan.tangents)
     place += "_parts" if plan.in_parts else ""

@@ -48,12 +48,14 @@ class Product(NamedTuple):
 def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, object]:
     """The fields that only these templates have, for any kernel of scores."""
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
-    (panel, panels), (panel_v, panels_v) = panels_of_kernel(plan.kernel, *sizes)
+    (panel, panels), (panel_v, panels_v) = panels_of_kernel(
+        plan.kernel, *sizes, one_tensor=plan.one_tensor
+    )
     sums_tile = plan.sums_tile if plan.gathers else None
     of_tile = queries_of_sums(plan.block_q, plan.head_dim)
     return {
         "products": [
-            Product(name, columns, name == "multiply_columns" and plan.column_warps == 1)
+            Product(name, columns, name == "multiply_columns" and not plan.in_passes)
             for name, columns in sorted(set(_shapes_of_products(plan)))
         ],
         "panel": panel,
@@ -75,7 +77,7 @@ def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
         yield "multiply_rows", plan.block_k
         if not plan.of_captured:
             of_v = plan.kernel in ("forward", "tangent")
-            yield "multiply_columns", plan.head_dim_v if of_v else plan.head_dim
+            yield "multiply_columns", plan.output_columns if of_v else plan.head_dim
         return
     if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
         yield "multiply_rows", plan.pass_keys

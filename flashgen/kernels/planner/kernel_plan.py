@@ -89,6 +89,7 @@ class Plan(LaunchRules):
             float32 sums of dK and dV, of which "convert_dk" and "convert_dv" add those of all parts
             in their order.
         of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
+        one_tensor: whether a tile of keys is that of their values too, which are its first columns.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         folds: whether a block of "forward" has all splits of its rows and joins their results.
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
@@ -186,6 +187,11 @@ class Plan(LaunchRules):
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O that a warp of "forward" has."""
+        return self.head_dim_v // self.column_warps
 
     @property
     def kv_itemsize(self) -> int:
@@ -309,6 +315,8 @@ class Plan(LaunchRules):
     def model(self) -> KernelModel:
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
+        if self.one_tensor and model.one_tensor:
+            return model.one_tensor
         if self.kv_itemsize != self.itemsize:
             return of_codes(model)
         return model.other_form if self.in_passes and model.other_form else model
@@ -456,7 +464,7 @@ class Plan(LaunchRules):
         if not self.code_path.copies_by_tma or self.streams:
             return ()
         sizes = (self.head_dim, self.head_dim_v, self.column_warps)
-        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes)
+        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes, one_tensor=self.one_tensor)
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
         queries, keys = self.units
@@ -485,6 +493,8 @@ class Plan(LaunchRules):
         only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
         for name, size in self.smem_parts or ((only, self.smem_bytes),):
             title = _TITLES.get(name, name)
+            if self.one_tensor and name == "smem_k":
+                title = "K and V"
             if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
                 title += f" ({self.stages} buffers)"
             if size:

@@ -143,10 +143,13 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
         if not lower.excesses:
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
-    for columns in columns_of_parts(int(d_v)):
-        if not smallest(problem.given_as(d_v=columns)).excesses:
+    two = problem.of_two_tensors()
+    whole = () if two is problem else (int(d_v),)
+    for columns in (*whole, *columns_of_parts(int(d_v))):
+        if not smallest(two.given_as(d_v=columns)).excesses:
+            also = "shared_kv=False, " if whole else ""
             yield (
-                f"head_dim_v={columns}, the kernel of a part of the columns of v: "
+                f"{also}head_dim_v={columns}, the kernel of a part of the columns of v: "
                 "a call computes them part by part"
             )
             break

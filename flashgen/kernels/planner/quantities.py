@@ -54,6 +54,7 @@ QUANTITIES = {
     "extra": "registers that the spec, the architecture and unequal head dims add",
     "access": "bytes per access to global memory",
     "copy_ops": "instructions per access of a copy to shared memory",
+    "one_tensor": "1 where the values are the first columns of the keys, in one tile",
     "e_kv": "bytes per code of a cache of codes",
     "convert_ops": "instructions to copy a code and convert it to an operand element",
     "scale_reads": "reads of the scales of codes by work tiles, of K and as many of V",

@@ -32,6 +32,7 @@ from flashgen.shared.launch_facts import head_places
 from flashgen.shared.paths import CodePath
 
 WORD = 4  # bytes
+SWIZZLED = 128  # bytes of a row after which the order of its vectors in shared memory repeats
 RECORDS_PER_STAGE = 2  # a tile's is read while the next one's products are computed
 COLUMNS_OF_GROUP = 8  # an mma has 8 columns of scores
 
@@ -70,6 +71,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "row_groups": tile.row_groups,
         "blocks": tile.blocks,
     }
+    if "one_tensor" in at:
+        at["column_warps"] = tile.column_warps
     if problem.kernel != "forward":
         at |= {
             "column_warps": tile.column_warps,
@@ -184,12 +187,21 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
         for column_warps, score_warps in model.sharing:
             few = 0 if problem.layout is None else model.warps_of_few_rows
             for warps in filter(None, (few, *model.warp_counts)):
-                if warps % column_warps:
+                if warps % column_warps or not _divides_output(problem, warps, column_warps):
                     continue
                 for row_groups in model.row_groups:
                     unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+
+
+def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool:
+    """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
+    if problem.kernel != "forward" or column_warps == 1:
+        return True
+    groups = warps * MMA_ROWS // problem.path.group_rows
+    row = int(problem.given["e"] * problem.given["d_v"])
+    return groups % column_warps == 0 and row % (SWIZZLED * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:

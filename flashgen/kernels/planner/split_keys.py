@@ -91,9 +91,13 @@ def folds_splits(
         spec: the variant with split keys.
         arch, call, sms: as for `split_of_call`.
     """
-    if spec.partial:
+    if spec.partial or spec.shared_kv:
         return False
-    plan, gpu = plan_forward(PlanRequest(spec, arch)), facts(arch)
+    try:
+        plan = plan_forward(PlanRequest(spec, arch))
+    except PlanError:  # the columns of V are computed in parts, each of which decides
+        return False
+    gpu = facts(arch)
     sms = sms or gpu.sms
     work_tiles = math.prod(plan.grid(*call.sizes, packed=spec.packed))
     at = step_facts(plan) | {

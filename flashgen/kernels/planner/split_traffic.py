@@ -51,6 +51,7 @@ OF_FORWARD_ON_CODES = (
     *(Q_READ, K_CODES_READ, V_CODES_READ, SCALES_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN),
     Formula("forward_bytes", FORWARD_BYTES.text + " + scales_read", "B"),
 )
+BOUND_BYTES_OF_ONE = Formula("bound_bytes", "e*d_qk*keys + e*(d_qk + d_v)*rows", "B")
 BOUND_BYTES_OF_CODES = Formula("bound_bytes", "e_kv*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows", "B")
 COUNTED = (
     *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows"),
@@ -128,7 +129,7 @@ class SplitTraffic:
         }
 
     def __str__(self) -> str:
-        formulas = _formulas(self.merges, coded="e_kv" in self.at)
+        formulas = _formulas(self.merges, self.at)
         return "\n".join(
             ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
         )
@@ -173,13 +174,17 @@ def split_traffic(
         at["e_kv"] = plan.kv_itemsize
     if merge is not None:
         at["row_warps"] = merge.quantities["row_warps"]
-    FormulaSequence(*_formulas(merge is not None, coded=coded))(at)
+    if plan.one_tensor:
+        at["one_tensor"] = 1
+    FormulaSequence(*_formulas(merge is not None, at))(at)
     return SplitTraffic(merge is not None, page_size > 0, at)
 
 
-def _formulas(merges: bool, *, coded: bool) -> tuple[Formula, ...]:
-    forward: tuple[Formula, ...] = OF_FORWARD_ON_CODES if coded else OF_FORWARD
-    bound = BOUND_BYTES_OF_CODES if coded else BOUND_BYTES
+def _formulas(merges: bool, at: Mapping[str, Number]) -> tuple[Formula, ...]:
+    forward: tuple[Formula, ...] = OF_FORWARD
+    bound = BOUND_BYTES_OF_ONE if "one_tensor" in at else BOUND_BYTES
+    if "e_kv" in at:
+        forward, bound = OF_FORWARD_ON_CODES, BOUND_BYTES_OF_CODES
     return (*forward, *(OF_MERGE if merges else ()), bound, OVER_BOUND)
 
 
@@ -211,7 +216,8 @@ def _count(
     if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
-    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in (plan.head_dim, plan.head_dim_v))
+    one, columns = plan.one_tensor, (plan.head_dim, plan.own_columns_of_v)
+    vectors, vectors_v = (dim * plan.itemsize // 16 for dim in columns)
     for tile in chain(*walks):
         keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
         boxes, reads = (-(-valid // box_rows) if box_rows else 0), 0
@@ -230,5 +236,8 @@ def _count(
         else:
             # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
             keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
+            if one:
+                keys, reads = valid, boxes + valid % box_rows * vectors
+        values = 0 if one else values
         for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
             counts[name] += shared * count

@@ -113,9 +113,20 @@ class TileProblem:
     def model(self) -> KernelModel:
         """The cost model of the kernel, of its first form where it has two."""
         model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
+        if "one_tensor" in self.given:
+            assert model.one_tensor is not None, "only the forward kernel has one tile of both"
+            return model.one_tensor
         if model.wide and self.given["d_v"] > model.wide[0]:
             model = model.wide[1]
         return of_codes(model) if "e_kv" in self.given else model
+
+    def of_two_tensors(self) -> TileProblem:
+        """The problem with values that are not columns of the keys: itself, where they are not."""
+        if "one_tensor" not in self.given:
+            return self
+        stages = MODELS[self.path.name][self.kernel, int(self.given["e"])].stages
+        given = {name: x for name, x in self.given.items() if name != "one_tensor"}
+        return replace(self, given=Quantities({**given, "stages": stages}))
 
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""
@@ -173,6 +184,8 @@ def problem_of(
     if lacks_kernel or (path.copies_by_tma and not vectors):
         path = PATHS[path.fallback]
     model = MODELS[path.name][kernel, itemsize]
+    of_one = model.one_tensor if spec.shared_kv else None
+    model = of_one or model
     limit = arch.smem_per_block if sram is None else sram
     copy_ops = (fitted_sm80.ELEMENT_COPY_INSTRUCTIONS, fitted_sm80.VECTOR_COPY_INSTRUCTIONS)
     given: dict[str, Number] = {
@@ -200,6 +213,8 @@ def problem_of(
         "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),
     }
+    if of_one is not None:
+        given["one_tensor"] = 1
     if kernel == "tangent":
         given |= spec_terms.moved(spec, tangents)
     learned = spec_terms.added_by_scores(spec, kernel)

@@ -230,6 +230,7 @@ def forward_traffic(
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
     qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
+    v_row = plan.own_columns_of_v * plan.itemsize
     kv_touched = rows_in(set(chain(*walks)), plan.walked_keys, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * plan.lse_bytes
     neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row

@@ -70,6 +70,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
         returns_maxima=spec.returns_maxima,
         paged=spec.paged,
         kv_dtype=spec.kv_dtype,
+        shared_kv=spec.shared_kv,
         normalize=spec.normalizer,
         divisible=tuple(divisible),
         group=divisible.get(AXES[1], 0),
@@ -279,8 +280,8 @@ def split(spec: AttentionSpec) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
-    """``spec`` for another number of columns of V."""
-    return with_options(spec, head_dim_v=columns)
+    """``spec`` for another number of columns of V, which is a tensor of its own."""
+    return with_options(spec, head_dim_v=columns, shared_kv=False)
 
 
 @functools.lru_cache(maxsize=1024)

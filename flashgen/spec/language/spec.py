@@ -119,6 +119,10 @@ class AttentionSpec:
             An element is the float32 product of the code's number and its scale, rounded to the
             dtype of q, in which products are computed. None: caches have the dtype of q.
 
+        shared_kv: whether keys and values are one tensor, as in multi-head latent attention:
+            ``op(q, kv)`` has keys of head_dim columns, of which the first head_dim_v are the
+            values. The gradients of both uses are added.
+
     Attributes:
         mask: sympy Boolean over B, H, Q, K, sizes and scalars: mask_mod without the block layout.
         score: sympy expression over SCORE and the same symbols, what kernels compute of each
@@ -166,6 +170,7 @@ class AttentionSpec:
     normalize: Any = "softmax"  # a name or a Tensor
     statistics: Any = None  # pairs of a name and a Statistic once the spec is made
     kv_dtype: Any = None  # a name or None once the spec is made
+    shared_kv: bool = False
 
     mask: sympy.Basic = field(init=False, repr=False)
     score: sympy.Expr = field(init=False, repr=False)
@@ -353,6 +358,7 @@ class AttentionSpec:
             *(("returns_maxima",) if self.returns_maxima else ()),
             *(("paged",) if self.paged else ()),
             *(() if self.kv_dtype is None else (("kv_dtype", self.kv_dtype),)),
+            *(("shared_kv",) if self.shared_kv else ()),
             *(() if self.is_softmax else (self.normalizer,)),
         )
 

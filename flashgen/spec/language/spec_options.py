@@ -43,6 +43,7 @@ _SWITCHES = (
         "cu_seqlens_q=..., cu_seqlens_k=...",
     ),
     ("paged", "the page table and the lengths are arguments", "page_table=..., cache_seqlens=..."),
+    ("shared_kv", "the tensor of keys and values is an argument", "kv"),
 )
 """Options that are on or off, what belongs to them, and how calls give it."""
 
@@ -118,6 +119,8 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
         )
     if spec.kv_dtype is not None:
         mistakes += _mistakes_of_codes(spec, where)
+    if spec.shared_kv is True:
+        mistakes += _mistakes_of_shared(spec, where)
     if spec.weight_mod is not None and spec.is_softmax:
         mistake(
             "a weight_mod stands in place of the softmax's exponential",
@@ -175,6 +178,32 @@ def _mistakes_of_codes(spec: AttentionSpec, where: str) -> list[SpecError]:
                 where=where,
                 numbers=f"dtype 'float32', kv_dtype {str(spec.kv_dtype)!r}",
                 way_out='dtype="bfloat16" or dtype="float16"',
+            )
+        )
+    return found
+
+
+def _mistakes_of_shared(spec: AttentionSpec, where: str) -> list[SpecError]:
+    """Why keys and values of a spec cannot be one tensor."""
+    found = []
+    dims = spec.head_dim, spec.head_dim_v
+    if all(type(dim) is int for dim in dims) and dims[1] > dims[0]:  # type: ignore[operator]
+        found.append(
+            SpecError(
+                "the values of shared_kv are the first columns of the keys, which are fewer",
+                where=where,
+                numbers=f"head_dim {dims[0]}, head_dim_v {dims[1]}",
+                way_out=f"head_dim_v={dims[0]}, or shared_kv=False and two tensors",
+            )
+        )
+    if spec.kv_dtype is not None:
+        found.append(
+            SpecError(
+                "codes of 8 bits have scales of their own as keys and as values",
+                where=where,
+                numbers=f"shared_kv True, kv_dtype {str(spec.kv_dtype)!r}",
+                way_out="kv_dtype=None; or shared_kv=False with op(q, cache, cache[..., :"
+                f"{dims[1] or dims[0]}], k_scale=..., v_scale=...)",
             )
         )
     return found

@@ -82,6 +82,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         dropout=False,
         partial=name == "block_mass",
         head_dim_v=COLUMNS,
+        shared_kv=False,  # V has other columns, which say what is summed
         statistics=(),
         name=f"{spec.name}_{name.removeprefix('.')}",
     )

@@ -65,7 +65,7 @@ def random_call(
     head_dim_v = spec.head_dim_v or spec.head_dim
     q = normal(sizes.heads_q, sizes.seq_q, spec.head_dim)
     k = normal(sizes.heads_kv, sizes.seq_k, spec.head_dim)
-    v = normal(sizes.heads_kv, sizes.seq_k, head_dim_v)
+    v = k[..., :head_dim_v] if spec.shared_kv else normal(sizes.heads_kv, sizes.seq_k, head_dim_v)
     dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
     dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float() if spec.is_softmax else None
     offsets = {"q_offset": q_offset, "k_offset": k_offset}

@@ -91,7 +91,7 @@ class Problem:
             return torch.randn(batch, heads, seq, columns, generator=generator).to(kind)
 
         q, k = normal(heads_q, rows_q, dim), normal(heads_kv, rows_k, dim)
-        v = normal(heads_kv, rows_k, dim_v)
+        v = k[..., :dim_v] if spec.shared_kv else normal(heads_kv, rows_k, dim_v)
         dout = normal(heads_q, rows_q, dim_v)
         dlse = normal(heads_q, rows_q, 1, torch.float32)[..., 0]
         tensors = self.tensors(generator)

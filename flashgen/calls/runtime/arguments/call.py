@@ -46,6 +46,7 @@ from flashgen.calls.runtime.arguments.tensors import (
     check_operands,
     check_positions,
     check_sizes,
+    values_of,
 )
 from flashgen.calls.runtime.block_layouts import check_layout, check_lists, with_layout
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
@@ -101,7 +102,10 @@ class Call(NamedTuple):
         dtype = _autocast_dtype(q) if autocast else None
         if dtype is not None:
             q = _cast(q, dtype)
-            if signature.kv_dtype is None:
+            if signature.shared_kv:
+                k = _cast(k, dtype)
+                v = values_of(signature, k, None)
+            elif signature.kv_dtype is None:
                 k, v = _cast(k, dtype), _cast(v, dtype)
             if signature.dtype is None:
                 dtype = None

@@ -50,6 +50,27 @@ def check_operands(
         _check_limits(name, value)
 
 
+def values_of(signature: CallSignature, kv: Any, v: Any) -> Any:
+    """The values of a call with one tensor of keys and values: its first columns.
+
+    A view, so that autograd adds the gradients of both uses.
+
+    Raises:
+        InputError: the call has a second tensor.
+    """
+    if v is not None:
+        columns = signature.head_dim_v
+        refuse(
+            "keys and values are one tensor, but the call has two",
+            "argument v",
+            f"spec {signature.name} has shared_kv=True: its values are the first {columns} columns "
+            "of the keys",
+            f"op(q, kv), where kv has {signature.head_dim} columns; or spec.replace("
+            "shared_kv=False) for two tensors",
+        )
+    return kv[..., : signature.head_dim_v] if isinstance(kv, Tensor) and kv.dim() else kv
+
+
 def _check_operand(
     signature: CallSignature, name: str, value: Any, q: Tensor, traced: bool
 ) -> None:
@@ -57,8 +78,10 @@ def _check_operand(
         refuse(
             f"{name} is missing",
             f"argument {name}",
-            "an operator takes q, k and v",
-            "op(q, k, v); op(q, q, q) for self-attention without projections",
+            "an operator takes q and kv" if signature.shared_kv else "an operator takes q, k and v",
+            "op(q, kv), where the first columns of kv are the values"
+            if signature.shared_kv
+            else "op(q, k, v); op(q, q, q) for self-attention without projections",
         )
     check_is_tensor(name, value, "torch.as_tensor(...)", local=not traced)
     if value.dim() != 4:

@@ -15,10 +15,16 @@ from dataclasses import replace
 
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
-from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
+from flashgen.kernels.planner.models.kernel_model import (
+    ONE_TENSOR,
+    KernelModel,
+    rates,
+    sum_of,
+    time_alone,
+)
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
-from flashgen.shared.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
+from flashgen.shared.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, SPECIAL_PER_CLOCK, WARP
 
 PRODUCER_WARPS = 4
 BARRIER_BYTES = 8
@@ -128,6 +134,49 @@ WIDE = replace(
         "block_k", f"(register_limit - {_OWN} - extra - d_v/2 - {_MORE})/({_PER_KEY})"
     ),
 )
+# Values are the first columns of the keys: one tile of both, which is in use until its product with
+# P, a step after the one for S, so that a third buffer is filled meanwhile. Two warpgroups may own
+# the same rows, each with half of the columns of O; each of them computes all scores of the rows.
+_ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + floor(2*warps/column_warps) + records"
+ONE_SMEM, ONE_PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "mbarriers and work tiles": _ONE_BARRIERS,
+    }
+)
+OF_ONE_TENSOR = {
+    "products": f"column_warps*({FORWARD.cost_steps[0].text})",
+    "rest": f"column_warps*({FORWARD.cost_steps[1].text})",
+    "tensor": "(column_warps*depth + d_v)/tensor_rate",
+    "shared": f"e*(column_warps*depth/block_k + (column_warps*depth + d_v)/{GROUP_ROWS}"
+    f" + depth/block_q)/{SMEM_BYTES_PER_CLOCK}",
+    "l2": "e*d_qk/block_q/l2_rate",
+    "special": f"column_warps*(1 - fma_columns/block_k + special_ops)/{SPECIAL_PER_CLOCK}",
+}
+ONE = replace(
+    FORWARD,
+    smem=ONE_SMEM,
+    parts=ONE_PARTS,
+    smem_bound=Formula(
+        "block_k",
+        f"((min(M, M_sm/blocks - reserved) - ({_ONE_BARRIERS}))/e - block_q*depth)/(stages*depth)",
+    ),
+    registers=Formula(
+        "registers", f"block_k*{_PER_KEY} + {ONE_TENSOR.of_output}/2 + {_OWN} + extra"
+    ),
+    register_bound=Formula(
+        "block_k",
+        f"(register_limit - {_OWN} - extra - {ONE_TENSOR.of_output}/2)/({_PER_KEY})",
+    ),
+    cost_steps=tuple(
+        Formula(each.name, OF_ONE_TENSOR.get(each.name, each.text), each.unit)
+        for each in FORWARD.cost_steps
+    ),
+    stages=3,
+    sharing=((1, 1), (2, 1)),
+)
+
 MODELS = {
-    ("forward", 2): replace(FORWARD, wide=(fitted.FORWARD_WIDE_COLUMNS, WIDE)),
+    ("forward", 2): replace(FORWARD, wide=(fitted.FORWARD_WIDE_COLUMNS, WIDE), one_tensor=ONE),
 }

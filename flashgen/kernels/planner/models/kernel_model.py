@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.quantities import Number
@@ -113,6 +114,27 @@ def solved_registers(kernel: str, own: str, of_step: str) -> tuple[Formula, Form
     )
 
 
+class Columns(NamedTuple):
+    """Columns of operands in the formulas of a forward kernel, as text.
+
+    Attributes:
+        of_scores: those of Q and K, as often as the warps of a row multiply them.
+        copied: those of a key and its value that a block copies.
+        of_output: those of O that a warp has.
+        repeats: the number of times that each score is computed.
+    """
+
+    of_scores: str
+    copied: str
+    of_output: str
+    repeats: str
+
+
+TWO_TENSORS = Columns("d_qk", "(d_qk + d_v)", "d_v", "1")
+ONE_TENSOR = Columns("column_warps*d_qk", "d_qk", "d_v/column_warps", "column_warps")
+"""Where the values are the first columns of the keys."""
+
+
 def sum_of(parts: dict[str, str]) -> tuple[Formula, tuple[Formula, ...]]:
     """Shared memory of a block, and its parts in their order, given as text by their names."""
     each = tuple(Formula(name, text, "B") for name, text in parts.items())
@@ -160,6 +182,7 @@ class KernelModel:
         other_form: the model of the kernel's other form, where it has two; the pairs of its
             ``sharing`` are other ones.
         wide: columns of V, and the model of the kernel for more of them, where it is another one.
+        one_tensor: the model where the values are the first columns of the keys.
     """
 
     name: str
@@ -182,6 +205,7 @@ class KernelModel:
     other_warps: int = 0
     other_form: KernelModel | None = None
     wide: tuple[int, KernelModel] | None = None
+    one_tensor: KernelModel | None = None
 
     @property
     def owns(self) -> str:
