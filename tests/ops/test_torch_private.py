@@ -244,6 +244,7 @@ USES = {
     "torch._ops.OpOverload": Use(OWN, lambda kind: type(torch.ops.aten.add.Tensor) is kind),
     "torch._ops.OpOverloadPacket": Use(OWN, lambda kind: type(torch.ops.aten.add) is kind),
     "torch.ops.aten._to_copy": Use("reads conversions in graphs of ATen", lambda op: op.default),
+    "torch.fx.experimental.symbolic_shapes.guard_scalar": Use(SYMBOLS, lambda ask: ask(3) == 3),
     "torch.fx.experimental.symbolic_shapes.optimization_hint": Use(
         SYMBOLS, lambda ask: ask(3) == 3
     ),
