@@ -120,7 +120,7 @@ def test_only_predicates_keep_the_compiler_from_fusing() -> None:
 
     assert printed(score_mod) == [
         "const float t0 = __fmul_rn(0.3f, sqrtf(float(q))) + __fmul_rn(0.7f, sqrtf(float(k)));",
-        "score * t0 > 2.0f ? score : 0.1f * score + t0",
+        "selected(score * t0 > 2.0f, score, 0.1f * score + t0)",
     ]
 
 

@@ -108,7 +108,8 @@ class FloatPrinter(IntegerPrinter):
         """
         branches, last = branches_of(expr)
         later = [last, branches[0][0], *(part for branch in branches[1:] for part in branch)]
-        if all(part.is_Atom for part in later) or any(contains(part, TensorRead) for part in later):
+        known = all((part.args[0] if isinstance(part, AsFloat) else part).is_Atom for part in later)
+        if known or any(contains(part, TensorRead) for part in later):
             return self._choice(expr, self._float)
         text = self._float(last)
         for value, condition in reversed(branches):
