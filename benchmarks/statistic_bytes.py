@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 import flashgen as fg  # noqa: E402
 from flashgen.kernels.planner.traffic import forward_traffic  # noqa: E402
 from flashgen.shared.signature import ROWS  # noqa: E402
-from flashgen.spec.language.signature import returning_maxima  # noqa: E402
-from flashgen.spec.language.statistic_specs import statistic_spec, with_columns  # noqa: E402
+from flashgen.spec.language.signature import returning_maxima, with_columns  # noqa: E402
+from flashgen.spec.language.statistic_specs import statistic_spec  # noqa: E402
 
 LENGTH, HEAD_DIM, ARCH = 8_192, 64, "sm_90a"
 BLOCK = 64
