@@ -174,6 +174,25 @@ def test_a_module_computes_parts_through_the_operator_and_autograd() -> None:
 
 
 @pytest.mark.parametrize("arch", PATHS)
+def test_calls_on_the_cpu_need_no_tile_of_the_given_architecture(arch: str) -> None:
+    call = wide("causal", 1, arch, (512, 512))
+    q, k, v = (x.float() for x in call.qkv)
+    op = fg.attention(call.spec.replace(dtype=None))
+    assert torch.equal(op(q, k, v, backend="tiled", arch=arch), op(q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+def test_batch_invariant_calls_in_parts_have_the_bits_of_decoding(arch: str) -> None:
+    spec = fg.load(spec_path("causal")).replace(head_dim=512, head_dim_v=512, dtype="bfloat16")
+    op, (q, k, v) = fg.attention(spec), Case(5, 40, 1, 2, 1, "bfloat16", 512, 512).tensors(seed=1)
+    with fg.batch_invariant_mode():
+        rows = op(q, k, v, backend="emulator", arch=arch, q_offset=35)
+        last = op(q[:, :, 4:], k, v, backend="emulator", arch=arch, q_offset=39)
+    assert torch.equal(rows[:, :, 4:], last)
+
+
+@pytest.mark.parametrize("arch", PATHS)
 def test_a_plan_names_the_kernel_of_a_part(arch: str) -> None:
     whole = fg.load(spec_path("causal")).replace(head_dim=576, head_dim_v=512)
     with pytest.raises(fg.PlanError, match="no tile fits") as caught:

@@ -17,6 +17,7 @@ from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CheckedCall, LaunchOptions
+from flashgen.shared.errors import PlanError
 from flashgen.shared.paged import contiguous_call
 
 if TYPE_CHECKING:
@@ -151,11 +152,15 @@ class PreparedCall:
         call, arch, sram, tiles = self.call, self.target.arch, self.launch.sram, self.launch.tiles
         block_q = block_k = None  # the tiles of DEFAULT_ARCH
         if arch != DEFAULT_ARCH or not self.launch.plans_itself:
-            if backward:
-                chosen = plan_backward(self.spec, arch, sram=sram, tiles=tiles).of_keys
-            else:
-                chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
-            block_q, block_k = chosen.block_q, chosen.block_k
+            try:
+                if backward:
+                    chosen = plan_backward(self.spec, arch, sram=sram, tiles=tiles).of_keys
+                else:
+                    chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
+                block_q, block_k = chosen.block_q, chosen.block_k
+            except PlanError:  # tiled algorithms need no tile of a GPU
+                if not self.launch.plans_itself:
+                    raise
         return TileArguments(
             scale=call.scale,
             q_offset=call.q_offset,

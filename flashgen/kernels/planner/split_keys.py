@@ -14,6 +14,7 @@ import functools
 import math
 
 from flashgen.kernels.planner.api import plan_forward
+from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.requests import PlanRequest
@@ -22,7 +23,7 @@ from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import SPLIT
 from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
-from flashgen.spec.language.signature import split, without_dropout
+from flashgen.spec.language.signature import split, with_columns, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
 
@@ -125,4 +126,8 @@ def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
-    return choose_split(plan_forward(PlanRequest(split(spec), arch)), heads_kv, sms)
+    parts = split(spec)
+    columns = columns_of_launch(parts, arch, "forward").columns
+    if columns not in (0, spec.head_dim_v):
+        parts = with_columns(parts, columns)
+    return choose_split(plan_forward(PlanRequest(parts, arch)), heads_kv, sms)
