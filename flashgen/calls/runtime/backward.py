@@ -357,18 +357,17 @@ def prepare(
     passes = {"deterministic": deterministic, "launch": launch, "invariant": invariant}
     checked = program, call, target, _inputs(operands, gradients)
     which = "deterministic" if deterministic else "backward"
-    if places := parts_of(program, call, target, launch, which):
-        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
+    if places := parts_of(spec, program, call, target, launch, which):
         parts = [
             prepare(
-                of_dtype.of_columns(at.stop - at.start),
+                part,
                 operands._replace(v=operands.v[..., at]),
                 of_columns(gradients, at),
                 options,
                 launch,
                 needed,
             )
-            for at in places
+            for part, at in places
         ]
         return BackwardInParts(*checked, parts=parts, **passes)
     return PreparedBackward(*checked, **passes)

@@ -431,16 +431,15 @@ def prepare(
             way_out="backend='emulator', or leave blocks out",
         )
     checked = program, call, target, operands, launch
-    if places := parts_of(program, call, target, launch, "forward"):
-        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
+    if places := parts_of(spec, program, call, target, launch, "forward"):
         parts = [
             prepare(
-                of_dtype.of_columns(at.stop - at.start),
+                part,
                 operands._replace(v=operands.v[..., at]),
                 options,
                 launch,
             )
-            for at in places
+            for part, at in places
         ]
         return ForwardInParts(*checked, invariant=invariant, parts=parts)
     return PreparedForward(*checked, invariant=invariant)

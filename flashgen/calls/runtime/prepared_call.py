@@ -175,18 +175,23 @@ class PreparedCall:
 
 
 def parts_of(
+    spec: AttentionSpec | CallProgram,
     program: CallProgram,
     checked: CheckedCall,
     target: Target,
     launch: LaunchOptions,
     which: str,
     tangents: tuple[str, ...] = (),
-) -> tuple[slice, ...]:
-    """The columns of V of each of several calls that compute a checked call; () for one call.
+) -> tuple[tuple[CallProgram, slice], ...]:
+    """Several calls that compute a checked call: for each, its program and columns of V.
 
     Args:
+        spec: of the call as it was given, without splits.
         program: that of the checked call.
         which, tangents: as in `CallProgram.columns_of_launch`.
+
+    Returns:
+        () where one call computes all columns.
     """
     if target.backend == "tiled" or checked.is_empty:
         return ()
@@ -195,7 +200,11 @@ def parts_of(
     dim = checked.head_dim_v
     if columns == dim:
         return ()
-    return tuple(slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
+    dtype = program.signature.dtype
+    assert dtype is not None, "that of a call"
+    given = program_of(spec).of_dtype(getattr(torch, dtype))
+    places = (slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
+    return tuple((given.of_columns(at.stop - at.start), at) for at in places)
 
 
 def places_of(parts: Sequence[PreparedCall]) -> Iterator[slice]:

@@ -322,17 +322,16 @@ def prepare(
     names = names_of(signature, tangents)
     checked = program, call, target, names, launch
     if program.moves(names) and (
-        places := parts_of(program, call, target, launch, "tangent", names)
+        places := parts_of(spec, program, call, target, launch, "tangent", names)
     ):
-        of_dtype = program_of(spec).of_dtype(operands.q.dtype)
         parts = [
             prepare(
-                of_dtype.of_columns(at.stop - at.start),
+                part,
                 *_of_columns(operands, results, tangents, at),
                 options,
                 launch,
             )
-            for at in places
+            for part, at in places
         ]
         return TangentInParts(*checked, parts=parts)
     return PreparedTangent(*checked)

@@ -114,6 +114,7 @@ def kernel(
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
+    shares_rows = plan.one_tensor and plan.column_warps > 1
     return rendered(
         template,
         spec,
@@ -152,14 +153,10 @@ def kernel(
         paged=paged,
         codes=codes,
         one_tensor=plan.one_tensor,
-        shares_rows=plan.one_tensor and plan.column_warps > 1,
-        row_warpgroups="(ROW_WARPS / 4)"
-        if plan.one_tensor and plan.column_warps > 1
-        else "CONSUMERS",
-        o_columns="O_COLUMNS" if plan.one_tensor and plan.column_warps > 1 else "HEAD_DIM_V",
-        row_warp="thread / 32 % ROW_WARPS"
-        if plan.one_tensor and plan.column_warps > 1
-        else "thread / 32",
+        shares_rows=shares_rows,
+        row_warpgroups="(ROW_WARPS / 4)" if shares_rows else "CONSUMERS",
+        o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
+        row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
         by_entry=by_entry,
         sets_length=any(

@@ -81,7 +81,7 @@ class DecodingPlan:
         last = (
             "joined by the thread block of their rows"
             if self.plan.folds
-            else ("and a merge of their results")
+            else "and a merge of their results"
         )
         return f"splits    {self.splits:,} of {self.split_size:,} keys, {last}"
 

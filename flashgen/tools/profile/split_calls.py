@@ -134,9 +134,7 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
 def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
     """The walks of one launch whose blocks have all splits of their rows."""
     found = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
-    if len({walk.sizes.heads_q for walk in found}) != 1 or any(
-        walk.sizes.heads_q != walks[0].of_split.sizes.heads_q for walk in found
-    ):
+    if {walk.sizes.heads_q for walk in found} != {walks[0].of_split.sizes.heads_q}:
         return walks  # heads with different walks, each of which is one of its own
     each = [walks_of_head(plan, walk.sizes, walk.visited) for walk in found]
     visited: list[list[int]] = [[] for _ in each[0]]
