@@ -55,7 +55,8 @@ def check(name: str, dropout: float, keep: KeepMasks | None, padding: str = "lef
         return results(model, attention, inputs, dropout, exact)
 
     found, exact, kept = of("fg"), of("eager", exact=True), of("kept", exact=True)
-    same = [of("eager")]
+    # Two ordinary computations: the rounding errors of one depend on the machine's matrix products.
+    same = [of("eager"), of("kept")]
     if name not in WITHOUT_SDPA and not dropout:
         same.append(of("sdpa"))
     meet_the_rule(found, exact, same, kept)
