@@ -85,6 +85,25 @@ LAYOUT_LISTS = LAYOUT_NAMES[1:]
 """The lists are computed from the live blocks; calls do not give them."""
 
 
+LISTS = ("kv_num_blocks", "kv_indices")
+"""Captured tensors of a spec whose queries choose their keys: int32 [batch, heads_kv or 1, groups
+of queries], the listed blocks of each group, and int32 [..., most], the blocks."""
+
+OWNED, LISTED = "owned_block", "listed_blocks"
+CHOICE = (
+    *("choice_first", "choice_batch", "choice_heads", "choice_seq_q", "choice_seq_k"),
+    *("choice_group", "choice_rows"),
+)
+"""What the calls that compute a call with chosen keys read: int32 [batch, 3], the batch entry, the
+first query head and the own block of each owner of a list; int32 [batch, most], the blocks in its
+list; and run-time scalars, the position of the first query of the call that is computed, its sizes,
+the query heads of a key head, and the rows of a group of queries."""
+
+LENGTHS, FIRST_QUERIES, ROW_SINK = "choice_lengths", "choice_q_offset", "row_sink"
+"""Of these calls too: the lengths of the sequences and the positions of the first queries, where
+they are tensors, and the logit of the sink of each row."""
+
+
 def tangent_names(learned: Iterable[str], captures: Iterable[str]) -> dict[str, str]:
     """The name of the tangent of each learned tensor, which no other capture of its spec has.
 
@@ -155,6 +174,10 @@ class BlockLayoutFacts(Protocol):
     @property
     def is_static(self) -> bool:
         """Whether the layout is a function, so that calls give no blocks."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether each call lists the blocks of keys for groups of queries."""
 
     @property
     def by_head(self) -> bool:
@@ -282,7 +305,13 @@ class CallSignature:
     def call_layout(self) -> BlockLayoutFacts | None:
         """The block layout where each call gives its blocks, else None."""
         sparse = self.block_sparse
-        return sparse if sparse is not None and not sparse.is_static else None
+        return sparse if sparse is not None and not (sparse.is_static or sparse.chooses) else None
+
+    @property
+    def choice(self) -> BlockLayoutFacts | None:
+        """The blocks where each call lists those that groups of queries choose, else None."""
+        sparse = self.block_sparse
+        return sparse if sparse is not None and sparse.chooses else None
 
 
 @dataclass(frozen=True)

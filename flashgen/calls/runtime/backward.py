@@ -16,6 +16,7 @@ from flashgen.calls.runtime.arguments.tensors import check_gradients
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, part_heads_of, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.chosen_keys import ChosenBackward
 from flashgen.calls.runtime.kernel_arguments import pointers_of
 from flashgen.calls.runtime.learned_gradients import (
     SINK_SUMS,
@@ -332,7 +333,7 @@ def prepare(
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
     needed: tuple[bool, ...] = (),
-) -> PreparedBackward:
+) -> PreparedBackward | ChosenBackward:
     """Checks a backward call and chooses its backend, architecture and kernels.
 
     Args:
@@ -350,6 +351,9 @@ def prepare(
     check_gradients(operands.q, operands.v, gradients)
     target = program.target(options.backend, options.arch, operands.q.device)
     deterministic = settled(options.deterministic)
+    if signature.choice is not None:
+        given = {"operands": operands, "gradients": gradients, "options": options}
+        return ChosenBackward(program, call, target, launch, needed=needed, **given)
     if not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
         program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))

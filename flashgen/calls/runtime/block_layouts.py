@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import check_dense, refuse
+from flashgen.calls.runtime.arguments.refusals import (
+    check_dense,
+    known,
+    refuse,
+    shape_of,
+    shown,
+)
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import called_by_users
@@ -16,6 +22,7 @@ from flashgen.shared.signature import (
     LAYOUT,
     LAYOUT_LISTS,
     LAYOUT_NAMES,
+    LISTS,
     BlockLayoutFacts,
     CallSignature,
 )
@@ -60,6 +67,70 @@ class Layout(NamedTuple):
         _check_live(live)
         return Layout(live, *_listed(live), *_listed(live.transpose(2, 3)))
 
+    @staticmethod
+    @called_by_users()
+    def from_lists(kv_num_blocks: Tensor, kv_indices: Tensor) -> ListedBlocks:
+        """The blocks of keys that groups of queries choose, for a spec whose block_sparse has
+        ``heads="kv"``.
+
+        Group g of a batch entry and key head holds the queries of the rows g * block_q to
+        (g + 1) * block_q - 1 in all query heads of the key head; block j the keys of the rows
+        j * block_k to (j + 1) * block_k - 1, of a paged cache those of the sequence. Blocks may be
+        in any order. A block of -1 is no block. A group without blocks has an output of 0.
+
+        Args:
+            kv_num_blocks: int32 [batch or 1, heads_kv or 1, groups], the length of each list.
+            kv_indices: int32 [batch or 1, heads_kv or 1, groups, most], the lists; what follows a
+                list's length is not read. A block that is no block of the keys, and one that a
+                list has twice, is an InputError of the call on the CPU. On a GPU, where nobody
+                reads the lists first, the former makes the rows of the group NaN, and the latter
+                counts twice.
+
+        Raises:
+            InputError: another rank, dtype or device, or lists of different groups.
+        """
+        return _checked_lists(kv_num_blocks, kv_indices)
+
+
+@called_by_users()
+class ListedBlocks(NamedTuple):
+    """The blocks of keys that groups of queries choose. `Layout.from_lists` makes it.
+
+    Attributes:
+        kv_num_blocks: int32 [batch or 1, heads_kv or 1, groups].
+        kv_indices: int32 [batch or 1, heads_kv or 1, groups, most].
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+
+
+def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
+    for name, tensor, rank in zip(LISTS, (counts, blocks), (3, 4), strict=True):
+        axes = "[batch or 1, heads_kv or 1, groups" + (", most]" if rank == 4 else "]")
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank or tensor.dtype != torch.int32:
+            given = shown(tensor)
+            if isinstance(tensor, Tensor):
+                given = f"{tensor.dtype} {tuple(tensor.shape)}"
+            refuse(
+                f"{name} is no int32 tensor of {rank} dimensions",
+                f"argument {name}",
+                f"given {given}; expected torch.int32, {axes}",
+                "fg.Layout.from_lists(counts.int(), blocks.int()), as in PyTorch's BlockMask",
+            )
+        check_dense(name, tensor)
+    assert isinstance(counts, Tensor)
+    assert isinstance(blocks, Tensor)
+    if known(counts.shape != blocks.shape[:3]) or counts.device != blocks.device:
+        refuse(
+            "kv_num_blocks and kv_indices have lists of different groups",
+            "argument kv_num_blocks",
+            f"kv_num_blocks {shape_of(counts)} on {counts.device}, kv_indices {shape_of(blocks)} "
+            f"on {blocks.device}",
+            "a count for each list: kv_num_blocks.shape == kv_indices.shape[:3]",
+        )
+    return ListedBlocks(counts, blocks)
+
 
 def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
     counts = live.sum(-1, dtype=torch.int32)
@@ -97,9 +168,20 @@ def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[s
     Raises:
         InputError: the layout is of another type or has another block size.
     """
+    if signature.choice is not None and LAYOUT in given:
+        return {n: x for n, x in given.items() if n != LAYOUT} | _lists_of(given[LAYOUT])
     sparse = signature.call_layout
     if sparse is None or LAYOUT not in given:
         return given
+    if isinstance(given[LAYOUT], ListedBlocks):
+        refuse(
+            "lists for groups of queries are those of another kind of layout",
+            "argument layout",
+            f"given lists of blocks; the spec has blocks of {sparse.block_q} x {sparse.block_k}, "
+            "which are tiles for all heads",
+            f'fg.BlockSparse(block_q={sparse.block_q}, block_k={sparse.block_k}, heads="kv") in '
+            "the spec, or layout=fg.Layout.of(live)",
+        )
     if any(name in given for name in LAYOUT_LISTS):
         return given  # all five tensors, which are the arguments of the registered operator
     value = given[LAYOUT]
@@ -107,6 +189,18 @@ def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[s
         value = blocks_of(sparse, value)
     made = value if isinstance(value, Layout) else Layout.of(value)
     return {**given, **dict(zip(LAYOUT_NAMES, made, strict=True))}
+
+
+def _lists_of(value: object) -> dict[str, Tensor]:
+    """The tensors of lists that the user gives."""
+    if not isinstance(value, ListedBlocks):
+        refuse(
+            "queries that choose their keys have lists of blocks",
+            "argument layout",
+            f"given {shown(value)}",
+            "layout=fg.Layout.from_lists(kv_num_blocks, kv_indices)",
+        )
+    return dict(zip(LISTS, value, strict=True))
 
 
 def blocks_of(sparse: BlockLayoutFacts, block_mask: Any) -> Tensor:
@@ -161,6 +255,8 @@ def check_layout(
     Raises:
         InputError: too few or too many blocks, or tensors of different layouts.
     """
+    if signature.choice is not None:
+        _check_groups(signature, captured, lengths[0])
     sparse = signature.call_layout
     if sparse is None:
         return
@@ -192,6 +288,68 @@ def check_layout(
                 f"shape {tuple(tensor.shape)}; layout {tuple(layout.live.shape)}, so expected "
                 f"{(*lines, *shape)}",
                 "layout=flashgen.Layout.of(live), which makes all five",
+            )
+
+
+def _check_groups(signature: CallSignature, captured: Sequence[Tensor], seq_q: int) -> None:
+    """Checks that there is a list for each group of queries."""
+    choice = signature.choice
+    assert choice is not None, "asked before"
+    names = [tensor.name for tensor in signature.tensors]
+    counts, blocks = (captured[names.index(name)] for name in LISTS)
+    groups = -(-seq_q // choice.block_q)
+    if counts.shape[2] != groups or counts.shape != blocks.shape[:3]:
+        refuse(
+            "the lists are not those of the groups of queries",
+            "argument layout",
+            f"kv_num_blocks {tuple(counts.shape)}, kv_indices {tuple(blocks.shape)}; {seq_q:,} "
+            f"queries in groups of {choice.block_q}: {groups:,} groups",
+            f"lists for {groups:,} groups: [batch or 1, heads_kv or 1, {groups}, most]",
+        )
+
+
+def check_choice(
+    choice: BlockLayoutFacts, captured: Mapping[str, Tensor], seq_k: int | Tensor
+) -> None:
+    """Checks the contents of lists.
+
+    Args:
+        seq_k: the number of keys, of each batch entry where it is a tensor.
+
+    Raises:
+        InputError: a length that is none, a block that is none, or one that a list has twice.
+    """
+    counts, blocks = (captured[name] for name in LISTS)
+    width = blocks.shape[-1]
+    most = -(-seq_k // choice.block_k)
+    if isinstance(most, Tensor):
+        most = most[:, None, None, None]
+        blocks = blocks.expand(len(most), *blocks.shape[1:])
+        counts = counts.expand(len(most), *counts.shape[1:])
+    place = torch.arange(width, device=blocks.device)
+    listed = (place < counts[..., None]) & (blocks != -1)
+    outside = listed & ((blocks < 0) | (blocks >= most))
+    ordered = torch.where(listed, blocks, -1 - place).sort(-1).values
+    twice = torch.nn.functional.pad((ordered.diff(dim=-1) == 0), (0, 1)) if width else listed
+    for wrong, what, way_out in (
+        ((counts < 0) | (counts > width), "a list has a length that is none", "0 to its width"),
+        (
+            outside.any(-1),
+            "a list has a block that is no block of the keys",
+            "blocks that begin at a key",
+        ),
+        (twice.any(-1), "a list has a block twice", "each block once: blocks.unique()"),
+    ):
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            length = int(counts[at])
+            refuse(
+                what,
+                "argument layout",
+                f"kv_num_blocks[{at}] is {length} of {width}; kv_indices there: "
+                f"{blocks[at][: max(length, 0)].tolist()!s:.200}; {seq_k} keys in blocks of "
+                f"{choice.block_k}",
+                f"{way_out}; -1 stands for no block",
             )
 
 

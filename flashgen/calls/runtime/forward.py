@@ -17,6 +17,7 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.chosen_keys import ChosenForward
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows
@@ -400,7 +401,7 @@ def prepare(
     operands: Operands,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
-) -> PreparedForward:
+) -> PreparedForward | ChosenForward:
     """Checks a forward call and chooses its backend, architecture and kernels.
 
     Raises:
@@ -411,6 +412,9 @@ def prepare(
     size = split_number(options.split_size)
     call = check(program.signature, operands, options)
     target = program.target(options.backend, options.arch, operands.q.device)
+    if program.signature.choice is not None:
+        given = {"operands": operands, "options": options}
+        return ChosenForward(program, call, target, launch, **given)
     # With as many query rows as keys, a plan need not be made to know that it splits no keys.
     may_split = program.signature.paged or call.query_rows < call.seq_k
     tiled = target.backend == "tiled"

@@ -18,7 +18,7 @@ import sympy
 
 from flashgen.shared.dtypes import POSITION_LIMIT, is_bool
 from flashgen.shared.errors import SpecError
-from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES
+from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, LAYOUT_NAMES, LISTS
 from flashgen.spec.language.function_identity import (
     bound,
     from_parts,
@@ -44,6 +44,16 @@ TENSORS = (
 """The tensors of a block layout that kernels read: the live blocks as a matrix, and as lists with
 counts, in ascending order, for each row and for each column of blocks."""
 
+CHOSEN = (
+    Tensor(LISTS[0], ("batch", "heads_kv", "groups"), "int32"),
+    Tensor(LISTS[1], ("batch", "heads_kv", "groups", "most"), "int32"),
+)
+"""The tensors of calls whose queries choose their keys."""
+
+HEADS = ("q", "kv")
+"""Whose heads have lines of a layout: query heads; or key heads, with lists for all query heads of
+one."""
+
 
 @in_specs
 @dataclass(frozen=True, eq=False)
@@ -66,14 +76,22 @@ class BlockSparse:
             If None, each call gives the layout: ``op(q, k, v, layout=...)``.
         block_q: number of queries in a block, at least 1.
         block_k: number of keys in a block, at least 1.
+        heads: "kv" where queries choose their keys: each call lists the blocks of keys for every
+            group of block_q queries, which all query heads of a key head share:
+            ``op(q, k, v, layout=fg.Layout.from_lists(kv_num_blocks, kv_indices))``. The rows of a
+            tile are then the queries of one group in all of these heads, so that a tile computes
+            what was listed. Groups and blocks are counted from the first row of q and of k; mask
+            and score see positions as ever. Else "q".
 
     Raises:
-        SpecError: layout is not such a function, or a block size is not a positive integer.
+        SpecError: layout is not such a function, a block size is not a positive integer, or heads
+            is another word; lists and a function are given together.
     """
 
     layout: Callable[..., object] | None = None
     block_q: int = 64
     block_k: int = 64
+    heads: str = HEADS[0]
     _arguments: int = field(init=False, repr=False, default=0)
     _bound: Any = field(init=False, repr=False, default=None)
     _outside: Hashable = field(init=False, repr=False, default=None)
@@ -91,6 +109,14 @@ class BlockSparse:
                     way_out=f"{option}=64",
                 )
             object.__setattr__(self, option, int(size))
+        if self.heads not in HEADS or (self.chooses and self.layout is not None):
+            raise SpecError(
+                'heads of a layout is "q", or "kv" where each call lists the blocks of its queries',
+                where=user_location(),
+                numbers=f"heads {self.heads!r}, layout {self.layout!r:.80}",
+                way_out='heads="kv" without a function, and op(..., '
+                "layout=fg.Layout.from_lists(kv_num_blocks, kv_indices))",
+            )
         if self.layout is not None and not callable(self.layout):
             raise SpecError(
                 "a layout is a function of block coordinates",
@@ -104,13 +130,23 @@ class BlockSparse:
             object.__setattr__(self, "_outside", outside(self.layout))
             object.__setattr__(self, "_sample", _sample(self))
         found = self._outside, self._sample
-        key = identity_of(self.layout), found, self.block_q, self.block_k
+        key = identity_of(self.layout), found, self.block_q, self.block_k, self.heads
         object.__setattr__(self, "_key", key)
 
     @property
     def is_static(self) -> bool:
         """True if the layout is a function, which is known before any call."""
         return self.layout is not None
+
+    @property
+    def chooses(self) -> bool:
+        """True if each call lists the blocks of keys for groups of queries."""
+        return self.heads == HEADS[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that each call gives."""
+        return () if self.is_static else CHOSEN if self.chooses else TENSORS
 
     @property
     def by_head(self) -> bool:
@@ -126,6 +162,8 @@ class BlockSparse:
     @property
     def described(self) -> str:
         """The block layout in words, for the printed plan."""
+        if self.chooses:
+            return f"lists of blocks of {self.block_k} keys for groups of {self.block_q} queries"
         origin = "given with the call" if self.layout is None else self._origin
         return f"{origin}, blocks of {self.block_q} queries x {self.block_k} keys"
 
@@ -136,6 +174,7 @@ class BlockSparse:
 
     def live_at(self, head: sympy.Expr) -> sympy.Basic:
         """The condition on b, q, k and the query head that the score's block is live."""
+        assert not self.chooses, "calls with lists are computed by those of other specs"
         row, column = FloorDiv(Q, self.block_q), FloorDiv(K, self.block_k)
         return sympy.Ne(Element(TENSORS[0].symbol, B, head, row, column), 0)
 
@@ -168,6 +207,7 @@ class BlockSparse:
 
     def __repr__(self) -> str:
         sizes = f"block_q={self.block_q}, block_k={self.block_k}"
+        sizes += f", heads={self.heads!r}" if self.chooses else ""
         if self.layout is None:
             return f"BlockSparse({sizes})"
         return f"BlockSparse({self._origin}, {sizes})"
@@ -178,16 +218,16 @@ class BlockSparse:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the code of the function, so that lambdas and local functions can be pickled."""
         function = self.layout if is_the_same_everywhere(self.layout) else to_parts(self._bound)
-        return _restored, (function, self.block_q, self.block_k)
+        return _restored, (function, self.block_q, self.block_k, self.heads)
 
 
-def _restored(layout: Any, block_q: int, block_k: int) -> BlockSparse:
-    return BlockSparse(from_parts(layout), block_q, block_k)
+def _restored(layout: Any, block_q: int, block_k: int, heads: str) -> BlockSparse:
+    return BlockSparse(from_parts(layout), block_q, block_k, heads)
 
 
 def check_names(names: list[str], where: str) -> None:
     """Raises SpecError if a capture has the name of a tensor of the block layout."""
-    taken = sorted(set(names) & set(LAYOUT_NAMES))
+    taken = sorted(set(names) & {*LAYOUT_NAMES, *LISTS})
     if taken:
         raise SpecError(
             f"the name {taken[0]!r} belongs to the block-sparse layout of the spec",

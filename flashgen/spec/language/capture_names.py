@@ -16,7 +16,9 @@ BUILT_IN_NAMES = frozenset(
     b h q k v o score batch heads seq_q seq_k q_lo q_hi k_lo k_hi out lse scale q_offset k_offset
     heads_q heads_kv h_offset whole whole_heads whole_seq_q whole_seq_k split_size head_dim
     head_dim_v dropout_p return_lse return_aux backend arch rng random_state deterministic dout dlse
-    dq dk dv _needed _self batch_invariant first_row row_lse row_slope
+    dq dk dv _needed _self batch_invariant first_row row_lse row_slope owned_block listed_blocks
+    choice_first choice_batch choice_heads choice_seq_q choice_seq_k choice_group
+    choice_rows choice_lengths choice_q_offset row_sink
     """.split()  # noqa: SIM905
 )
 

@@ -7,7 +7,7 @@ from functools import partial
 import sympy
 
 from flashgen.shared.dtypes import SCALAR_DTYPES, SCALAR_LIMIT
-from flashgen.shared.signature import FIRST_ROW, SPLIT, WHOLE
+from flashgen.shared.signature import CHOICE, FIRST_ROW, SPLIT, WHOLE
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q
 from flashgen.spec.language.traced import Capture, Traced
@@ -49,7 +49,7 @@ class Scalar(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        if self.name in (*WHOLE, SPLIT, FIRST_ROW):
+        if self.name in (*WHOLE, SPLIT, FIRST_ROW, *CHOICE):
             return Scalar.of_whole, (self.name,)
         return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
@@ -59,8 +59,8 @@ class Scalar(Capture):
 
     @staticmethod
     def of_whole(name: str) -> Scalar:
-        """One of `shared.signature.WHOLE`, `SPLIT` or `FIRST_ROW`: names that no capture of a mod
-        has."""
+        """One of `shared.signature.WHOLE`, `SPLIT`, `FIRST_ROW` or `CHOICE`: names that no capture
+        of a mod has."""
         made = Scalar("number", "int32", minimum=_LEAST.get(name, 0))
         made.name = name
         Traced.__init__(made, _symbol(name, "int32", made.minimum), (made,))
@@ -68,6 +68,7 @@ class Scalar(Capture):
 
 
 _LEAST = {"whole_heads": 1, SPLIT: 16, FIRST_ROW: None}
+_LEAST |= dict(zip(CHOICE, (None, 1, 1, 0, 0, 1, 1), strict=True))
 
 
 class Size(Scalar):

@@ -19,6 +19,7 @@ from flashgen.shared.signature import (
     AXES,
     KEY_HEADS,
     LAYOUT_NAMES,
+    LISTS,
     OFFSETS,
     PAGE_NAMES,
     PART_HEADS,
@@ -79,7 +80,8 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
 
 def _divisible(spec: AttentionSpec) -> dict[str, int]:
     """`CallSignature.divisible`, and for heads `CallSignature.group`."""
-    if spec.block_sparse is not None and spec.block_sparse.is_static and spec.block_sparse.by_head:
+    sparse = spec.block_sparse
+    if sparse is not None and (sparse.chooses or (sparse.is_static and sparse.by_head)):
         return {}
     dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
     found = {}
@@ -204,7 +206,7 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     spec = of_elements(spec)
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
-    changed = _substituted(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    changed = of_expressions(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
     if not spec.paged:
         return with_options(spec, split=False, folds=False, **changed)
     whole = with_options(
@@ -242,7 +244,7 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
         tensors=tuple(of_rows.get(x.symbol, x) for x in spec.tensors),
         scalars=(*spec.scalars, *whole),
         name=f"{spec.name}_in_whole",
-        **_substituted(spec, seen),
+        **of_expressions(spec, seen),
     )
 
 
@@ -273,7 +275,9 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
     whole = spec if inside else in_whole(spec)
     if spec.paged or spec.packed:
-        whole = with_options(whole, **_substituted(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr}))
+        whole = with_options(
+            whole, **of_expressions(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr})
+        )
     scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
     return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
 
@@ -345,7 +349,7 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     return with_options(spec, tensors=tuple(tensors.values()), sink=sink)
 
 
-def _substituted(spec: AttentionSpec, values: Mapping[Any, sympy.Basic]) -> dict[str, object]:
+def of_expressions(spec: AttentionSpec, values: Mapping[Any, sympy.Basic]) -> dict[str, object]:
     """The expressions of a spec with others for symbols, as options of `with_options`."""
     names = ("mask", "score", "modified", "divided_weight")
     found: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}
@@ -357,8 +361,9 @@ def _substituted(spec: AttentionSpec, values: Mapping[Any, sympy.Basic]) -> dict
 
 def before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors of a spec with more of them; those of a block layout are the last ones."""
-    layout = tuple(tensor for tensor in spec.tensors if tensor.name in LAYOUT_NAMES)
-    others = tuple(tensor for tensor in spec.tensors if tensor.name not in LAYOUT_NAMES)
+    last = (*LAYOUT_NAMES, *LISTS)
+    layout = tuple(tensor for tensor in spec.tensors if tensor.name in last)
+    others = tuple(tensor for tensor in spec.tensors if tensor.name not in last)
     return (*others, *added, *layout)
 
 

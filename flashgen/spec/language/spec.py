@@ -15,6 +15,7 @@ from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
 from flashgen.shared.signature import (
     LAYOUT_NAMES,
+    LISTS,
     OFFSETS,
     PAGE_NAMES,
     SCALE_DIMS,
@@ -224,7 +225,7 @@ class AttentionSpec:
             attempt(check_layout_names, [capture.name for capture in captures], where)
         _raise_all(mistakes + clashes)
 
-        given = LAYOUT_TENSORS if sparse is not None and not sparse.is_static else ()
+        given = () if sparse is None else sparse.tensors
         modified = SCORE if score is None else score.expr
         weighs = SCORE if weight is None else weight.expr
         by = self.normalize
@@ -260,6 +261,11 @@ class AttentionSpec:
         """The number of the query head that mods see, made of that in the call."""
         first = [scalar.expr for scalar in self.scalars if scalar.name == WHOLE[0]]
         return sympy.Add(H, *first)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether queries choose their keys, by lists of blocks in each call."""
+        return self.block_sparse is not None and self.block_sparse.chooses
 
     @property
     def keep(self) -> sympy.Basic:
@@ -395,7 +401,7 @@ class AttentionSpec:
         derived = ("mask", "score")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in derived}
         free = self.mask.free_symbols | self.score.free_symbols
-        own = set(LAYOUT_NAMES) if self.block_sparse is not None else set()
+        own = {*LAYOUT_NAMES, *LISTS} if self.block_sparse is not None else set()
         if self.sink is not None and self.sink.symbol not in free:
             own.add(self.sink.name)
         captures: tuple[Capture, ...]

@@ -140,6 +140,15 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             f"given a {type(sparse).__name__}",
             "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
         )
+    elif sparse is not None and sparse.chooses:
+        for option in ("packed", "dropout", "kv_dtype"):
+            if getattr(spec, option):
+                mistake(
+                    f"queries that choose their keys cannot have {option}",
+                    f"block_sparse {sparse!r}, {option} {getattr(spec, option)!r}",
+                    f"{option}={False if option != 'kv_dtype' else None}; or a block layout "
+                    "without lists: fg.BlockSparse(None, block_q=..., block_k=...)",
+                )
     if spec.name is not None and not _is_name(spec.name):
         mistake(
             "name is not an identifier, from which kernels and files are named",

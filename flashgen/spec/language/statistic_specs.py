@@ -65,7 +65,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         # u with du/ds = -P (log P + H), the derivative of the entropy H, where LSE is constant.
         slope = Value(of_slope[rows].expr)
         weight = (-Value(WEIGHT) * (Value(SCORE) - Value(lse) + slope)).expr
-    share = _share(spec, lse, divides=name != "sums")
+    share = share_of(spec, lse, divides=name != "sums")
     if normalize == "sum" or name == "sums":
         normalize = "total"
     removed = -sympy.oo if normalize == "max" else sympy.S.Zero
@@ -101,7 +101,7 @@ def without_statistics(spec: AttentionSpec) -> AttentionSpec:
     return with_options(spec, statistics=()) if spec.statistics else spec
 
 
-def _share(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Expr:
+def share_of(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Expr:
     """The weight of a score, over SCORE in place of the modified score."""
     if spec.is_softmax:
         return exp(Value(SCORE) - Value(lse)).expr

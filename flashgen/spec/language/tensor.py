@@ -15,7 +15,15 @@ import sympy
 
 from flashgen.shared.dtypes import FLOAT_DTYPES, INT32_MAX, TENSOR_DTYPES, dtype_name
 from flashgen.shared.random_numbers import RANDOM_STATE
-from flashgen.shared.signature import OFFSETS, ROWS
+from flashgen.shared.signature import (
+    FIRST_QUERIES,
+    LENGTHS,
+    LISTED,
+    OFFSETS,
+    OWNED,
+    ROW_SINK,
+    ROWS,
+)
 from flashgen.spec.language.capture_names import check_name
 from flashgen.spec.language.integer_limits import NARROW
 from flashgen.spec.language.lets import lets_of, replaced
@@ -143,7 +151,7 @@ class Tensor(Capture):
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.name in (*OFFSETS, *ROWS, RANDOM_STATE):
+        if self.name in _OF_CALLS:
             return Tensor.of_call, (self.name, self.dims, self.dtype)
         return Tensor, self.key
 
@@ -155,11 +163,14 @@ class Tensor(Capture):
     def of_call(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
         """A tensor made of another argument of calls, whose name no capture of a mod has.
 
-        Its name is one of `shared.signature.OFFSETS` or `ROWS`, or that of the call's rng.
+        Its name is one of those of `shared.signature`, or that of the call's rng.
         """
         made = Tensor("of_call", dims, dtype)
         made.name, made.symbol = name, TensorSymbol(name, dtype)
         return made
+
+
+_OF_CALLS = (*OFFSETS, *ROWS, RANDOM_STATE, OWNED, LISTED, LENGTHS, FIRST_QUERIES, ROW_SINK)
 
 
 def random_state() -> Tensor:

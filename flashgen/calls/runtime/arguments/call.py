@@ -48,10 +48,22 @@ from flashgen.calls.runtime.arguments.tensors import (
     check_sizes,
     values_of,
 )
-from flashgen.calls.runtime.block_layouts import check_layout, check_lists, with_layout
+from flashgen.calls.runtime.block_layouts import (
+    check_choice,
+    check_layout,
+    check_lists,
+    with_layout,
+)
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.random_numbers import RANDOM_STATE
-from flashgen.shared.signature import BOUNDARIES, OFFSETS, WHOLE, CallSignature, heads_of
+from flashgen.shared.signature import (
+    BOUNDARIES,
+    OFFSETS,
+    PAGE_NAMES,
+    WHOLE,
+    CallSignature,
+    heads_of,
+)
 
 Tensor = torch.Tensor
 
@@ -274,3 +286,6 @@ def check_contents(
         check_boundaries(signature, captured, call.seq_q, call.seq_k)
     if signature.call_layout is not None:
         check_lists(captured)
+    if signature.choice is not None:
+        keys = captured[PAGE_NAMES[1]] if signature.paged else call.seq_k
+        check_choice(signature.choice, captured, keys)

@@ -1,0 +1,627 @@
+"""One call whose queries choose their keys, by lists of blocks.
+
+It is computed by calls with paged caches (`flashgen.spec.language.chosen_specs`): the queries of a
+group are a sequence, and the blocks of its list are the pages. The lists by blocks of keys, for the
+gradients of keys and values, are made on the device, without waiting for it.
+
+The CPU path, tangents and gradients of learned tensors take the same blocks as a layout for all
+heads instead, which has a byte for each block of each group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashgen.calls import sinks
+from flashgen.calls.runtime import memory_layout
+from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.block_layouts import Layout
+from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.prepared_call import PreparedCall
+from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
+from flashgen.shared.call import (
+    CallOptions,
+    CheckedCall,
+    LaunchOptions,
+    Operands,
+    OutputGradients,
+)
+from flashgen.shared.dtypes import INT32_MAX
+from flashgen.shared.signature import (
+    CHOICE,
+    FIRST_QUERIES,
+    LAYOUT_NAMES,
+    LENGTHS,
+    LISTED,
+    LISTS,
+    OFFSETS,
+    OWNED,
+    PAGE_NAMES,
+    ROW_SINK,
+    ROWS,
+    WHOLE,
+    CallSignature,
+)
+
+if TYPE_CHECKING:
+    from flashgen.spec.language.spec import AttentionSpec
+
+Tensor = torch.Tensor
+
+MOST_OF_LIST = 1024
+"""Groups in a list of a block of keys: longer ones are cut, so that no thread block has to walk the
+groups of a block that all of them chose. The gradients of the parts are added."""
+
+_DELTA_COLUMNS = 8
+"""Columns of dO and V that subtract delta: the fewest that a head dim can have more."""
+
+
+def with_layout(
+    program: CallProgram, operands: Operands, options: CallOptions
+) -> tuple[CallProgram, Operands, CallOptions]:
+    """The same call with a block layout in place of its lists."""
+    from flashgen.spec.language.chosen_specs import with_layout as of_blocks
+
+    signature = program.signature
+    choice = signature.choice
+    assert choice is not None, "asked for calls with lists"
+    captured = named(signature, operands.captured)
+    seq_k = operands.k.shape[2]
+    if signature.paged:
+        seq_k *= captured[PAGE_NAMES[0]].shape[1]
+    columns = max(-(-seq_k // choice.block_k), 1)
+    counts, blocks = captured.pop(LISTS[0]), captured.pop(LISTS[1])
+    live = _live(counts, blocks, columns)
+    group = operands.q.shape[1] // max(operands.k.shape[1], 1)
+    if live.shape[1] > 1:
+        live = live.repeat_interleave(group, 1)
+    captured |= dict(zip(LAYOUT_NAMES, Layout.of(live), strict=True))
+    first, scalars = options.q_offset, options.scalars
+    if OFFSETS[0] in captured:
+        captured[FIRST_QUERIES] = captured.pop(OFFSETS[0]).view(-1)
+    if signature.paged:  # rows of blocks are counted from the first query
+        captured[OFFSETS[0]] = torch.zeros(1, dtype=torch.int32, device=live.device)
+    made = program_of(of_blocks(_spec(program)))
+    given = tuple(captured[tensor.name] for tensor in made.signature.tensors)
+    options = options._replace(q_offset=0, scalars=(*scalars, first))
+    return made, operands._replace(captured=given), options
+
+
+def _live(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
+    """Bool [batch or 1, heads_kv or 1, groups, columns]: the listed blocks."""
+    place = torch.arange(blocks.shape[-1], device=blocks.device)
+    listed = (place < counts[..., None]) & (blocks >= 0) & (blocks < columns)
+    live = blocks.new_zeros((*blocks.shape[:-1], columns + 1), dtype=torch.bool)
+    # Entries that are not listed are written to an extra column.
+    return live.scatter_(-1, torch.where(listed, blocks, columns).long(), True)[..., :columns]
+
+
+def _spec(program: CallProgram) -> AttentionSpec:
+    assert isinstance(program, SpecProgram), "an export has no lists"
+    return program.spec
+
+
+class _Pages(NamedTuple):
+    """Rows of a tensor [batch, heads, length, columns] as the pages of a cache, without a copy.
+
+    Attributes:
+        cache: [pages, 1, rows of a page, columns]; pages overlap.
+        entry, head, step: how many pages the next batch entry, head and block of rows are further.
+    """
+
+    cache: Tensor
+    entry: int
+    head: int
+    step: int
+
+    @staticmethod
+    def of(x: Tensor, rows: int) -> _Pages:
+        batch, heads, length, columns = x.shape
+        moves = [
+            stride if size > 1 else 0
+            for size, stride in zip(
+                (batch, heads, length // rows),
+                (x.stride(0), x.stride(1), rows * x.stride(2)),
+                strict=True,
+            )
+        ]
+        unit = math.gcd(*moves) or columns
+        entry, head, step = (move // unit for move in moves)
+        last = (batch - 1) * entry + (heads - 1) * head + (length // rows - 1) * step
+        size, stride = (last + 1, 1, rows, columns), (unit, unit, x.stride(2), 1)
+        return _Pages(x.as_strided(size, stride, x.storage_offset()), entry, head, step)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call with lists.
+
+    Attributes:
+        batch, heads: batch entries and key heads.
+        group: query heads of a key head.
+        groups: groups of queries; of block_q each.
+        blocks: blocks of keys in a batch entry; of block_k each.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    groups: int
+    blocks: int
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
+
+    @property
+    def ragged(self) -> tuple[bool, bool]:
+        return self.seq_q % self.block_q > 0, self.seq_k % self.block_k > 0
+
+    @property
+    def rows(self) -> int:
+        """The rows of a group of queries."""
+        return self.group * self.block_q
+
+    def by_groups(self, x: Tensor) -> Tensor:
+        """Rows [batch, heads_q, seq_q, ...] as [sequences, 1, rows, ...]: groups of queries."""
+        lacking = self.groups * self.block_q - self.seq_q
+        if lacking:
+            x = torch.cat([x, x.new_zeros(*x.shape[:2], lacking, *x.shape[3:])], 2)
+        rest = x.shape[3:]
+        x = x.reshape(self.batch, self.heads, self.group, self.groups, self.block_q, *rest)
+        x = x.permute(0, 1, 3, 4, 2, *range(5, x.dim()))
+        return x.reshape(-1, 1, self.rows, *rest)
+
+    def of_groups(self, x: Tensor) -> Tensor:
+        """What `by_groups` undoes: [batch, heads_q, seq_q, ...], a view."""
+        rest = x.shape[3:]
+        x = x.view(self.batch, self.heads, self.groups, self.block_q, self.group, *rest)
+        x = x.permute(0, 1, 4, 2, 3, *range(5, x.dim()))
+        return x.reshape(self.batch, -1, self.groups * self.block_q, *rest)[:, :, : self.seq_q]
+
+    def by_blocks(self, x: Tensor) -> Tensor:
+        """Keys [batch, heads, seq_k, columns], with rows of zeros up to the end of a block."""
+        lacking = self.blocks * self.block_k - self.seq_k
+        return torch.nn.functional.pad(x, (0, 0, 0, lacking)) if lacking else x
+
+    def owners(self, lines: Tensor, own: Tensor) -> Tensor:
+        """Int32 [sequences, 3]: batch entries, first query heads and own blocks."""
+        heads = lines % self.heads * self.group
+        return torch.stack([lines // self.heads, heads, own], -1).to(torch.int32)
+
+
+def _lists(sizes: _Sizes, counts: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and lengths of the lists of each key head, without entries that are no block."""
+    shape = sizes.batch, sizes.heads, sizes.groups
+    place = torch.arange(blocks.shape[-1], device=blocks.device)
+    none = (place >= counts[..., None]) | (blocks == -1)
+    kept = blocks.gather(-1, none.to(torch.uint8).argsort(dim=-1, stable=True)).long()
+    lengths = none.logical_not().sum(-1)
+    kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
+    return kept, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)
+
+
+class ChosenCall:
+    """The calls of paged caches that compute a call with lists, for tensors of one layout.
+
+    Args:
+        program: of the spec of a dtype, which has lists.
+        call, operands, options, launch: the checked call.
+
+    Raises:
+        InputError: the call has an argument that calls with lists do not have.
+    """
+
+    def __init__(
+        self,
+        program: CallProgram,
+        call: CheckedCall,
+        operands: Operands,
+        options: CallOptions,
+        launch: LaunchOptions,
+    ) -> None:
+        signature = program.signature
+        choice = signature.choice
+        assert choice is not None, "asked for calls with lists"
+        if options.k_offset or OFFSETS[1] in signature.offsets or WHOLE[0] in call.scalars:
+            refuse(
+                "queries that choose their keys are a call of their own, with all heads and keys",
+                "arguments k_offset, h_offset and whole",
+                f"k_offset {options.k_offset}; scalars: {', '.join(call.scalars) or 'none'}",
+                "lists of the blocks of these keys, and positions that mods read from a Tensor",
+            )
+        self._signature: CallSignature = signature
+        self._spec = _spec(program)
+        self._options = options
+        self._launch = launch
+        self._prepared: dict[str, Any] = {}
+        self._call_pages, _, per_page, _ = operands.k.shape
+        if signature.paged and per_page % choice.block_k:
+            refuse(
+                "the blocks that queries choose are parts of pages",
+                "argument k",
+                f"pages of {per_page} keys, blocks of {choice.block_k}",
+                f"pages of a multiple of {choice.block_k} keys",
+            )
+        self._per_page = per_page // choice.block_k  # blocks
+        self.sizes = _Sizes(
+            call.batch,
+            call.heads_kv,
+            call.group,
+            -(-call.seq_q // choice.block_q),
+            -(-call.seq_k // choice.block_k),
+            choice.block_q,
+            choice.block_k,
+            call.seq_q,
+            call.seq_k,
+        )
+        by_number = CHOICE[0] not in call.scalars and OFFSETS[0] not in signature.offsets
+        first = options.q_offset if by_number else 0
+        self._scalars = (
+            *options.scalars,
+            first,
+            call.batch,
+            call.heads_q,
+            call.seq_q,
+            call.seq_k,
+            call.group,
+            self.sizes.rows,
+        )
+
+    def forward(self, operands: Operands) -> tuple[Any, ...]:
+        """The results of the call, and the record of the paged call."""
+        from flashgen.calls.runtime.forward import prepare
+        from flashgen.spec.language.chosen_specs import by_groups
+
+        sizes, captured = self.sizes, named(self._signature, operands.captured)
+        spec = by_groups(self._spec, sizes.ragged)
+        given = self._of_groups(spec, operands, captured)
+        options = self._options._replace(q_offset=0, scalars=self._scalars)
+        if options.split_size is None and sizes.groups > 1:
+            options = options._replace(split_size=0)  # the groups keep the GPU busy
+        call = self._prepare("forward", lambda: prepare(spec, given, options, self._launch))
+        out, *of_rows, done = call.run(given)
+        out = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(out))
+        return (out, *(sizes.of_groups(x).contiguous() for x in of_rows), done)
+
+    def backward(
+        self, operands: Operands, gradients: OutputGradients
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """dq, dk, dv and the gradient of a learned sink, and the records of the paged calls."""
+        from flashgen.calls.runtime.backward import prepare_queries
+        from flashgen.calls.runtime.forward import prepare
+        from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
+
+        sizes, captured = self.sizes, named(self._signature, operands.captured)
+        options = self._options._replace(q_offset=0, scalars=self._scalars, split_size=0)
+        rest = options, self._launch
+        rows = OutputGradients(*(None if x is None else sizes.by_groups(x) for x in gradients))
+        spec = by_groups(self._spec, sizes.ragged)
+        given = self._of_groups(spec, operands, captured)
+        call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
+        dq, of_queries = call.run(given, rows)
+        dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
+
+        # Every block of keys is a sequence of rows; its keys are the rows of groups.
+        parts = self._of_keys(captured)
+        k, v = (parts.rows_of(sizes.by_blocks(x)) for x in operands[1:3])
+        tensors = self._captured(captured) | {
+            OWNED: parts.owners,
+            LISTED: parts.blocks,
+            PAGE_NAMES[0]: parts.pages,
+            PAGE_NAMES[1]: parts.lengths * sizes.rows,
+            ROWS[0]: rows.lse[:, 0],
+            OFFSETS[0]: parts.lengths.new_zeros(1),
+        }
+        dout = rows.dout.to(given.q.dtype)
+        to_v = value_gradients(self._spec, sizes.ragged)
+        given_v = Operands(k, given.q, dout, _in_order(to_v, tensors))
+        call = self._prepare("dv", lambda: prepare(to_v, given_v, *rest))
+        dv, _, done = call.run(given_v)
+
+        delta = self._delta(rows)
+        if delta is not None:
+            v, dout = _with_delta(v, dout, delta)
+        to_k = _with_columns(by_keys(self._spec, sizes.ragged), dout.shape[3])
+        given_k = Operands(k, given.q, dout, _in_order(to_k, tensors))
+        none = rows.lse.new_zeros(k.shape[:3])
+        of_keys = OutputGradients(v, none, v)
+        call = self._prepare("dk", lambda: prepare_queries(to_k, given_k, of_keys, *rest))
+        dk, of_k = call.run(given_k, of_keys)
+        dk, dv = (
+            memory_layout.in_memory_order_of(
+                like, parts.added(x)[:, :, : sizes.seq_k].to(like.dtype)
+            )
+            for x, like in zip((dk, dv), operands[1:3], strict=True)
+        )
+        return (dq, dk, dv, *self._of_sink(captured, operands.q, gradients)), (
+            of_queries,
+            done,
+            of_k,
+        )
+
+    def _prepare(self, name: str, make: Any) -> Any:
+        if name not in self._prepared:
+            self._prepared[name] = make()
+        return self._prepared[name]
+
+    def _of_groups(
+        self, spec: AttentionSpec, operands: Operands, captured: Mapping[str, Tensor]
+    ) -> Operands:
+        """The operands of the calls in which groups of queries are sequences."""
+        sizes = self.sizes
+        device = operands.q.device
+        blocks, lengths = _lists(sizes, *(captured[name] for name in LISTS))
+        k, v = operands.k, operands.v
+        if not self._signature.paged:
+            k, v = sizes.by_blocks(k), sizes.by_blocks(v)
+        of_k, of_v = _Pages.of(k, sizes.block_k), _Pages.of(v, sizes.block_k)
+        if of_v[1:] != of_k[1:]:  # one table has the pages of both
+            of_k, of_v = (_Pages.of(x.contiguous(), sizes.block_k) for x in (k, v))
+        lines = torch.arange(sizes.batch * sizes.heads, device=device)
+        pages = self._pages(of_k, blocks, lines, captured)
+        own = torch.arange(sizes.groups, device=device).repeat(len(lines))
+        tensors = self._captured(captured) | {
+            OWNED: sizes.owners(lines.repeat_interleave(sizes.groups), own),
+            LISTED: blocks.flatten(0, 1).to(torch.int32),
+            PAGE_NAMES[0]: pages.flatten(0, 1).to(torch.int32),
+            PAGE_NAMES[1]: (lengths.flatten() * sizes.block_k).to(torch.int32),
+            OFFSETS[0]: torch.zeros(1, dtype=torch.int32, device=device),
+        }
+        sink = self._signature.sink
+        if sink is not None:
+            logits = sinks.logits_of(
+                captured[sink.name], sink.dims, self._rows(captured, operands.q)
+            )
+            logits = logits.expand(operands.q.shape[:3])
+            tensors[ROW_SINK] = sizes.by_groups(logits)[:, 0]
+        return Operands(
+            sizes.by_groups(operands.q), of_k.cache, of_v.cache, _in_order(spec, tensors)
+        )
+
+    def _pages(
+        self, of: _Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The pages of listed blocks, [batch * heads, groups, most]; -1 for one that is none."""
+        sizes = self.sizes
+        if of.cache.shape[0] > INT32_MAX:
+            refuse(
+                "k has more blocks of keys than kernels count",
+                "argument k",
+                f"blocks begin at {of.cache.shape[0]:,} places; at most {INT32_MAX:,}",
+                "fewer batch entries in a call",
+            )
+        entry, head = (lines // sizes.heads)[:, None, None], (lines % sizes.heads)[:, None, None]
+        if not self._signature.paged:
+            inside = (blocks >= 0) & (blocks < sizes.blocks)
+            pages = entry * of.entry + head * of.head + blocks * of.step
+            return torch.where(inside, pages, -1)
+        table, per_page = captured[PAGE_NAMES[0]].long(), self._per_page
+        lengths = captured[PAGE_NAMES[1]].long()[lines // sizes.heads][:, None, None]
+        inside = (blocks >= 0) & (blocks * sizes.block_k < lengths)
+        page = table[entry, (blocks // per_page).clamp(0, table.shape[1] - 1)]
+        known = inside & (page >= 0) & (page < self._call_pages)
+        pages = page * of.entry + head * of.head + blocks % per_page * of.step
+        return torch.where(known, pages, -1)
+
+    def _captured(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The captured tensors that mods read, by the names that they have in derived specs."""
+        found = {name: x for name, x in captured.items() if name not in LISTS}
+        if OFFSETS[0] in found:
+            found[FIRST_QUERIES] = found.pop(OFFSETS[0]).view(-1)
+        if self._signature.paged:
+            found[LENGTHS] = found[PAGE_NAMES[1]]
+        return found
+
+    def _rows(self, captured: Mapping[str, Tensor], q: Tensor) -> sinks.Rows:
+        return sinks.rows_of_call(self._signature, captured, q, 0, self._options.q_offset)
+
+    def _of_keys(self, captured: Mapping[str, Tensor]) -> _ListsOfKeys:
+        blocks, lengths = _lists(self.sizes, *(captured[name] for name in LISTS))
+        return _ListsOfKeys.of(self.sizes, blocks, lengths)
+
+    def _delta(self, rows: OutputGradients) -> Tensor | None:
+        """What is subtracted from dP in each row of the groups, [sequences, 1, rows]; None for
+        nothing."""
+        if self._signature.normalize == "none":
+            return None
+        delta = (rows.dout.float() * rows.out.float()).sum(-1)
+        return delta if rows.dlse is None else delta - rows.dlse
+
+    def _of_sink(
+        self, captured: Mapping[str, Tensor], q: Tensor, gradients: OutputGradients
+    ) -> tuple[Tensor, ...]:
+        """The gradient of a learned sink."""
+        sink = self._signature.sink
+        if sink is None or not sink.grad:
+            return ()
+        out, lse, dout, dlse = gradients
+        delta = (dout.float() * out.float()).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        given, rows = captured[sink.name], self._rows(captured, q)
+        share = sinks.weights_of(given.detach(), sink.dims, rows, lse)
+        total = sinks.gradient_of_rows(given, sink.dims, rows, -share.double() * delta.double())
+        return (total.to(given.dtype),)
+
+
+class ChosenForward(PreparedCall):
+    """A checked forward call whose queries choose their keys."""
+
+    in_parts = True  # calls without Python are those of one launch
+
+    def __init__(self, *checked: Any, operands: Operands, options: CallOptions) -> None:
+        """
+        Args:
+            checked: as for `PreparedCall`.
+            operands, options: of the call.
+        """
+        super().__init__(*checked)
+        program, call, target, launch = checked
+        self._options = options
+        self._chosen: ChosenCall | None = None
+        if target.backend != "tiled" and not call.is_empty:
+            self._chosen = ChosenCall(program, call, operands, options, launch)
+        self._of_blocks: Any = None
+
+    def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
+        """The results of the call, as `flashgen.calls.runtime.forward.PreparedForward.run`."""
+        from flashgen.calls.runtime.forward import prepare
+
+        self._named(operands.captured, operands.k)
+        if self._chosen is not None:
+            return self._chosen.forward(operands)
+        program, given, options = with_layout(self.program, operands, self._options)
+        if self._of_blocks is None:
+            self._of_blocks = prepare(program, given, options, self.launch)
+        results: tuple[Any, ...] = self._of_blocks.run(given)
+        return results
+
+
+class ChosenBackward(PreparedCall):
+    """A checked backward call whose queries choose their keys."""
+
+    in_parts = True
+
+    def __init__(
+        self,
+        *checked: Any,
+        operands: Operands,
+        gradients: OutputGradients,
+        options: CallOptions,
+        needed: tuple[bool, ...],
+    ) -> None:
+        """
+        Args:
+            checked: as for `PreparedCall`.
+            operands, gradients, options, needed: as for `flashgen.calls.runtime.backward.prepare`.
+        """
+        super().__init__(*checked)
+        program, call, target, launch = checked
+        self._options = options
+        self._needed = needed
+        self._chosen: ChosenCall | None = None
+        learned = zip(self.signature.learned, needed or itertools.repeat(True), strict=False)
+        others = [x for x, wanted in learned if wanted and x != self.signature.sink]
+        if target.backend != "tiled" and not (call.is_empty or others):
+            self._chosen = ChosenCall(program, call, operands, options, launch)
+        self._of_blocks: Any = None
+
+    def run(self, operands: Operands, gradients: OutputGradients) -> tuple[Any, Any]:
+        """As `flashgen.calls.runtime.backward.PreparedBackward.run`."""
+        from flashgen.calls.runtime.backward import prepare
+
+        self._named(operands.captured, operands.k)
+        if self._chosen is not None:
+            return self._chosen.backward(operands, gradients)
+        program, given, options = with_layout(self.program, operands, self._options)
+        if self._of_blocks is None:
+            rest = self.launch, self._needed
+            self._of_blocks = prepare(program, given, gradients, options, *rest)
+        results: tuple[Any, Any] = self._of_blocks.run(given, gradients)
+        return results
+
+
+def _in_order(spec: AttentionSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensors[tensor.name] for tensor in spec.tensors)
+
+
+class _ListsOfKeys(NamedTuple):
+    """The lists of blocks of keys: which groups of queries chose each. Long lists are in parts.
+
+    Attributes:
+        blocks: int32 [parts, most], the groups.
+        pages: int32 [parts, most], the groups among those of all key heads.
+        lengths: int32 [parts].
+        owners: int32 [parts, 3], as `_Sizes.owners`.
+        places: int64 [parts], the block of each part among those of all key heads.
+    """
+
+    sizes: _Sizes
+    blocks: Tensor
+    pages: Tensor
+    lengths: Tensor
+    owners: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(sizes: _Sizes, blocks: Tensor, lengths: Tensor) -> _ListsOfKeys:
+        """
+        Args:
+            blocks, lengths: the lists of groups, as `_lists`.
+        """
+        lines, groups, most = blocks.shape
+        device, total = blocks.device, lines * sizes.blocks
+        line = torch.arange(lines, device=device)[:, None, None]
+        listed = torch.arange(most, device=device) < lengths[..., None]
+        listed &= (blocks >= 0) & (blocks < sizes.blocks)
+        # In ascending order of the groups, since the sort is stable.
+        chosen, order = (
+            torch.where(listed, line * sizes.blocks + blocks, total).flatten().sort(stable=True)
+        )
+        group = order // most  # among those of all key heads
+        every = torch.arange(total + 1, device=device)
+        starts = torch.searchsorted(chosen, every)
+        counts = starts.diff()
+        # Twice the mean length, so that most lists are whole and the table stays small.
+        width = min(1 << (2 * len(chosen) // total).bit_length(), MOST_OF_LIST, groups)
+        cuts = torch.nn.functional.pad((-(-counts // width)).clamp_min(1).cumsum(0), (1, 0))
+        parts = total + len(chosen) // width  # the most that there can be
+        rank = torch.arange(len(chosen), device=device) - starts[chosen]
+        part = (cuts[chosen] + rank // width).where(chosen < total, parts)
+        table = group.new_zeros((parts + 1, width))
+        table[part, (rank % width).where(chosen < total, 0)] = group
+        pages = table[:-1]
+        number = torch.arange(parts, device=device)
+        places = (torch.searchsorted(cuts, number, right=True) - 1).clamp(0, total - 1)
+        rest = counts[places] - (number - cuts[places]) * width
+        own = sizes.owners(places // sizes.blocks, places % sizes.blocks)
+        return _ListsOfKeys(
+            sizes,
+            (pages % groups).to(torch.int32),
+            pages.to(torch.int32),
+            rest.clamp(0, width).to(torch.int32),
+            own,
+            places,
+        )
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The rows [parts, 1, block_k, columns] of the parts, of x [batch, heads, keys, ...]."""
+        whole = x.reshape(-1, 1, self.sizes.block_k, x.shape[3])
+        return whole[self.places]
+
+    def added(self, x: Tensor) -> Tensor:
+        """The sums over the parts of each block, [batch, heads, keys, columns] in float32; in the
+        order of the parts."""
+        sizes, columns = self.sizes, x.shape[3]
+        total = x.new_zeros(
+            (sizes.batch * sizes.heads * sizes.blocks, sizes.block_k, columns), dtype=torch.float32
+        )
+        total.index_put_((self.places,), x[:, 0].float(), accumulate=True)
+        return total.view(sizes.batch, sizes.heads, -1, columns)
+
+
+def _with_delta(v: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of V and of dO with further columns, by which dO V^T has delta subtracted.
+
+    Several columns of 16 bits hold delta with the digits of float32.
+    """
+    parts, rest = [], delta
+    for _ in range(3):
+        parts.append(rest.to(dout.dtype))
+        rest = rest - parts[-1].float()
+    columns = torch.stack(parts, -1)
+    more = dout.new_zeros((*dout.shape[:3], _DELTA_COLUMNS))
+    more[..., : len(parts)] = columns
+    minus = v.new_zeros((*v.shape[:3], _DELTA_COLUMNS))
+    minus[..., : len(parts)] = -1
+    return torch.cat([v, minus], -1), torch.cat([dout, more], -1)
+
+
+def _with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
+    from flashgen.spec.language.signature import with_columns
+
+    return with_columns(spec, columns)

@@ -1,0 +1,222 @@
+"""The specs whose calls compute a call in which queries choose their keys.
+
+A group of queries, in all query heads of a key head, lists the blocks of keys that it attends to.
+Each group is a sequence of its own to the kernels: its rows are the queries of one head, ordered by
+query and then by head, and its keys are the pages of a cache that its list names. The gradients of
+keys and values are the same with exchanged roles: each block of keys is a sequence of rows, whose
+list names the groups that chose it. All of it is in the expressions of mask and score: positions
+and heads are read from the lists, and kernels are those of any call with a paged cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import sympy
+
+from flashgen.shared.signature import (
+    CHOICE,
+    FIRST_QUERIES,
+    LENGTHS,
+    LISTED,
+    OFFSETS,
+    OWNED,
+    PAGE_NAMES,
+    ROW_SINK,
+    ROWS,
+)
+from flashgen.spec.language.block_layout import CHOSEN, BlockSparse
+from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.scalar import Scalar
+from flashgen.spec.language.signature import of_expressions, partial, with_options
+from flashgen.spec.language.spec import PAGES, AttentionSpec
+from flashgen.spec.language.statistic_specs import share_of
+from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.tensor import SIZES, Tensor
+from flashgen.spec.language.tensor_elements import Element
+from flashgen.spec.language.tracing import weighed
+
+FIRST, WHOLE_BATCH, WHOLE_HEADS, WHOLE_SEQ_Q, WHOLE_SEQ_K, GROUP, ROWS_OF_GROUP = SCALARS = tuple(
+    Scalar.of_whole(name) for name in CHOICE
+)
+
+_OWNED = Tensor.of_call(OWNED, ("batch", 3), "int32")
+_LISTED = Tensor.of_call(LISTED, ("batch", "listed"), "int32")
+_LSE = Tensor.of_call(ROWS[0], ("pages", "rows"), "float32")
+_FIRST_ROW = Tensor.of_call(OFFSETS[0], ("batch",), "int32")
+_SINK = Tensor.of_call(ROW_SINK, ("batch", "seq_q"), "float32")
+
+
+@functools.lru_cache(maxsize=1024)
+def with_layout(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with a block layout in place of lists, whose blocks are counted from query 0.
+
+    The position of the first query is the scalar `CHOICE[0]`, or that of each batch entry.
+    """
+    sparse = _lists(spec)
+    own = {each.name for each in CHOSEN}
+    tensors = tuple(x for x in spec.tensors if x.name not in (*own, OFFSETS[0]))
+    return with_options(
+        spec,
+        tensors=(*tensors, *_first_of_entries(spec), *LAYOUT_TENSORS),
+        scalars=(*spec.scalars, FIRST),
+        block_sparse=BlockSparse(None, sparse.block_q, sparse.block_k),
+        name=f"{spec.name}_in_blocks",
+        **of_expressions(spec, {Q: Q + _first_query(spec, B)}),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+    """The spec of calls in which each group of queries is a sequence.
+
+    Args:
+        ragged: whether the last group lacks queries, and the last block lacks keys.
+    """
+    sparse = _lists(spec)
+    own, of_list = _owned(2), _listed(sparse.block_k)
+    query = own * sparse.block_q + FloorDiv(Q, GROUP.expr)
+    key = of_list * sparse.block_k + FloorMod(K, sparse.block_k)
+    options = _moved(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
+    tensors = options.pop("tensors")
+    sink = None if spec.sink is None else _SINK
+    extra = () if sink is None else (sink,)
+    return with_options(
+        spec,
+        **options,
+        tensors=(*tensors, _OWNED, _LISTED, *PAGES, *extra, _FIRST_ROW),
+        paged=True,
+        sink=sink,
+        name=f"{spec.name}_by_groups",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+    """The spec of calls in which each block of keys is a sequence of rows, and queries are its
+    keys: the output for dO in place of V is dV, and dQ for dO and V exchanged is dK.
+
+    Weights are those of the spec's rows, whose normaliser is read. dQ of such a call takes dP for
+    the derivative of a weight: delta is subtracted by further columns of dO and V.
+    """
+    sparse = _lists(spec)
+    rows = ROWS_OF_GROUP.expr
+    own, of_list, row = _owned(2), _listed(rows), FloorMod(K, rows)
+    query = of_list * sparse.block_q + FloorDiv(row, GROUP.expr)
+    key = own * sparse.block_k + Q
+    options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
+    tensors = options.pop("tensors")
+    moved = with_options(spec, **options)
+    lse = Element(_LSE.symbol, Element(PAGES[0].symbol, B, FloorDiv(K, rows)), row)
+    score = weighed(moved.modified, share_of(moved, lse, divides=True))
+    given = (_LSE,) if lse in score.atoms(Element) or _LSE.symbol in score.free_symbols else ()
+    return with_options(
+        moved,
+        score=score,
+        modified=score,
+        weight=SCORE,
+        weight_line=None,
+        normalize="none",
+        tensors=(*tensors, _OWNED, _LISTED, *given, *PAGES, _FIRST_ROW),
+        paged=True,
+        shared_kv=False,
+        sink=None,
+        name=f"{spec.name}_by_keys",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def value_gradients(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+    """`by_keys` with an output in float32, whose parts are added: dV."""
+    return partial(by_keys(spec, ragged))
+
+
+def _lists(spec: AttentionSpec) -> BlockSparse:
+    sparse = spec.block_sparse
+    assert sparse is not None, "a spec whose queries choose their keys"
+    assert sparse.chooses, "a spec whose queries choose their keys"
+    return sparse
+
+
+def _owned(what: int) -> sympy.Expr:
+    return Element(_OWNED.symbol, B, sympy.Integer(what))
+
+
+def _listed(rows: sympy.Expr | int) -> sympy.Expr:
+    return Element(_LISTED.symbol, B, FloorDiv(K, rows))
+
+
+def _first_query(spec: AttentionSpec, entry: sympy.Expr) -> sympy.Expr:
+    """The position of the first query of a batch entry of the spec's call."""
+    if any(tensor.name == OFFSETS[0] for tensor in spec.tensors):
+        return Element(_first_of_entries(spec)[0].symbol, entry)
+    return SEQ_K - SEQ_Q if spec.paged else FIRST.expr
+
+
+def _first_of_entries(spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """The positions of the first queries of batch entries, by another name."""
+    return tuple(
+        Tensor.of_call(FIRST_QUERIES, ("entries",), x.dtype)
+        for x in spec.tensors
+        if x.name == OFFSETS[0]
+    )
+
+
+def _moved(
+    spec: AttentionSpec,
+    query: sympy.Expr,
+    key: sympy.Expr,
+    head: sympy.Expr,
+    ragged: tuple[bool, bool],
+) -> dict[str, object]:
+    """The options of a spec whose mods see the positions of the call that is computed.
+
+    Args:
+        query, key: the row of q and of k.
+        head: the query head, counted from the first one of the key head.
+    """
+    entry = _owned(0)
+    seq_k: sympy.Expr = WHOLE_SEQ_K.expr
+    lengths: tuple[Tensor, ...] = ()
+    if spec.paged:
+        lengths = (Tensor.of_call(LENGTHS, ("entries",), "int32"),)
+        seq_k = Element(lengths[0].symbol, entry)
+    first = _first_query(spec, entry).xreplace({SEQ_K: seq_k, SEQ_Q: WHOLE_SEQ_Q.expr})
+    seen: Mapping[sympy.Basic, sympy.Basic] = {
+        B: entry,
+        H: _owned(1) + head,
+        Q: first + query,
+        K: key,
+        BATCH: WHOLE_BATCH.expr,
+        HEADS: WHOLE_HEADS.expr,
+        SEQ_Q: WHOLE_SEQ_Q.expr,
+        SEQ_K: seq_k,
+    }
+    options = of_expressions(spec, seen)
+    bounds = [query < WHOLE_SEQ_Q.expr] if ragged[0] else []
+    bounds += [key < seq_k] if ragged[1] or spec.paged else []
+    # A block that is no block of the call has no keys.
+    mask = sympy.And(*bounds, options["mask"])
+    own = {*(each.name for each in CHOSEN), *PAGE_NAMES, *OFFSETS}
+    if spec.sink is not None and spec.sink.symbol not in spec.mask.free_symbols | (
+        spec.modified.free_symbols
+    ):
+        own.add(spec.sink.name)
+    tensors = (_renamed(tensor) for tensor in spec.tensors if tensor.name not in own)
+    return options | {
+        "mask": mask,
+        "block_sparse": None,
+        "statistics": (),
+        "scalars": (*spec.scalars, *SCALARS),
+        "tensors": (*tensors, *_first_of_entries(spec), *lengths),
+    }
+
+
+def _renamed(tensor: Tensor) -> Tensor:
+    """The tensor without a gradient, whose sizes are not those of the call that reads it."""
+    dims = tuple(f"choice_{dim}" if dim in SIZES else dim for dim in tensor.dims)
+    if tensor.name in ROWS:
+        return Tensor.of_call(tensor.name, dims, tensor.dtype)
+    return Tensor(tensor.name, dims, tensor.dtype)
