@@ -52,6 +52,11 @@ class ExportedLayout:
         return self.record.rows > 0
 
     @property
+    def chooses(self) -> bool:
+        """False: calls with lists are not exported."""
+        return False
+
+    @property
     def by_head(self) -> bool:
         """False: layouts of this kind are not exported."""
         return False

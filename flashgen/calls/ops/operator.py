@@ -111,9 +111,9 @@ class Operator:
         self.done_backward: backward.BackwardOutcome | None = None
         self.native: NativeCalls | None = None
         self._last: tuple[Any, Any] = (None, None)  # the key and the checked call used last
-        self._forwards: dict[Any, forward.PreparedForward] = {}
-        self._backwards: dict[Any, backward.PreparedBackward] = {}
-        self._tangents: dict[Any, tangent.PreparedTangent] = {}
+        self._forwards: dict[Any, forward.ForwardCall] = {}
+        self._backwards: dict[Any, backward.BackwardCall] = {}
+        self._tangents: dict[Any, tangent.TangentCall] = {}
 
     # Values of torch's schema.
 
@@ -362,7 +362,9 @@ class Operator:
 
         def prepared() -> forward.PreparedForward | None:
             call = self._forwards.get(_key(operands, _with_probability(options)))
-            return None if call is None or call.in_parts else call
+            if not isinstance(call, forward.PreparedForward) or call.in_parts:
+                return None
+            return call
 
         if self.native is not None:
             self.native.learn(operands, options, rng, prepared)
@@ -382,7 +384,9 @@ class Operator:
         needed = tuple([needs[3 + index] for index in self.learned])
         key = _key(operands, _with_probability(options)), _key_of_gradients(gradients), needed
         call = self._backwards.get((settled(options.deterministic), *key))
-        if call is None or call.in_parts or self.native is None:
+        if not isinstance(call, backward.PreparedBackward) or call.in_parts:
+            return None
+        if self.native is None:
             return None
 
         def in_place(results: Sequence[Tensor]) -> list[Tensor | None]:

@@ -179,6 +179,14 @@ class Passes:
 
     def statistic(self, name: str, over: str = "keys") -> Tensor:
         """A statistic of each row of queries or, in [batch, heads_q, seq_k], of each key."""
+        if over == "queries" and self._signature.choice is not None:
+            refuse(
+                "queries that choose their keys have no statistics of keys",
+                "argument return_aux",
+                f"statistic {name.removeprefix('.')!r}",
+                "fg.sum_over_keys and fg.max_over_keys; or a block layout, which has them: "
+                "fg.BlockSparse(None, ...) and layout=fg.Layout.of(live)",
+            )
         operator = self._op.statistic_operator(name, self._fields)
         q, k, *_ = self._operands
         captured = {name: tensor.detach() for name, tensor in self._captured.items()}

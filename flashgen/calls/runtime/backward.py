@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -256,6 +257,9 @@ class PreparedBackward(PreparedCall):
         return results, BackwardOutcome(self, CPU_REASON, (run,))
 
 
+BackwardCall = PreparedBackward | ChosenBackward
+
+
 class BackwardInParts(PreparedBackward):
     """A checked backward call whose launches compute some columns of V each.
 
@@ -265,7 +269,7 @@ class BackwardInParts(PreparedBackward):
 
     in_parts = True
 
-    def __init__(self, *checked: Any, parts: Sequence[PreparedBackward], **options: Any) -> None:
+    def __init__(self, *checked: Any, parts: Sequence[BackwardCall], **options: Any) -> None:
         """
         Args:
             checked, options: as for `PreparedBackward`.
@@ -333,7 +337,7 @@ def prepare(
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
     needed: tuple[bool, ...] = (),
-) -> PreparedBackward | ChosenBackward:
+) -> BackwardCall:
     """Checks a backward call and chooses its backend, architecture and kernels.
 
     Args:
@@ -352,7 +356,8 @@ def prepare(
     target = program.target(options.backend, options.arch, operands.q.device)
     deterministic = settled(options.deterministic)
     if signature.choice is not None:
-        given = {"operands": operands, "gradients": gradients, "options": options}
+        again = functools.partial(prepare, launch=launch, needed=needed)
+        given: Any = {"operands": operands, "options": options, "prepare": again}
         return ChosenBackward(program, call, target, launch, needed=needed, **given)
     if not all(needed):
         chosen = zip(signature.learned, needed, strict=True)

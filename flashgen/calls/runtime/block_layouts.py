@@ -168,8 +168,8 @@ def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[s
     Raises:
         InputError: the layout is of another type or has another block size.
     """
-    if signature.choice is not None and LAYOUT in given:
-        return {n: x for n, x in given.items() if n != LAYOUT} | _lists_of(given[LAYOUT])
+    if signature.choice is not None and LISTS[0] not in given:
+        return {n: x for n, x in given.items() if n != LAYOUT} | _lists_of(given.get(LAYOUT))
     sparse = signature.call_layout
     if sparse is None or LAYOUT not in given:
         return given

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.block_layouts import Layout
 from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.prepared_call import PreparedCall
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared.call import (
@@ -59,6 +60,16 @@ groups of a block that all of them chose. The gradients of the parts are added."
 
 _DELTA_COLUMNS = 8
 """Columns of dO and V that subtract delta: the fewest that a head dim can have more."""
+
+
+def in_blocks(
+    spec: AttentionSpec | CallProgram, operands: Operands, options: CallOptions
+) -> tuple[AttentionSpec | CallProgram, Operands, CallOptions]:
+    """The same call, with a block layout in place of its lists where it has some."""
+    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    if program.signature.choice is None:
+        return spec, operands, options
+    return with_layout(program, operands, options)
 
 
 def with_layout(
@@ -227,13 +238,6 @@ class ChosenCall:
         signature = program.signature
         choice = signature.choice
         assert choice is not None, "asked for calls with lists"
-        if options.k_offset or OFFSETS[1] in signature.offsets or WHOLE[0] in call.scalars:
-            refuse(
-                "queries that choose their keys are a call of their own, with all heads and keys",
-                "arguments k_offset, h_offset and whole",
-                f"k_offset {options.k_offset}; scalars: {', '.join(call.scalars) or 'none'}",
-                "lists of the blocks of these keys, and positions that mods read from a Tensor",
-            )
         self._signature: CallSignature = signature
         self._spec = _spec(program)
         self._options = options
@@ -290,8 +294,8 @@ class ChosenCall:
 
     def backward(
         self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """dq, dk, dv and the gradient of a learned sink, and the records of the paged calls."""
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """dq, dk, dv and the gradient of a learned sink, and a record as of any backward call."""
         from flashgen.calls.runtime.backward import prepare_queries
         from flashgen.calls.runtime.forward import prepare
         from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
@@ -299,7 +303,9 @@ class ChosenCall:
         sizes, captured = self.sizes, named(self._signature, operands.captured)
         options = self._options._replace(q_offset=0, scalars=self._scalars, split_size=0)
         rest = options, self._launch
-        rows = OutputGradients(*(None if x is None else sizes.by_groups(x) for x in gradients))
+        out, lse, dout = (sizes.by_groups(x) for x in gradients[:3])
+        dlse = None if gradients.dlse is None else sizes.by_groups(gradients.dlse)
+        rows = OutputGradients(out, lse, dout, dlse)
         spec = by_groups(self._spec, sizes.ragged)
         given = self._of_groups(spec, operands, captured)
         call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
@@ -317,7 +323,6 @@ class ChosenCall:
             ROWS[0]: rows.lse[:, 0],
             OFFSETS[0]: parts.lengths.new_zeros(1),
         }
-        dout = rows.dout.to(given.q.dtype)
         to_v = value_gradients(self._spec, sizes.ragged)
         given_v = Operands(k, given.q, dout, _in_order(to_v, tensors))
         call = self._prepare("dv", lambda: prepare(to_v, given_v, *rest))
@@ -338,11 +343,9 @@ class ChosenCall:
             )
             for x, like in zip((dk, dv), operands[1:3], strict=True)
         )
-        return (dq, dk, dv, *self._of_sink(captured, operands.q, gradients)), (
-            of_queries,
-            done,
-            of_k,
-        )
+        launches = (*of_queries.launches, _run_of(done), *of_k.launches)
+        results = (dq, dk, dv, *self._of_sink(captured, operands.q, gradients))
+        return results, of_queries._replace(launches=launches)
 
     def _prepare(self, name: str, make: Any) -> Any:
         if name not in self._prepared:
@@ -448,81 +451,95 @@ class ChosenCall:
         return (total.to(given.dtype),)
 
 
-class ChosenForward(PreparedCall):
-    """A checked forward call whose queries choose their keys."""
+class ChosenPass(PreparedCall):
+    """A checked call whose queries choose their keys, in one of its passes.
+
+    Without `_chosen` it is computed with a block layout in place of its lists.
+    """
 
     in_parts = True  # calls without Python are those of one launch
 
-    def __init__(self, *checked: Any, operands: Operands, options: CallOptions) -> None:
-        """
-        Args:
-            checked: as for `PreparedCall`.
-            operands, options: of the call.
-        """
-        super().__init__(*checked)
-        program, call, target, launch = checked
-        self._options = options
-        self._chosen: ChosenCall | None = None
-        if target.backend != "tiled" and not call.is_empty:
-            self._chosen = ChosenCall(program, call, operands, options, launch)
-        self._of_blocks: Any = None
-
-    def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
-        """The results of the call, as `flashgen.calls.runtime.forward.PreparedForward.run`."""
-        from flashgen.calls.runtime.forward import prepare
-
-        self._named(operands.captured, operands.k)
-        if self._chosen is not None:
-            return self._chosen.forward(operands)
-        program, given, options = with_layout(self.program, operands, self._options)
-        if self._of_blocks is None:
-            self._of_blocks = prepare(program, given, options, self.launch)
-        results: tuple[Any, ...] = self._of_blocks.run(given)
-        return results
-
-
-class ChosenBackward(PreparedCall):
-    """A checked backward call whose queries choose their keys."""
-
-    in_parts = True
-
     def __init__(
-        self,
-        *checked: Any,
-        operands: Operands,
-        gradients: OutputGradients,
-        options: CallOptions,
-        needed: tuple[bool, ...],
+        self, *checked: Any, operands: Operands, options: CallOptions, prepare: Callable[..., Any]
     ) -> None:
         """
         Args:
             checked: as for `PreparedCall`.
-            operands, gradients, options, needed: as for `flashgen.calls.runtime.backward.prepare`.
+            operands, options: of the call.
+            prepare: prepares the pass of a program, for its operands, their results or gradients,
+                and options.
         """
         super().__init__(*checked)
-        program, call, target, launch = checked
+        offset = options.k_offset
+        if offset or OFFSETS[1] in self.signature.offsets or WHOLE[0] in self.call.scalars:
+            refuse(
+                "queries that choose their keys are a call of their own, with all heads and keys",
+                "arguments k_offset, h_offset and whole",
+                f"k_offset {offset}; scalars: {', '.join(self.call.scalars) or 'none'}",
+                "lists of the blocks of these keys, and positions that mods read from a Tensor",
+            )
         self._options = options
-        self._needed = needed
+        self._prepare = prepare
         self._chosen: ChosenCall | None = None
+        self._of_blocks: Any = None
+
+    def run(self, operands: Operands, *rest: Any) -> Any:
+        """The results of the pass, and its record."""
+        self._named(operands.captured, operands.k)
+        program, given, options = with_layout(self.program, operands, self._options)
+        if self._of_blocks is None:
+            self._of_blocks = self._prepare(program, given, *rest, options)
+        return self._of_blocks.run(given, *rest)
+
+
+class ChosenForward(ChosenPass):
+    """A forward call, of which the results and their record are those of `PreparedForward`."""
+
+    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
+        super().__init__(*checked, operands=operands, **rest)
+        program, call, target, launch = checked
+        if target.backend != "tiled" and not call.is_empty:
+            self._chosen = ChosenCall(program, call, operands, self._options, launch)
+
+    def run(self, operands: Operands, out: Tensor | None = None) -> Any:
+        if self._chosen is None:
+            return super().run(operands)
+        self._named(operands.captured, operands.k)
+        return self._chosen.forward(operands)
+
+
+class ChosenBackward(ChosenPass):
+    """A backward call, of which gradients and record are those of `PreparedBackward`."""
+
+    def __init__(
+        self, *checked: Any, operands: Operands, needed: tuple[bool, ...], **rest: Any
+    ) -> None:
+        """
+        Args:
+            needed: as for `flashgen.calls.runtime.backward.prepare`.
+        """
+        super().__init__(*checked, operands=operands, **rest)
+        self.deterministic = True  # sums are in the order of the lists
+        program, call, target, launch = checked
         learned = zip(self.signature.learned, needed or itertools.repeat(True), strict=False)
         others = [x for x, wanted in learned if wanted and x != self.signature.sink]
         if target.backend != "tiled" and not (call.is_empty or others):
-            self._chosen = ChosenCall(program, call, operands, options, launch)
-        self._of_blocks: Any = None
+            self._chosen = ChosenCall(program, call, operands, self._options, launch)
 
-    def run(self, operands: Operands, gradients: OutputGradients) -> tuple[Any, Any]:
-        """As `flashgen.calls.runtime.backward.PreparedBackward.run`."""
-        from flashgen.calls.runtime.backward import prepare
-
+    def run(self, operands: Operands, gradients: OutputGradients) -> Any:
+        if self._chosen is None:
+            return super().run(operands, gradients)
         self._named(operands.captured, operands.k)
-        if self._chosen is not None:
-            return self._chosen.backward(operands, gradients)
-        program, given, options = with_layout(self.program, operands, self._options)
-        if self._of_blocks is None:
-            rest = self.launch, self._needed
-            self._of_blocks = prepare(program, given, gradients, options, *rest)
-        results: tuple[Any, Any] = self._of_blocks.run(given, gradients)
-        return results
+        return self._chosen.backward(operands, gradients)
+
+
+def _run_of(done: tuple[Any, ...]) -> KernelRun:
+    """The launch of a forward call, from the record of its run."""
+    from flashgen.calls.runtime.forward import ForwardOutcome
+
+    record = ForwardOutcome(*done)
+    build = None if record.kernel is None else record.kernel.bound.build
+    return KernelRun(build, record.counters, record.run_seconds)
 
 
 def _in_order(spec: AttentionSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

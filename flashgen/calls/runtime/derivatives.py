@@ -15,6 +15,7 @@ import torch
 from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.arguments.tensors import check_gradients, check_tangents
+from flashgen.calls.runtime.chosen_keys import in_blocks
 from flashgen.calls.runtime.memory_layout import in_memory_order_of
 from flashgen.calls.runtime.prepared_call import PreparedCall, without_autocast
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
@@ -54,6 +55,7 @@ def tangents(
         InputError: an argument is wrong, or the backend has no such pass.
         SpecError: the spec has no derivatives.
     """
+    spec, operands, options = in_blocks(spec, operands, options)
     call = _TiledCall(spec, operands, moving, options)
     out, lse = call.tangents(results, moving)
     return in_memory_order_of(operands.q, out.to(operands.q.dtype)), lse
@@ -80,6 +82,7 @@ def gradient_tangents(
     """
     from flashgen.calls import cpu
 
+    spec, operands, options = in_blocks(spec, operands, options)
     call = _TiledCall(spec, operands, moving, options)
     q, k, v = operands[:3]
     check_gradients(q, v, gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -331,12 +332,15 @@ class PreparedForward(PreparedCall):
         return out, *(copied.of_queries(each, q) for each in of_rows)
 
 
+ForwardCall = PreparedForward | ChosenForward
+
+
 class ForwardInParts(PreparedForward):
     """A checked forward call whose launches compute some columns of V each."""
 
     in_parts = True
 
-    def __init__(self, *checked: Any, invariant: bool, parts: Sequence[PreparedForward]) -> None:
+    def __init__(self, *checked: Any, invariant: bool, parts: Sequence[ForwardCall]) -> None:
         """
         Args:
             checked: as for `PreparedForward`.
@@ -401,7 +405,7 @@ def prepare(
     operands: Operands,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
-) -> PreparedForward | ChosenForward:
+) -> ForwardCall:
     """Checks a forward call and chooses its backend, architecture and kernels.
 
     Raises:
@@ -413,7 +417,8 @@ def prepare(
     call = check(program.signature, operands, options)
     target = program.target(options.backend, options.arch, operands.q.device)
     if program.signature.choice is not None:
-        given = {"operands": operands, "options": options}
+        again = functools.partial(prepare, launch=launch)
+        given: Any = {"operands": operands, "options": options, "prepare": again}
         return ChosenForward(program, call, target, launch, **given)
     # With as many query rows as keys, a plan need not be made to know that it splits no keys.
     may_split = program.signature.paged or call.query_rows < call.seq_k

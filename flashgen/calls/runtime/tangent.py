@@ -6,6 +6,7 @@ starts from the results themselves, as the backward pass does.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from flashgen.calls.runtime.arguments.tensors import check_tangents
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.chosen_keys import ChosenPass
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
 from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
@@ -216,10 +218,13 @@ class PreparedTangent(PreparedCall):
         return found
 
 
+TangentCall = PreparedTangent | ChosenPass
+
+
 class TangentInParts(PreparedTangent):
     """A checked call whose launches compute the tangents of some columns of the output each."""
 
-    def __init__(self, *checked: Any, parts: Sequence[PreparedTangent]) -> None:
+    def __init__(self, *checked: Any, parts: Sequence[TangentCall]) -> None:
         """
         Args:
             checked: as for `PreparedTangent`.
@@ -305,7 +310,7 @@ def prepare(
     tangents: Tangents,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
-) -> PreparedTangent:
+) -> TangentCall:
     """Checks a call and chooses its backend, architecture and kernel.
 
     Raises:
@@ -319,6 +324,10 @@ def prepare(
     call = check(signature, operands, options)
     check_tangents(signature, operands, tangents)
     target = program.target(options.backend, options.arch, operands.q.device)
+    if signature.choice is not None:
+        again = functools.partial(prepare, launch=launch)
+        given: Any = {"operands": operands, "options": options, "prepare": again}
+        return ChosenPass(program, call, target, launch, **given)
     names = names_of(signature, tangents)
     checked = program, call, target, names, launch
     if program.moves(names) and (

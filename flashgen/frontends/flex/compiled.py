@@ -254,7 +254,7 @@ def _attend(
     if tuple(block_size) != (LARGE_BLOCK, LARGE_BLOCK) and (
         _state.follows_lists or mods.mask is None
     ):
-        sparse = BlockSparse(None, *map(int, block_size))
+        sparse = BlockSparse(None, int(block_size[0]), int(block_size[1]))
         named = dict(zip(LISTS, lists, strict=True))
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
         partial, full = dense_blocks(blocks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import sympy
 
@@ -80,7 +81,7 @@ def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     query = own * sparse.block_q + FloorDiv(Q, GROUP.expr)
     key = of_list * sparse.block_k + FloorMod(K, sparse.block_k)
     options = _moved(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
-    tensors = options.pop("tensors")
+    tensors: Any = options.pop("tensors")
     sink = None if spec.sink is None else _SINK
     extra = () if sink is None else (sink,)
     return with_options(
@@ -107,7 +108,7 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     query = of_list * sparse.block_q + FloorDiv(row, GROUP.expr)
     key = own * sparse.block_k + Q
     options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
-    tensors = options.pop("tensors")
+    tensors: Any = options.pop("tensors")
     moved = with_options(spec, **options)
     lse = Element(_LSE.symbol, Element(PAGES[0].symbol, B, FloorDiv(K, rows)), row)
     score = weighed(moved.modified, share_of(moved, lse, divides=True))
