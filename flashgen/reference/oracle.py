@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
+from flashgen.reference.problem import (
+    OracleArguments,
+    OracleProblem,
+    ScoreBlock,
+    in_blocks,
+    problem_of,
+)
 from flashgen.shared.paged import contiguous_call
 from flashgen.shared.signature import OFFSETS
 from flashgen.spec.language.signature import contiguous, packed_queries
@@ -67,6 +73,7 @@ def attention(
     v = k[..., : spec.head_dim_v] if v is None else v
     if not spec.paged:
         return _attend(problem_of(spec, q, k, v, exact=exact, **call))
+    spec, call = in_blocks(spec, q, k, call)
     captured = dict(call.get("tensors") or {})
     if isinstance(call.get("q_offset"), Tensor):
         captured[OFFSETS[0]] = call["q_offset"]  # type: ignore[assignment]

@@ -16,13 +16,23 @@ from torch.autograd import forward_ad
 from flashgen.reference.dropout_state import State, numbers_of, state_of
 from flashgen.reference.interpret import evaluate
 from flashgen.shared.dropout import keep_mask, keep_scale
-from flashgen.shared.dtypes import SCALAR_DTYPES, Number
+from flashgen.shared.dtypes import SCALAR_DTYPES, Number, dtype_name
 from flashgen.shared.errors import InputError
 from flashgen.shared.random_numbers import RANDOM_STATE
-from flashgen.shared.signature import LAYOUT_LISTS, heads_of
+from flashgen.shared.signature import (
+    CHOICE,
+    FIRST_QUERIES,
+    LAYOUT,
+    LAYOUT_LISTS,
+    LISTS,
+    OFFSETS,
+    heads_of,
+)
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
+from flashgen.spec.language.chosen_specs import with_layout
 from flashgen.spec.language.lets import substituted
-from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
+from flashgen.spec.language.signature import at_offsets
+from flashgen.spec.language.spec import BOUNDARIES, PAGES, AttentionSpec
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element
@@ -287,6 +297,36 @@ class OracleProblem:
         return value, torch.zeros_like(value) if slope is None else slope
 
 
+def in_blocks(
+    spec: AttentionSpec, q: Tensor, k: Tensor, call: OracleArguments
+) -> tuple[AttentionSpec, OracleArguments]:
+    """A call whose queries choose their keys, with the same blocks as a layout for all heads.
+
+    Raises:
+        InputError: the lists are missing.
+    """
+    if spec.block_sparse is None or not spec.block_sparse.chooses:
+        return spec, call
+    tensors = dict(call.get("tensors") or {})
+    _check_names(spec, "tensors", [tensor.name for tensor in spec.tensors], tensors)
+    counts, blocks = (tensors.pop(name) for name in LISTS)
+    seq_k = k.shape[2] * (tensors[PAGES[0].name].shape[1] if spec.paged else 1)
+    number = torch.arange(max(-(-seq_k // spec.block_sparse.block_k), 1), device=q.device)
+    listed = torch.arange(blocks.shape[-1], device=q.device) < counts[..., None]
+    live = ((blocks[..., None] == number) & listed[..., None]).any(-2)
+    group = q.shape[1] // (k.shape[1] if live.shape[1] > 1 else q.shape[1])
+    tensors[LAYOUT] = live.repeat_interleave(group, 1)
+    first, scalars = call.get("q_offset", 0), dict(call.get("scalars") or {})
+    moved: OracleArguments = {**call, "tensors": tensors, "q_offset": 0}
+    moved["scalars"] = scalars | {CHOICE[0]: 0 if isinstance(first, Tensor) else first}
+    if isinstance(first, Tensor):
+        spec = at_offsets(spec, ((OFFSETS[0], dtype_name(first.dtype)),))
+        tensors[FIRST_QUERIES] = first.view(-1)
+    if spec.paged:
+        moved["q_offset"] = torch.zeros(1, dtype=torch.int32)
+    return with_layout(spec), moved
+
+
 def problem_of(
     spec: AttentionSpec,
     q: Tensor,
@@ -304,6 +344,7 @@ def problem_of(
     Raises:
         InputError: scalars or tensors differ from those of the spec, or dropout_p or rng is wrong.
     """
+    spec, call = in_blocks(spec, q, k, call)
     scalars, tensors = call.get("scalars") or {}, dict(call.get("tensors") or {})
     if spec.draws:
         seed, offset = numbers_of(spec, call.get("rng"), "mods that call fg.rand")

@@ -38,6 +38,7 @@ from flashgen.kernels.planner.search import (
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
+from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.signature import of_elements
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -60,7 +61,8 @@ def plan(
     ``print(plan)`` shows the derivation: each quantity as a formula with its numbers and its limit.
 
     Args:
-        spec: the variant to plan for.
+        spec: the variant to plan for. Where queries choose their keys, the plan is that of the
+            calls in which a group of queries is a sequence.
         arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
         sram: shared memory per block in bytes, M in the derivation, instead of the architecture's.
             The SM then has this amount plus the 1 KiB that the system reserves.
@@ -88,7 +90,8 @@ def plan(
     """
     return plan_forward(
         PlanRequest(
-            *(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile),
+            *(of_kernels(spec), arch, sram, policy, access_bytes, spare_registers, tile),
+            heads_per_tile,
             few_rows=few_rows,
         )
     )
@@ -182,7 +185,7 @@ def plan_backward(
         SpecError: the spec is a partial result, which has no backward pass.
     """
     pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
-    return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
+    return plan_schemes(BackwardPlanRequest(of_kernels(spec), arch, sram, deterministic, *pairs))
 
 
 def feasible(
@@ -198,6 +201,7 @@ def feasible(
     Raises:
         PlanError: the architecture is unknown.
     """
+    spec = of_kernels(spec)
     moving = tangents_of(spec) if kernel == "tangent" else ()
     problem = problem_of(spec, facts(arch), sram, 16, 0, kernel, tangents=moving)
     fitting = (

@@ -59,9 +59,11 @@ def with_layout(spec: AttentionSpec) -> AttentionSpec:
     sparse = _lists(spec)
     own = {each.name for each in CHOSEN}
     tensors = tuple(x for x in spec.tensors if x.name not in (*own, OFFSETS[0]))
+    # Queries of paged caches would come last.
+    own_first = (_FIRST_ROW,) if spec.paged else ()
     return with_options(
         spec,
-        tensors=(*tensors, *_first_of_entries(spec), *LAYOUT_TENSORS),
+        tensors=(*tensors, *_first_of_entries(spec), *own_first, *LAYOUT_TENSORS),
         scalars=(*spec.scalars, FIRST),
         block_sparse=BlockSparse(None, sparse.block_q, sparse.block_k),
         name=f"{spec.name}_in_blocks",
@@ -132,6 +134,11 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
 def value_gradients(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     """`by_keys` with an output in float32, whose parts are added: dV."""
     return partial(by_keys(spec, ragged))
+
+
+def of_kernels(spec: AttentionSpec) -> AttentionSpec:
+    """The spec whose forward kernel, and whose kernel of dQ, compute calls of ``spec``."""
+    return by_groups(spec, (False, False)) if spec.chooses else spec
 
 
 def _lists(spec: AttentionSpec) -> BlockSparse:

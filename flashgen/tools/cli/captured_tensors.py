@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.shared.random_numbers import RANDOM_STATE
-from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS
+from flashgen.shared.signature import LAYOUT, LAYOUT_LISTS, LISTS
+from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import BOUNDARIES, AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, run_file
 from flashgen.spec.language.tensor import Tensor as Capture
@@ -120,7 +121,8 @@ def tensor_values(
     values = {}
     packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
     own = [RANDOM_STATE]  # made of rng, which is not a tensor that the spec captures
-    own += LAYOUT_LISTS if spec.block_sparse is not None else ()  # made of the live blocks, below
+    if spec.block_sparse is not None:
+        own += LISTS if spec.chooses else LAYOUT_LISTS  # made below, the latter of the live blocks
     needed, most = _needed(spec, lengths, scalars or {})
     for tensor in spec.tensors:
         if tensor.name in own:
@@ -146,6 +148,8 @@ def tensor_values(
     examples = [name for name in values if name in given]
     if spec.block_sparse is None:
         return values, examples
+    if spec.chooses:
+        values |= dict(zip(LISTS, _lists(spec.block_sparse, sizes, generator), strict=True))
     from flashgen.calls.runtime.block_layouts import with_layout
     from flashgen.spec.language.signature import signature_of
 
@@ -221,6 +225,16 @@ def _random(
         return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
     high = min(most, torch.iinfo(dtype).max)
     return torch.randint(high + 1, shape, generator=generator)
+
+
+def _lists(sparse: BlockSparse, sizes: Shape, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Lists of a quarter of the blocks of keys for each group of queries, in any order."""
+    import torch
+
+    groups, blocks = sparse.blocks(sizes.seq_q, sizes.seq_k)
+    shape = sizes.batch, sizes.heads_kv, groups, blocks
+    listed = torch.rand(shape, generator=generator).argsort(-1)[..., : max(1, blocks // 4)]
+    return torch.full(shape[:3], listed.shape[-1], dtype=torch.int32), listed.int()
 
 
 def _boundaries(length: int, generator: Generator) -> Tensor:
