@@ -77,6 +77,14 @@ class ExportRequest:
     def __post_init__(self) -> None:
         # The manifest, comments and errors show it in a line.
         object.__setattr__(self, "command", printable(self.command))
+        if self.spec.chooses:
+            raise InputError(
+                "calls in which queries choose their keys are not exported",
+                where=f"spec {self.spec.name}",
+                numbers=f"{self.spec.block_sparse!r}: several calls compute one",
+                way_out="fg.attention(spec), which compiles it; or a block layout without lists: "
+                "fg.BlockSparse(None, block_q=..., block_k=...)",
+            )
         if self.spec.kv_dtype is not None:
             raise InputError(
                 "kernels for caches of 8 bits are not exported",

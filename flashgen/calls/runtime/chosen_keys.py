@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from flashgen.shared.signature import (
     ROW_SINK,
     ROWS,
     WHOLE,
+    BlockLayoutFacts,
     CallSignature,
 )
 
@@ -85,12 +86,8 @@ def with_layout(
     seq_k = operands.k.shape[2]
     if signature.paged:
         seq_k *= captured[PAGE_NAMES[0]].shape[1]
-    columns = max(-(-seq_k // choice.block_k), 1)
-    counts, blocks = captured.pop(LISTS[0]), captured.pop(LISTS[1])
-    live = _live(counts, blocks, columns)
     group = operands.q.shape[1] // max(operands.k.shape[1], 1)
-    if live.shape[1] > 1:
-        live = live.repeat_interleave(group, 1)
+    live = live_blocks(choice, [captured.pop(name) for name in LISTS], seq_k, group)
     captured |= dict(zip(LAYOUT_NAMES, Layout.of(live), strict=True))
     first, scalars = options.q_offset, options.scalars
     if OFFSETS[0] in captured:
@@ -103,13 +100,23 @@ def with_layout(
     return made, operands._replace(captured=given), options
 
 
-def _live(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
-    """Bool [batch or 1, heads_kv or 1, groups, columns]: the listed blocks."""
+def live_blocks(
+    choice: BlockLayoutFacts, lists: Sequence[Tensor], seq_k: int, group: int
+) -> Tensor:
+    """Listed blocks as a layout: bool [batch or 1, heads_q or 1, groups, blocks].
+
+    Args:
+        lists: kv_num_blocks and kv_indices.
+        group: the query heads of a key head.
+    """
+    counts, blocks = lists
+    columns = max(-(-seq_k // choice.block_k), 1)
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     listed = (place < counts[..., None]) & (blocks >= 0) & (blocks < columns)
     live = blocks.new_zeros((*blocks.shape[:-1], columns + 1), dtype=torch.bool)
     # Entries that are not listed are written to an extra column.
-    return live.scatter_(-1, torch.where(listed, blocks, columns).long(), True)[..., :columns]
+    live = live.scatter_(-1, torch.where(listed, blocks, columns).long(), True)[..., :columns]
+    return live.repeat_interleave(group, 1) if live.shape[1] > 1 else live
 
 
 def _spec(program: CallProgram) -> AttentionSpec:

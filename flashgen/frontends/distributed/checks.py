@@ -217,6 +217,13 @@ def _check_spec(spec: AttentionSpec, method: str, whole: Any) -> None:
             f"spec {spec.name} has paged=True",
             "the operator itself on each rank, for some of the heads: h_offset= and whole=",
         )
+    if spec.chooses:
+        refuse(
+            "lists of blocks of keys are those of a whole sequence",
+            "op",
+            f"spec {spec.name} has {spec.block_sparse!r}",
+            "the operator itself on each rank, with the lists of its batch entries or key heads",
+        )
     if spec.shared_kv:
         refuse(
             "keys and values travel between ranks as two tensors",

@@ -32,12 +32,14 @@ SMALL_SEQ = 333
 def tune(arguments: TuneArguments) -> None:
     """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
     spec = changed_spec(arguments.path, arguments)
-    if spec.paged:
+    if spec.paged or spec.chooses:
+        what = "a paged cache" if spec.paged else "lists of blocks"
+        option = "paged=True" if spec.paged else f"{spec.block_sparse!r}"
         raise SpecError(
-            "tuned tiles do not apply to calls with a paged cache",
-            where=f"{arguments.path}, AttentionSpec(paged=True)",
+            f"tuned tiles do not apply to calls with {what}",
+            where=f"{arguments.path}, {option}",
             numbers="all calls of a spec have one tile, so that the bits of a row are the same",
-            way_out="flashgen plan, which shows the tile; or the spec without paged=True",
+            way_out=f"flashgen plan, which shows the tile; or the spec without {option}",
         )
     sizes = parse_shape(arguments.shape)
     if 0 in astuple(sizes):
@@ -123,8 +125,9 @@ def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
     """A call with its problem and its captured tensors as arrays."""
     from flashgen.calls.cpu.problem import array
     from flashgen.kernels.visits.visited_tiles import KnownCall
-    from flashgen.tools.profile.run import problem_of_call
+    from flashgen.tools.profile.run import problem_of_call, refuse_lists
 
+    refuse_lists(spec)
     problem = problem_of_call(spec, call.operands, call.options)
     tensors = call.options["tensors"].items()
     return KnownCall(spec, problem, {name: array(tensor) for name, tensor in tensors})

@@ -120,6 +120,18 @@ def profile_tangent(
     return run, _profiles(spec, launches, run.reports, problem, options)
 
 
+def refuse_lists(spec: AttentionSpec) -> None:
+    """Raises InputError for a spec whose calls are computed by those of other specs."""
+    if spec.chooses:
+        raise InputError(
+            "calls in which queries choose their keys have no walk of their own to predict",
+            where=f"spec {spec.name}, {spec.block_sparse!r}",
+            numbers="several calls compute one: a group of queries is a sequence, a block a page",
+            way_out="python benchmarks/chosen_keys.py, which counts and predicts them; or a block "
+            "layout without lists",
+        )
+
+
 def problem_of_call(
     spec: AttentionSpec,
     operands: tuple[Tensor, Tensor, Tensor],
@@ -145,6 +157,7 @@ def _profiles(
     options: Mapping[str, Any],
     dlse: bool = False,
 ) -> tuple[Profile, ...]:
+    refuse_lists(spec)
     builds = [report.kernel for report in reports if report.kernel is not None]
     builds += build_minmax_tables(spec, reports[0].arch) if launches else ()
     by_name = {build.source.name: build for build in builds}

@@ -14,7 +14,8 @@ from flashgen.calls.ops import check
 from flashgen.calls.runtime.arguments.call import check_contents
 from flashgen.calls.runtime.arguments.options import state_of
 from flashgen.calls.runtime.arguments.positions import dtypes_of, offset_tensors
-from flashgen.calls.runtime.block_layouts import with_layout
+from flashgen.calls.runtime.block_layouts import Layout, with_layout
+from flashgen.calls.runtime.chosen_keys import live_blocks
 from flashgen.frontends.flex.block_masks import has_blocks, layout_beside_mask
 from flashgen.frontends.flex.checks import mask_mod_of
 from flashgen.frontends.flex.known_mods import read
@@ -26,7 +27,8 @@ from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, InputError, SpecError
 from flashgen.shared.random_numbers import RANDOM_STATE
-from flashgen.shared.signature import BOUNDARIES, PAGE_NAMES
+from flashgen.shared.signature import BOUNDARIES, CHOICE, LAYOUT_NAMES, LISTS, PAGE_NAMES
+from flashgen.spec.language.chosen_specs import with_layout as in_blocks
 from flashgen.spec.language.signature import at_offsets, signature_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.views.mask_call import KernelTile, MaskCall
@@ -97,6 +99,13 @@ def _checked(
     layout = with_layout(signature_of(spec), tensors)
     tensors = {name: _on_cpu(value) for name, value in layout.items()}
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
+    choice = signature_of(spec).choice
+    if choice is not None:  # the blocks, as a layout whose rows begin with the call's
+        lists = [tensors.pop(name) for name in LISTS]
+        live = live_blocks(choice, lists, seq_k, heads_q // max(heads_kv, 1))
+        tensors |= zip(LAYOUT_NAMES, Layout.of(live), strict=True)
+        scalars[CHOICE[0]], q_offset = q_offset, 0
+        spec = in_blocks(spec)
     row = torch.empty(spec.head_dim, dtype=getattr(torch, spec.dtype))
     q = row.expand(batch, heads_q, seq_q, -1)
     k = row.expand(batch, heads_kv, seq_k, -1)
