@@ -94,8 +94,9 @@ CHOICE = (
     *("choice_first", "choice_batch", "choice_heads", "choice_seq_q", "choice_seq_k"),
     *("choice_group", "choice_rows"),
 )
-"""What the calls that compute a call with chosen keys read: int32 [batch, 3], the batch entry, the
-first query head and the own block of each owner of a list; int32 [batch, most], the blocks in its
+"""What the calls that compute a call with chosen keys read: int32 [batch, 4], the batch entry, the
+first query head, the own block and the key head, counted over all batch entries, of each owner of a
+list; int32 [batch, most], the blocks in its
 list; and run-time scalars, the position of the first query of the call that is computed, its sizes,
 the query heads of a key head, and the rows of a group of queries."""
 

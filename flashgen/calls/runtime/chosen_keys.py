@@ -207,9 +207,13 @@ class _Sizes(NamedTuple):
         return torch.nn.functional.pad(x, (0, 0, 0, lacking)) if lacking else x
 
     def owners(self, lines: Tensor, own: Tensor) -> Tensor:
-        """Int32 [sequences, 3]: batch entries, first query heads and own blocks."""
+        """Int32 [sequences, 4]: batch entries, first query heads, own blocks and key heads.
+
+        Args:
+            lines: key heads, counted over all batch entries.
+        """
         heads = lines % self.heads * self.group
-        return torch.stack([lines // self.heads, heads, own], -1).to(torch.int32)
+        return torch.stack([lines // self.heads, heads, own, lines], -1).to(torch.int32)
 
 
 def _lists(sizes: _Sizes, counts: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,7 +331,7 @@ class ChosenCall:
             LISTED: parts.blocks,
             PAGE_NAMES[0]: parts.pages,
             PAGE_NAMES[1]: parts.lengths * sizes.rows,
-            ROWS[0]: rows.lse[:, 0],
+            ROWS[0]: rows.lse.view(-1, sizes.groups, sizes.rows),
             OFFSETS[0]: parts.lengths.new_zeros(1),
         }
         to_v = value_gradients(self._spec, sizes.ragged)
@@ -560,7 +564,7 @@ class _ListsOfKeys(NamedTuple):
         blocks: int32 [parts, most], the groups.
         pages: int32 [parts, most], the groups among those of all key heads.
         lengths: int32 [parts].
-        owners: int32 [parts, 3], as `_Sizes.owners`.
+        owners: int32 [parts, 4], as `_Sizes.owners`.
         places: int64 [parts], the block of each part among those of all key heads.
     """
 

@@ -43,9 +43,9 @@ FIRST, WHOLE_BATCH, WHOLE_HEADS, WHOLE_SEQ_Q, WHOLE_SEQ_K, GROUP, ROWS_OF_GROUP 
     Scalar.of_whole(name) for name in CHOICE
 )
 
-_OWNED = Tensor.of_call(OWNED, ("batch", 3), "int32")
+_OWNED = Tensor.of_call(OWNED, ("batch", 4), "int32")
 _LISTED = Tensor.of_call(LISTED, ("batch", "listed"), "int32")
-_LSE = Tensor.of_call(ROWS[0], ("pages", "rows"), "float32")
+_LSE = Tensor.of_call(ROWS[0], ("lines", "groups", "rows"), "float32")
 _FIRST_ROW = Tensor.of_call(OFFSETS[0], ("batch",), "int32")
 _SINK = Tensor.of_call(ROW_SINK, ("batch", "seq_q"), "float32")
 
@@ -112,7 +112,7 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
     moved = with_options(spec, **options)
-    lse = Element(_LSE.symbol, Element(PAGES[0].symbol, B, FloorDiv(K, rows)), row)
+    lse = Element(_LSE.symbol, _owned(3), of_list, row)
     score = weighed(moved.modified, share_of(moved, lse, divides=True))
     given = (_LSE,) if lse in score.atoms(Element) or _LSE.symbol in score.free_symbols else ()
     return with_options(
