@@ -290,12 +290,8 @@ class ChosenCall:
     def forward(self, operands: Operands) -> tuple[Any, ...]:
         """The results of the call, and the record of the paged call."""
         from flashgen.calls.runtime.forward import prepare
-        from flashgen.spec.language.chosen_specs import by_groups
 
-        sizes, captured = self.sizes, named(self._signature, operands.captured)
-        spec = by_groups(self._spec, sizes.ragged)
-        given = self._of_groups(spec, operands, captured)
-        options = self._options._replace(q_offset=0, scalars=self._scalars)
+        sizes, spec, given, options = self.sizes, *self.by_groups(operands)
         if options.split_size is None and sizes.groups > 1:
             options = options._replace(split_size=0)  # the groups keep the GPU busy
         call = self._prepare("forward", lambda: prepare(spec, given, options, self._launch))
@@ -309,21 +305,19 @@ class ChosenCall:
         """dq, dk, dv and the gradient of a learned sink, and a record as of any backward call."""
         from flashgen.calls.runtime.backward import prepare_queries
         from flashgen.calls.runtime.forward import prepare
-        from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
+        from flashgen.spec.language.chosen_specs import by_keys, value_gradients
 
-        sizes, captured = self.sizes, named(self._signature, operands.captured)
-        options = self._options._replace(q_offset=0, scalars=self._scalars, split_size=0)
-        rest = options, self._launch
+        sizes, spec, given, options = self.sizes, *self.by_groups(operands)
+        rest = options._replace(split_size=0), self._launch
         out, lse, dout = (sizes.by_groups(x) for x in gradients[:3])
         dlse = None if gradients.dlse is None else sizes.by_groups(gradients.dlse)
         rows = OutputGradients(out, lse, dout, dlse)
-        spec = by_groups(self._spec, sizes.ragged)
-        given = self._of_groups(spec, operands, captured)
         call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
         dq, of_queries = call.run(given, rows)
         dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
 
         # Every block of keys is a sequence of rows; its keys are the rows of groups.
+        captured = named(self._signature, operands.captured)
         parts = self._of_keys(captured)
         k, v = (parts.rows_of(sizes.by_blocks(x)) for x in operands[1:3])
         tensors = self._captured(captured) | {
@@ -363,11 +357,12 @@ class ChosenCall:
             self._prepared[name] = make()
         return self._prepared[name]
 
-    def _of_groups(
-        self, spec: AttentionSpec, operands: Operands, captured: Mapping[str, Tensor]
-    ) -> Operands:
-        """The operands of the calls in which groups of queries are sequences."""
-        sizes = self.sizes
+    def by_groups(self, operands: Operands) -> tuple[AttentionSpec, Operands, CallOptions]:
+        """The calls in which groups of queries are sequences: spec, operands and options."""
+        from flashgen.spec.language.chosen_specs import by_groups
+
+        sizes, captured = self.sizes, named(self._signature, operands.captured)
+        spec = by_groups(self._spec, sizes.ragged)
         device = operands.q.device
         blocks, lengths = _lists(sizes, *(captured[name] for name in LISTS))
         k, v = operands.k, operands.v
@@ -393,9 +388,9 @@ class ChosenCall:
             )
             logits = logits.expand(operands.q.shape[:3])
             tensors[ROW_SINK] = sizes.by_groups(logits)[:, 0]
-        return Operands(
-            sizes.by_groups(operands.q), of_k.cache, of_v.cache, _in_order(spec, tensors)
-        )
+        options = self._options._replace(q_offset=0, scalars=self._scalars)
+        q = sizes.by_groups(operands.q)
+        return spec, Operands(q, of_k.cache, of_v.cache, _in_order(spec, tensors)), options
 
     def _pages(
         self, of: _Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]

@@ -1,0 +1,158 @@
+"""Queries that choose their keys: work counted in the emulator, and predicted times.
+
+`python -m benchmarks.chosen_keys` prints two tables. The first runs small calls in the emulator:
+the scores that are listed, those that the tiles compute, which are the listed ones of all rows of a
+group, padded to tiles, and the sectors of the gathered keys beyond the fewest. The second is a
+prediction of the planner for long calls. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+import flashgen as fg
+from flashgen.calls.runtime.arguments.call import Call, check
+from flashgen.calls.runtime.chosen_keys import ChosenCall
+from flashgen.calls.runtime.programs import program_of
+from flashgen.kernels.planner import plan
+from flashgen.shared.arch import facts
+from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
+from flashgen.spec.language.chosen_specs import by_groups
+from flashgen.tools.profile.run import profile_forward
+
+ARCHS = ("sm_80", "sm_90a")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One call.
+
+    Attributes:
+        heads, heads_kv: query heads and key heads.
+        most: the keys that a group lists, at most.
+        queries, keys: those of the predicted call; the emulated one has `QUERIES` and `KEYS`.
+    """
+
+    name: str
+    head_dim: int
+    head_dim_v: int
+    heads: int
+    heads_kv: int
+    block_q: int
+    block_k: int
+    most: int
+    queries: int
+    shared_kv: bool = False
+
+    @property
+    def spec(self) -> fg.AttentionSpec:
+        return fg.AttentionSpec(
+            mask_mod=lambda b, h, q, k: q >= k,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype="bfloat16",
+            shared_kv=self.shared_kv,
+            block_sparse=fg.BlockSparse(block_q=self.block_q, block_k=self.block_k, heads="kv"),
+            name=self.name,
+        )
+
+
+CHOICES = (
+    Choice("nsa", 192, 128, 64, 4, 1, 64, 1024, 65_536),
+    Choice("nsa_groups_of_4", 192, 128, 64, 4, 4, 64, 1024, 65_536),
+    Choice("moba", 128, 128, 32, 8, 64, 128, 4096, 65_536),
+    Choice("keys_of_128", 128, 128, 32, 2, 1, 1, 2048, 65_536),
+    Choice("dsa", 576, 512, 128, 1, 1, 1, 2048, 131_072, shared_kv=True),
+)
+QUERIES, KEYS, LISTED = 8, 512, 128
+
+
+def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
+    """Listed scores, computed scores, both of the emulated call, the predicted number of the
+    latter, and sectors in excess."""
+    generator = torch.Generator().manual_seed(1)
+    shape = 1, choice.heads_kv
+    queries = max(QUERIES, choice.block_q)
+    groups, blocks = -(-queries // choice.block_q), -(-KEYS // choice.block_k)
+    most = max(LISTED // choice.block_k, 1)
+    counts = torch.randint(1, most + 1, (*shape, groups), generator=generator).int()
+    listed = torch.rand(*shape, groups, blocks, generator=generator).argsort(-1)[..., :most].int()
+    q = torch.randn(1, choice.heads, queries, choice.head_dim, generator=generator).bfloat16()
+    k = torch.randn(*shape, KEYS, choice.head_dim, generator=generator).bfloat16()
+    v = torch.randn(*shape, KEYS, choice.head_dim_v, generator=generator).bfloat16()
+    v = k[..., : choice.head_dim_v] if choice.shared_kv else v
+    program = program_of(choice.spec)
+    captures = {"layout": fg.Layout.from_lists(counts, listed)}
+    options = DEFAULT_OPTIONS._replace(arch=arch, backend="emulator", q_offset=KEYS)
+    _, operands, options = Call.of(
+        program, lambda *_: program, Operands(q, k, v), options, captures
+    )
+    call = check(program.signature, operands, options)
+    chosen = ChosenCall(program, call, operands, options, DEFAULT_LAUNCH)
+    spec, given, options = chosen.by_groups(operands)
+    signature = program_of(spec).signature
+    tensors = dict(zip((x.name for x in signature.tensors), given.captured, strict=True))
+    scalars = dict(zip((x.name for x in signature.scalars), options.scalars, strict=True))
+    run, profiles = profile_forward(
+        spec, *given[:3], arch=arch, tensors=tensors, scalars=scalars, split_size=0
+    )
+    profile = next(each for each in profiles if each.plan.kernel == "forward")
+    rows = choice.block_q * choice.heads // choice.heads_kv
+    tile = run.report.kernel.plan
+    keys = counts.flatten().long() * choice.block_k
+    padded = (
+        (-(-keys // tile.block_k) * tile.block_k).sum() * -(-rows // tile.block_q) * tile.block_q
+    )
+    depth = tile.head_dim + tile.head_dim_v
+    computed = profile.totals.tensor_multiply_adds / depth
+    return int(keys.sum()) * rows, int(padded), computed, profile.sectors_in_excess
+
+
+def predicted(choice: Choice, arch: str) -> tuple[float, float, float]:
+    """Clocks of a computed score, the share of computed scores that are listed, and milliseconds.
+
+    Half of the keys of a list are after a query that is in the first keys: all lists are long here.
+    """
+    spec = by_groups(choice.spec, (False, False))
+    rows = choice.block_q * choice.heads // choice.heads_kv
+    planned = plan(spec, arch, few_rows=rows <= 64)
+    tiles_q, tiles_k = -(-rows // planned.block_q), -(-choice.most // planned.block_k)
+    groups = choice.heads_kv * -(-choice.queries // choice.block_q)
+    scores = groups * tiles_q * planned.block_q * tiles_k * planned.block_k
+    machine = facts(arch)
+    seconds = scores * planned.cost / (machine.sms * machine.clock_hz)
+    share = groups * rows * choice.most / scores
+    return planned.cost, share, 1e3 * seconds
+
+
+def lines(archs: tuple[str, ...], choices: tuple[Choice, ...]) -> Iterator[str]:
+    yield f"counted: {QUERIES} queries, {KEYS} keys, lists of 1 to {LISTED} keys"
+    yield f"{'':16}{'':8}{'listed':>10}{'computed':>10}{'padded':>10}{'sectors in excess':>19}"
+    for choice in choices:
+        for arch in archs:
+            listed, padded, computed, sectors = counted(choice, arch)
+            yield f"{choice.name:16}{arch:8}{listed:10,}{computed:10,.0f}{padded:10,}{sectors:19,}"
+    yield "predicted, of the forward kernel"
+    yield f"{'':16}{'':8}{'clk/score':>10}{'listed':>10}{'ms':>10}"
+    for choice in choices:
+        for arch in archs:
+            cost, share, ms = predicted(choice, arch)
+            yield f"{choice.name:16}{arch:8}{cost:10.3f}{share:10.0%}{ms:10.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--choice", action="append", help="only these calls")
+    parser.add_argument("--arch", action="append", choices=ARCHS)
+    given = parser.parse_args()
+    choices = tuple(x for x in CHOICES if not given.choice or x.name in given.choice)
+    for line in lines(tuple(given.arch or ARCHS), choices):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
