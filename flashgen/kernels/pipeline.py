@@ -407,20 +407,24 @@ def build_backward(
     ranges: CallRanges | None = None,
     sizes: Sizes | None = None,
     memory: GpuMemory | None = None,
+    queries_alone: bool = False,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
     Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
-    groups of query heads may be divided; ``memory`` as for ``divides_groups``.
+    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With
+    ``queries_alone``, only the gradient of q is computed: the keys may be in the pages of a cache.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
-    in_parts = sizes is not None and divides_groups(request, sizes, memory)
-    request = replace(request, in_parts=in_parts)
+    request = BackwardPlanRequest(
+        *(spec, arch, sram, deterministic), tiles=_pairs(tiles), queries_alone=queries_alone
+    )
+    if sizes is not None and not queries_alone:
+        request = replace(request, in_parts=divides_groups(request, sizes, memory))
     return _build_backward(request, _needs_wide(request, ranges))
 
 
@@ -499,8 +503,9 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
-        with suppress(PlanError, SpecError):
-            found += _emit_backward(BackwardPlanRequest(spec, arch, in_parts=True))
+        for option in ("in_parts", "queries_alone"):
+            with suppress(PlanError, SpecError):
+                found += _emit_backward(BackwardPlanRequest(spec, arch, **{option: True}))
         return tuple(dict.fromkeys(source.filename for source in found))
 
     return names

@@ -22,6 +22,9 @@ KEY_KERNELS = ("dkdv", "fused")
 CONVERT_KERNELS = {"convert_dq": "dq", "convert_dk": "dk", "convert_dv": "dv"}
 """The kernels that convert float32 sums, and the gradients that they write."""
 
+PAGED_KERNELS = ("forward", "dq")
+"""The kernels that read keys and values from the pages of a cache."""
+
 APPEND_KERNELS = ("append_kv", "append_codes")
 """The kernels that write new keys and values to a paged cache."""
 

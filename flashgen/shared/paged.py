@@ -52,7 +52,7 @@ def contiguous_call(
     tensors = {name: x for name, x in captured.items() if name not in own}
     if BOUNDARIES[0] not in captured:
         rows = torch.full((len(lengths),), q.shape[2], dtype=torch.int32)
-        q = q.transpose(0, 1).flatten(1, 2)[None]
+        q = one_entry(q)
     else:
         rows = captured[BOUNDARIES[0]].diff()
     ends_q, ends_k = (
@@ -65,6 +65,11 @@ def contiguous_call(
         for cache, name in zip((k_cache, v_cache), SCALE_NAMES, strict=True)
     )
     return Contiguous(q, k, v, tensors)
+
+
+def one_entry(rows: Tensor) -> Tensor:
+    """[batch, heads, rows, ...] with the rows of all batch entries in one, as packed sequences."""
+    return rows.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _out_of_pages(

@@ -178,7 +178,14 @@ class ExportedProgram(CallProgram):
         every = frozenset(tensor.name for tensor in self.record.signature.learned)
         return replace(self, learns=every if names else frozenset())
 
-    def refuse_backward(self) -> None:
+    def refuse_backward(self, *, queries_alone: bool = False) -> None:
+        if queries_alone:
+            raise SpecError(
+                "an export has no kernels for the gradient of q alone",
+                where=f"the export of {self.signature.name}",
+                numbers="its backward kernels compute all gradients",
+                way_out="the spec itself, where flashgen can compile kernels",
+            )
         if not self.record.no_backward:
             return
         what, where, numbers, way_out = self.record.no_backward

@@ -15,7 +15,14 @@ from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.tensors import check_gradients
 from flashgen.calls.runtime.backends import Target
-from flashgen.calls.runtime.bind_arguments import bind, elements_of_sums, part_heads_of, ranges_of
+from flashgen.calls.runtime.bind_arguments import (
+    NO_NUMBERS,
+    bind,
+    elements_of_sums,
+    numbers_of_pages,
+    part_heads_of,
+    ranges_of,
+)
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
 from flashgen.calls.runtime.chosen_keys import ChosenBackward
 from flashgen.calls.runtime.kernel_arguments import pointers_of
@@ -48,6 +55,8 @@ from flashgen.shared.call import (
     OutputGradients,
 )
 from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.paged import contiguous_call, one_entry
+from flashgen.shared.signature import BOUNDARIES
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -83,15 +92,18 @@ class PreparedBackward(PreparedCall):
         deterministic: bool,
         launch: LaunchOptions = DEFAULT_LAUNCH,
         invariant: bool = False,
+        queries_alone: bool = False,
     ) -> None:
         """
         Args:
             spec: the spec, in which only tensors whose gradients are needed have grad=True.
             inputs: the tensors q, k, v, o and do.
             invariant: whether the call is batch-invariant: tuned tiles depend on its sizes.
+            queries_alone: whether only the gradient of q is computed; k and v may be caches then.
         """
         super().__init__(spec, call, target, launch)
         self.deterministic = deterministic
+        self.queries_alone = queries_alone
         self._invariant = invariant
         self._obstacles = {
             name: memory_layout.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
@@ -102,7 +114,10 @@ class PreparedBackward(PreparedCall):
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        path = self.program.path_of_pass(target, backward=True, deterministic=deterministic)
+        if queries_alone:
+            path = self.program.path_of_queries(target)
+        else:
+            path = self.program.path_of_pass(target, backward=True, deterministic=deterministic)
         self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
         self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers
@@ -113,7 +128,10 @@ class PreparedBackward(PreparedCall):
     def run(
         self, operands: Operands, gradients: OutputGradients
     ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
-        """Returns dq, dk, dv and the needed gradients of learned tensors, and a record."""
+        """Returns dq, dk, dv and the needed gradients of learned tensors, and a record.
+
+        With ``queries_alone``, dq is the only gradient.
+        """
         q, k, v, captured, rng = operands
         read = _inputs(operands, gradients)
         for name, tensor in read.items():
@@ -127,15 +145,16 @@ class PreparedBackward(PreparedCall):
         if self.target.backend == "tiled" and not self.call.is_empty:
             of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
             return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
-        dq, dk, dv = (empty_rows(tensor, tensor.shape[3]) for tensor in (q, k, v))
+        of = {"dq": q} if self.queries_alone else {"dq": q, "dk": k, "dv": v}
+        made = {name: empty_rows(tensor, tensor.shape[3]) for name, tensor in of.items()}
         if self.signature.packed:  # kernels do not write rows outside all sequences
-            for gradient in (dq, dk, dv):
+            for gradient in made.values():
                 gradient.zero_()
         sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
         if self.call.is_empty:
             learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
-            zeros = (dq.zero_(), dk.zero_(), dv.zero_(), *sums.gradients())
-            return zeros, BackwardOutcome(self, EMPTY)
+            zeros = (gradient.zero_() for gradient in made.values())
+            return (*zeros, *sums.gradients()), BackwardOutcome(self, EMPTY)
         copies = self._copy_unaligned(read)
         tensors: dict[str, Tensor | None] = {
             **read,
@@ -143,10 +162,10 @@ class PreparedBackward(PreparedCall):
             "dlse": None if dlse is None else dlse.contiguous(),
             "rows": q.new_empty((*q.shape[:3], 2), dtype=torch.float32),
             "rng": rng,
-            "dq": dq,
-            "dk": dk,
-            "dv": dv,
+            **made,
         }
+        if self.signature.paged:
+            tensors |= {"k_cache": read["k"], "v_cache": read["v"]}
         if by_name:
             tensors |= pointers_of(by_name)
             tensors |= sums.pointers
@@ -173,7 +192,7 @@ class PreparedBackward(PreparedCall):
             learned_gradients.add_sink_of_rows(self.signature, sums, by_name, *results, self.call)
         built, self._built = self._built, 0.0
         record = BackwardOutcome(self, self._reason, tuple(launches), tuple(copies.values()), built)
-        return (dq, dk, dv, *sums.gradients()), record
+        return (*made.values(), *sums.gradients()), record
 
     def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
         """Copies inputs that kernels cannot read, in place in ``read``; the reason of each copy."""
@@ -210,13 +229,16 @@ class PreparedBackward(PreparedCall):
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self.launch
-        if not self._invariant:
+        if not (self._invariant or self.queries_alone):
             launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
         memory = self.target.memory if call.group > 1 else None  # which decides on parts of groups
-        builds = self.program.backward(
-            self._kernel_arch, deterministic, launch, ranges, call.sizes, memory
-        )
+        if self.queries_alone:
+            builds = self.program.queries(self._kernel_arch, launch, ranges)
+        else:
+            builds = self.program.backward(
+                self._kernel_arch, deterministic, launch, ranges, call.sizes, memory
+            )
         self._built = time.perf_counter() - start
         heads = min(part_heads_of(build.facts, call) for build in builds)
         self._sums = {
@@ -226,8 +248,11 @@ class PreparedBackward(PreparedCall):
             for build in builds
             if build.facts.kernel in CONVERT_KERNELS
         }
+        k = tensors["k"]
+        assert k is not None, "an operand"
+        numbers = numbers_of_pages(k) if self.signature.paged else NO_NUMBERS
         bound = tuple(
-            bind(build, call, tensors, captured, packed=packed, part_heads=heads)
+            bind(build, call, tensors, captured, numbers=numbers, packed=packed, part_heads=heads)
             for build in builds
         )
         if captured:
@@ -247,14 +272,33 @@ class PreparedBackward(PreparedCall):
         start = time.perf_counter()
         q, k, v, _, rng = operands
         with without_autocast():
-            tiles = self._tiles(q, k, captured, rng, backward=True)
-            found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
+            if self.signature.paged:
+                found = self._of_contiguous(operands, gradients, captured)
+            else:
+                tiles = self._tiles(q, k, captured, rng, backward=True)
+                found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
+            of = (q,) if self.queries_alone else (q, k, v)
             results = (
-                *map(in_memory_order_of, (q, k, v), found[:3]),
+                *map(in_memory_order_of, of, found),
                 *(gradient.contiguous() for gradient in found[3:]),
             )
         run = KernelRun(None, None, time.perf_counter() - start)
         return results, BackwardOutcome(self, CPU_REASON, (run,))
+
+    def _of_contiguous(
+        self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The gradient of q in a call with a paged cache, from copies of its keys and values."""
+        from flashgen.calls import cpu
+        from flashgen.spec.language.signature import contiguous
+
+        q, k, v, _, rng = operands
+        copied = contiguous_call(q, k, v, captured)
+        if BOUNDARIES[0] not in captured:
+            gradients = OutputGradients(*(x if x is None else one_entry(x) for x in gradients))
+        tiles = self._tile_arguments(copied.tensors, rng, backward=True)
+        dq, *_ = cpu.backward(contiguous(self.spec), *copied[:3], gradients, tiles)
+        return (copied.of_queries(dq, q),)
 
 
 BackwardCall = PreparedBackward | ChosenBackward
@@ -281,19 +325,20 @@ class BackwardInParts(PreparedBackward):
     def run(
         self, operands: Operands, gradients: OutputGradients
     ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
-        dv = empty_rows(operands.v, self.call.head_dim_v)
+        dv = [] if self.queries_alone else [empty_rows(operands.v, self.call.head_dim_v)]
         sums: list[Tensor] = []
         records: list[BackwardOutcome] = []
         for part, at in zip(self._parts, places_of(self._parts), strict=True):
             given = operands._replace(v=operands.v[..., at]), of_columns(gradients, at)
-            (dq, dk, dv[..., at], *learned), record = part.run(*given)
+            (*found,), record = part.run(*given)
             records.append(record)
-            found = [dq, dk, *learned]
+            for of_columns_of_v in dv:
+                of_columns_of_v[..., at] = found.pop(2)
             sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
         launches = tuple(run for record in records for run in record.launches)
         copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
         record = records[0]._replace(launches=launches, copies=copies)
-        return (*sums[:2], dv, *sums[2:]), record
+        return (*sums[:2], *dv, *sums[2:]), record
 
 
 def of_columns(gradients: OutputGradients, at: slice) -> OutputGradients:
@@ -337,11 +382,14 @@ def prepare(
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
     needed: tuple[bool, ...] = (),
+    *,
+    queries_alone: bool = False,
 ) -> BackwardCall:
     """Checks a backward call and chooses its backend, architecture and kernels.
 
     Args:
         needed: for each learned tensor, whether its gradient is needed; () when all are.
+        queries_alone: whether the gradient of q is the only one; k and v may be caches then.
 
     Raises:
         InputError: an argument is wrong.
@@ -349,23 +397,30 @@ def prepare(
         PlanError: the generation of the GPU is not supported.
     """
     program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
-    program.refuse_backward()
+    program.refuse_backward(queries_alone=queries_alone)
     signature = program.signature
     call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)
     target = program.target(options.backend, options.arch, operands.q.device)
-    deterministic = settled(options.deterministic)
+    deterministic = queries_alone or settled(options.deterministic)
     if signature.choice is not None:
         again = functools.partial(prepare, launch=launch, needed=needed)
         given: Any = {"operands": operands, "options": options, "prepare": again}
         return ChosenBackward(program, call, target, launch, needed=needed, **given)
-    if not all(needed):
+    if queries_alone:
+        program = program.learning(frozenset())
+    elif not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
         program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
     invariant = options.split_size == INVARIANT
-    passes = {"deterministic": deterministic, "launch": launch, "invariant": invariant}
+    passes = {
+        "deterministic": deterministic,
+        "launch": launch,
+        "invariant": invariant,
+        "queries_alone": queries_alone,
+    }
     checked = program, call, target, _inputs(operands, gradients)
-    which = "deterministic" if deterministic else "backward"
+    which = "queries" if queries_alone else "deterministic" if deterministic else "backward"
     if places := parts_of(spec, program, call, target, launch, which):
         parts = [
             prepare(
@@ -375,8 +430,42 @@ def prepare(
                 options,
                 launch,
                 needed,
+                queries_alone=queries_alone,
             )
             for part, at in places
         ]
         return BackwardInParts(*checked, parts=parts, **passes)
     return PreparedBackward(*checked, **passes)
+
+
+class PreparedQueries(NamedTuple):
+    """A checked call of the gradient of q alone."""
+
+    call: BackwardCall
+
+    def run(
+        self, operands: Operands, gradients: OutputGradients
+    ) -> tuple[Tensor, BackwardOutcome]:
+        """Returns dq and a record."""
+        (dq,), record = self.call.run(operands, gradients)
+        return dq, record
+
+
+def prepare_queries(
+    spec: AttentionSpec | CallProgram,
+    operands: Operands,
+    gradients: OutputGradients,
+    options: CallOptions,
+    launch: LaunchOptions = DEFAULT_LAUNCH,
+) -> PreparedQueries:
+    """`prepare` for the gradient of q alone, which specs with a paged cache have too.
+
+    Keys and values are constants then: operands.k and operands.v are the caches [pages, heads_kv,
+    page_size, head dim]. Every run gives the same bits. Where the page table names a page that the
+    cache does not have, the rows of its sequence that reach it are NaN.
+
+    Raises:
+        InputError, PlanError: as `prepare`.
+        SpecError: the results are parts of others, or the cache has codes.
+    """
+    return PreparedQueries(prepare(spec, operands, gradients, options, launch, queries_alone=True))

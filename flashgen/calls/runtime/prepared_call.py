@@ -148,13 +148,15 @@ class PreparedCall:
         """The arguments of the tiled algorithms on the CPU, with the tiles of a plan."""
         from flashgen.calls.cpu import TileArguments
         from flashgen.kernels.planner import plan, plan_backward
+        from flashgen.spec.language.signature import contiguous
 
         call, arch, sram, tiles = self.call, self.target.arch, self.launch.sram, self.launch.tiles
         block_q = block_k = None  # the tiles of DEFAULT_ARCH
         if arch != DEFAULT_ARCH or not self.launch.plans_itself:
             try:
                 if backward:
-                    chosen = plan_backward(self.spec, arch, sram=sram, tiles=tiles).of_keys
+                    spec = contiguous(self.spec) if self.signature.paged else self.spec
+                    chosen = plan_backward(spec, arch, sram=sram, tiles=tiles).of_keys
                 else:
                     chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
                 block_q, block_k = chosen.block_q, chosen.block_k

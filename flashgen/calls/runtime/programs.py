@@ -118,8 +118,8 @@ class CallProgram(abc.ABC):
         """
 
     @abc.abstractmethod
-    def refuse_backward(self) -> None:
-        """Raises SpecError where there is no backward pass."""
+    def refuse_backward(self, *, queries_alone: bool = False) -> None:
+        """Raises SpecError where there is no backward pass, or none of the gradient of q alone."""
 
     @abc.abstractmethod
     def variant(self, variant: Variant) -> Any:
@@ -149,13 +149,17 @@ class CallProgram(abc.ABC):
         """The architecture whose kernels compute a pass of a call, and why."""
         return Decision(target.arch, memory_layout.ALIGNED)
 
+    def path_of_queries(self, target: Target) -> Decision:
+        """The architecture whose kernels compute the gradient of q alone, and why."""
+        return Decision(target.arch, memory_layout.ALIGNED)
+
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
     ) -> int:
         """The columns of V that the kernels of a pass compute at once.
 
         Args:
-            which: "forward", "backward", "deterministic" or "tangent".
+            which: "forward", "backward", "deterministic", "queries" or "tangent".
             tangents: for "tangent", the names of the tensors that have a tangent.
         """
         return self.signature.head_dim_v
@@ -187,6 +191,12 @@ class CallProgram(abc.ABC):
         Args:
             memory: the memory of the GPU; None for that of the architecture's product.
         """
+
+    def queries(
+        self, arch: str, launch: LaunchOptions, ranges: CallRanges
+    ) -> tuple[LaunchableKernel, ...]:
+        """The kernels that compute the gradient of q alone, in the order of their launches."""
+        raise NotImplementedError("this program refuses such a call")
 
     @abc.abstractmethod
     def tangent(
@@ -257,10 +267,10 @@ class SpecProgram(CallProgram):
 
         return program_of(learning(self.spec, names))
 
-    def refuse_backward(self) -> None:
+    def refuse_backward(self, *, queries_alone: bool = False) -> None:
         from flashgen.spec.language.signature import refuse_backward
 
-        refuse_backward(self.spec)
+        refuse_backward(self.spec, queries_alone=queries_alone)
 
     def variant(self, variant: Variant) -> AttentionSpec:
         from flashgen.spec.language import signature as of
@@ -317,6 +327,12 @@ class SpecProgram(CallProgram):
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
+    def path_of_queries(self, target: Target) -> Decision:
+        why = self._why_portable(target.arch, "queries")
+        if why:
+            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
+        return super().path_of_queries(target)
+
     def _why_portable(self, arch: str, which: str) -> str:
         """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
         hold all columns of V."""
@@ -342,7 +358,10 @@ class SpecProgram(CallProgram):
         if launch.tiles:
             return self.signature.head_dim_v
         backward, fixed = which != "forward", which in ("deterministic", "tangent")
-        path = self.path_of_pass(target, backward=backward, deterministic=fixed)
+        if which == "queries":
+            path = self.path_of_queries(target)
+        else:
+            path = self.path_of_pass(target, backward=backward, deterministic=fixed)
         spec = self._of_others if backward else self.spec
         found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
         return found.columns or self.signature.head_dim_v
@@ -392,6 +411,20 @@ class SpecProgram(CallProgram):
             ranges=ranges,
             sizes=sizes,
             memory=memory,
+        )
+
+    def queries(
+        self, arch: str, launch: LaunchOptions, ranges: CallRanges
+    ) -> tuple[LaunchableKernel, ...]:
+        from flashgen.kernels.pipeline import build_backward
+
+        return build_backward(
+            self._of_others,
+            arch,
+            sram=launch.sram,
+            tiles=launch.tiles,
+            ranges=ranges,
+            queries_alone=True,
         )
 
     def tangent(

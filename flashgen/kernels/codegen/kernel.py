@@ -37,7 +37,7 @@ from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.arch import version_of
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
-from flashgen.shared.launch_facts import SPAN
+from flashgen.shared.launch_facts import PAGED_KERNELS, SPAN
 from flashgen.shared.signature import is_by_row
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
@@ -99,7 +99,8 @@ def kernel(
     if packed and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
     offsets = spec.offsets if code else ()
-    split, paged = (each and plan.kernel == "forward" for each in (spec.split, spec.paged))
+    split = spec.split and plan.kernel == "forward"
+    paged = spec.paged and plan.kernel in PAGED_KERNELS
     by_entry = bool(offsets) or paged
     own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
     params = [*own, *WORK_TILES]

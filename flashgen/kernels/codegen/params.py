@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flashgen.kernels.codegen.source import Param
 from flashgen.shared.dtypes import SCALAR_DTYPES
-from flashgen.shared.launch_facts import CONVERT_KERNELS, STREAMING_KERNELS
+from flashgen.shared.launch_facts import CONVERT_KERNELS, PAGED_KERNELS, STREAMING_KERNELS
 from flashgen.shared.paths import CodePath
 from flashgen.shared.signature import WHOLE
 from flashgen.spec.language.scalar import Scalar
@@ -155,14 +155,16 @@ def params_of(
     params = [
         _map(name) if name in mapped else _tensor(name, written=name in written) for name in first
     ]
-    paged = spec.paged and role == "forward"
+    paged = spec.paged and role in PAGED_KERNELS
     if paged:
         # TMA cannot copy all rows: a kernel for Hopper has the addresses of the caches too.
         params = [_of_pages(param) for param in params if by_tma or param.name not in _CACHES]
         caches = [_tensor(name, written=False) for name in _CACHES.values()]
         if spec.kv_dtype is not None:
             caches = [replace(param, cpp_type="const Code*") for param in caches]
-        params[-1:-1] = caches
+        before = ("q", *mapped)  # tensor maps are the first fields
+        at = next((i for i, each in enumerate(params) if each.name not in before), len(params))
+        params[at:at] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.folds:

@@ -78,23 +78,20 @@ def streaming_kernels_of(spec: AttentionSpec, of_keys: Plan) -> tuple[Plan, ...]
 @functools.lru_cache(maxsize=1024)
 def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.kernels.planner.plan_backward`."""
-    spec, deterministic, arch = request.spec, request.deterministic, facts(request.arch)
+    spec, deterministic, tiles = request.spec, request.deterministic, dict(request.tiles)
     check_size(spec)
-    refuse_backward(spec)
-    spare, tiles = dict(request.spare_registers), dict(request.tiles)
+    refuse_backward(spec, queries_alone=request.queries_alone)
+    if request.queries_alone:
+        return _of_queries(request)
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}
     of_learned = kernel_for_learned(spec, deterministic=deterministic)
     for kernel in ("dkdv", "dq", "fused", *of_learned):
-        problem = problem_of(spec, arch, request.sram, 16, spare.get(kernel, 0), kernel)
-        given = tiles.get(kernel)
-        chosen = cheapest(problem) if given is None else given_tile(problem, given)
-        if chosen is None:
-            missing[kernel] = no_tile_fits(problem, given_sram=request.sram is not None)
-            continue
-        notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()
-        policy = "derived" if given is None else "given"
-        found[kernel] = plan_of_tile(problem, chosen, policy, notes)
+        planned = _planned(request, kernel)
+        if isinstance(planned, PlanError):
+            missing[kernel] = planned
+        else:
+            found[kernel] = planned
     possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
     able = kernels_of(spec, deterministic=deterministic)
     allowed = [name for name in possible if name in able]
@@ -126,6 +123,31 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
             "part are written, and read by the kernels that add the parts in their order"
         )
     return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
+
+
+def _planned(request: BackwardPlanRequest, kernel: str) -> Plan | PlanError:
+    """The plan of a kernel with scores; where no tile fits, the error, as another kernel may do."""
+    spare, given = dict(request.spare_registers).get(kernel, 0), dict(request.tiles).get(kernel)
+    problem = problem_of(request.spec, facts(request.arch), request.sram, 16, spare, kernel)
+    chosen = cheapest(problem) if given is None else given_tile(problem, given)
+    if chosen is None:
+        return no_tile_fits(problem, given_sram=request.sram is not None)
+    notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()
+    return plan_of_tile(problem, chosen, "derived" if given is None else "given", notes)
+
+
+def _of_queries(request: BackwardPlanRequest) -> BackwardPlan:
+    """The kernels of the gradient of q alone, whose sums have a fixed order.
+
+    "delta" comes first whatever the weights are, because "dq" starts while the kernel before it
+    runs, which must be one of the call.
+    """
+    planned = _planned(request, "dq")
+    if isinstance(planned, PlanError):
+        raise planned
+    kernels = plan_delta(request.spec, planned.arch, planned.path), planned
+    why = f"queries: the gradient of q alone, 3 products per score, dq {planned.cost:.4f} clk"
+    return BackwardPlan("queries", True, kernels, (why,))
 
 
 def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:

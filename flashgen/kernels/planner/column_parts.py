@@ -12,9 +12,14 @@ import math
 from typing import NamedTuple
 
 from flashgen.kernels.planner.api import plan_backward, plan_forward
+from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.plan_errors import columns_of_parts
-from flashgen.kernels.planner.requests import PlanRequest, TangentPlanRequest
+from flashgen.kernels.planner.requests import (
+    BackwardPlanRequest,
+    PlanRequest,
+    TangentPlanRequest,
+)
 from flashgen.kernels.planner.tangent_pass import plan_tangent
 from flashgen.shared.errors import PlanError
 from flashgen.spec.language.signature import with_columns
@@ -46,7 +51,7 @@ def columns_of_launch(
     four.
 
     Args:
-        which: "forward", "backward", "deterministic" or "tangent".
+        which: "forward", "backward", "deterministic", "queries" or "tangent".
         tangents: for "tangent", the names of the tensors that have a tangent.
     """
     dim = spec.head_dim_v
@@ -59,6 +64,8 @@ def columns_of_launch(
                 plan = plan_forward(PlanRequest(part, arch, sram, access_bytes=16))
             elif which == "tangent":
                 plan = plan_tangent(TangentPlanRequest(part, arch, tangents, sram))
+            elif which == "queries":
+                plan = plan_schemes(BackwardPlanRequest(part, arch, sram, queries_alone=True))
             else:
                 fixed = which == "deterministic"
                 plan = plan_backward(part, arch, sram=sram, deterministic=fixed)

@@ -89,6 +89,7 @@ class BackwardPlanRequest:
     spare_registers: tuple[tuple[str, int], ...] = ()
     tiles: tuple[tuple[str, Tile], ...] = ()
     in_parts: bool = False  # blocks of "fused", if chosen, own parts of groups of query heads
+    queries_alone: bool = False  # the kernels of the gradient of q, and of no other
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)

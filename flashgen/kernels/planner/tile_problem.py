@@ -221,7 +221,7 @@ def problem_of(
     by_tma = path.copies_by_tma
     tells = by_tma and kernel == "forward"
     # The bits of a row that is served depend on no other row: its tiles are not gathered for all.
-    gathers = (by_tma and kernel in (*KEY_KERNELS, "dq")) or (tells and not spec.is_served)
+    gathers = (tells or (by_tma and kernel in (*KEY_KERNELS, "dq"))) and not spec.is_served
     layout = spec.block_sparse if gathers else None
     records = layout is not None or (tells and spec_terms.searches(spec))
     row = row_interval(spec.mask, WalkedAxis(Q))

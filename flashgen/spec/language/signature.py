@@ -309,14 +309,26 @@ def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpe
     return _changed(spec, "returns_maxima", returned)
 
 
-def refuse_backward(spec: AttentionSpec) -> None:
-    """Raises SpecError for a variant that has no backward pass."""
-    if spec.paged:
+def refuse_backward(spec: AttentionSpec, *, queries_alone: bool = False) -> None:
+    """Raises SpecError for a variant that has no backward pass.
+
+    Args:
+        queries_alone: whether only the gradient of q is asked for, which does not need that the
+            keys of a sequence lie one after another.
+    """
+    if spec.paged and not queries_alone:
         raise SpecError(
             "a call with a paged cache has no backward pass",
             where="argument page_table",
             numbers=f"spec {spec.name}: kernels with paged caches are for inference",
             way_out="torch.no_grad(), or a spec with packed=True and contiguous keys for training",
+        )
+    if spec.kv_dtype is not None:
+        raise SpecError(
+            "a cache of codes has no backward pass",
+            where=f"spec {spec.name}",
+            numbers=f"kv_dtype {spec.kv_dtype!r}",
+            way_out="kv_dtype=None, with a cache of elements of the dtype of q",
         )
     if spec.split:
         raise SpecError(

@@ -300,7 +300,7 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     fitted = fitted_sm90
     row, reads = row_interval(spec.mask), _reads_elements(spec)
     two_ends = row is not None and None not in (row.lo, row.hi)
-    if kernel == "forward":
+    if kernel == "forward" or spec.is_served:
         gathers = spec.block_sparse is not None and not spec.is_served
         if gathers or (spec.paged and searches(spec)):
             return fitted.GATHER_REGISTERS
