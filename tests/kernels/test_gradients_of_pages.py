@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-import flashgen as fg
-from flashgen.shared.call import LaunchOptions
 from flashgen.shared.paths import PATHS
-from tests.support.judged import check_gates, normal
-from tests.support.paged_calls import Paged, Sequences
+from tests.support.judged import check_gates
+from tests.support.paged_calls import Sequences
 from tests.support.paged_gradients import PagedGradient
-from tests.support.paged_specs import CAUSAL, MIXED, SERVED, VALUES, before, paged
-from tests.support.planted import planted
+from tests.support.paged_specs import paged
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor

@@ -1,0 +1,212 @@
+"""Queries that choose their keys: emitted kernels against the oracle, on both code paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime.chosen_keys import _ListsOfKeys
+from flashgen.shared.errors import EmulatorError
+from flashgen.shared.paths import PATHS
+from tests.support.chosen_lists import call_of, spec_of
+from tests.support.judged import equal, normal
+from tests.support.planted import planted
+from tests.support.tiers import slow
+
+Tensor = torch.Tensor
+
+
+def judged(spec: fg.AttentionSpec, *rest: Any, backward: bool = True, **numbers: Any) -> None:
+    call = call_of(spec, *rest, **numbers)
+    forward = call.judged_forward()
+    if backward:
+        call.judged_backward(forward)
+
+
+def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q + 20 - k >= 0) & (q - k < 40)
+
+
+def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    slopes = fg.Tensor("slopes", ("heads",), "float32")
+    return 20 * fg.tanh((score + slopes[h] * (k - q)) / 20)
+
+
+BLOCKS = ((1, 16), (1, 64), (4, 32), (3, 1), (1, 128), (64, 64))
+SIZES = (1, 4, 2, 9, 100)
+
+
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("blocks", [BLOCKS[0], BLOCKS[3], *map(slow, BLOCKS[1:3] + BLOCKS[4:])])
+def test_blocks_of_any_size_meet_the_error_rule(blocks: tuple[int, int], arch: str) -> None:
+    most = 2 if blocks[1] > 16 else 5 if blocks[1] > 1 else 40
+    judged(spec_of(*blocks, head_dim=64), SIZES, arch, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask_mod": None},
+        {"mask_mod": window, "score_mod": biased},
+        {"sink": True},
+        {"weight_mod": lambda s, b, h, q, k: fg.silu(s), "normalize": "none"},
+        {"weight_mod": lambda s, b, h, q, k: s * s + 0.1, "normalize": "sum"},
+        {"dtype": "float16", "head_dim": 192, "head_dim_v": 128},
+        {"dtype": "float16", "head_dim": 40, "head_dim_v": 24},
+        {"head_dim": 256},
+        {"head_dim": 96, "head_dim_v": 64, "shared_kv": True},
+    ],
+    ids=str,
+)
+def test_specs_meet_the_error_rule(options: dict[str, Any], arch: str) -> None:
+    tensors: dict[str, Tensor] = {}
+    if options.get("score_mod"):
+        tensors["slopes"] = normal((8,), torch.float32, 9) * 0.05
+    if options.get("sink"):
+        tensors["sink"] = normal((8,), torch.float32, 10)
+    spec = spec_of(2, 16, **{"head_dim": 64, **options})
+    judged(spec, (1, 8, 2, 17, 90), arch, tensors=tensors)
+
+
+@pytest.mark.slow
+def test_float32_meets_the_error_rule() -> None:
+    judged(spec_of(1, 16, head_dim=64, dtype="float32"), (1, 4, 1, 20, 70), "sm_80")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+def test_heads_of_512_and_values_inside_keys_meet_the_error_rule(arch: str) -> None:
+    wide = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True}
+    judged(spec_of(1, 1, **wide), (1, 16, 1, 3, 90), arch, 40)
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_positions_of_the_queries_are_those_of_the_call(arch: str) -> None:
+    spec = spec_of(2, 16, lambda b, h, q, k: (q >= k) & (k % 3 != b), head_dim=32)
+    judged(spec, (2, 4, 2, 5, 60), arch, q_offset=55, backward=False)
+    starts = torch.tensor([30, 50], dtype=torch.int32)
+    judged(spec, (2, 4, 2, 5, 60), arch, q_offset=starts, backward=False)
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_paged_caches_meet_the_error_rule(arch: str) -> None:
+    spec = spec_of(1, 16, head_dim=64, paged=True)
+    lengths = torch.tensor([60, 96], dtype=torch.int32)
+    table = torch.randperm(6, generator=torch.Generator().manual_seed(3)).view(2, 3).int()
+    lists = {
+        "kv_num_blocks": torch.tensor([[[2, 3]], [[3, 0]]], dtype=torch.int32),
+        "kv_indices": torch.tensor([[[[3, 0, 9]], [[1, 2, 0]]], [[[5, 2, 1]], [[0, 0, 0]]]]).view(
+            2, 1, 2, 3
+        ),
+    }
+    lists["kv_indices"] = lists["kv_indices"].int()
+    call = call_of(spec, (2, 4, 1, 2, 96), arch, lists=lists)
+    caches = (normal((6, 1, 32, 64), torch.bfloat16, seed) for seed in (1, 2))
+    call.qkv = call.qkv[0], *caches
+    call.numbers["tensors"] |= {"page_table": table, "cache_seqlens": lengths}
+    call.judged_forward()
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_lists_of_all_keys_have_the_bits_of_the_dense_call(arch: str) -> None:
+    """In tiles of as many keys."""
+    spec = spec_of(1, 16, None, head_dim=64)
+    blocks = torch.arange(6, dtype=torch.int32).expand(1, 1, 70, 6)
+    lists = {"kv_num_blocks": torch.full((1, 1, 70), 6, dtype=torch.int32), "kv_indices": blocks}
+    call = call_of(spec, (1, 1, 1, 70, 96), arch, lists=lists)
+    run = call.forward()
+    assert run.report.kernel is not None
+    dense = fg.AttentionSpec(head_dim=64, dtype="bfloat16", paged=True)
+    tensors = {
+        "page_table": torch.zeros(1, 1, dtype=torch.int32),
+        "cache_seqlens": torch.tensor([96], dtype=torch.int32),
+    }
+    given: dict[str, Any] = {"tensors": tensors, "backend": "emulator", "arch": arch}
+    expected = run_forward(dense, *call.qkv, split_size=0, **given)
+    assert expected.report.kernel is not None
+    assert run.report.kernel.plan.block_k == expected.report.kernel.plan.block_k
+    assert equal(run, expected)
+
+
+def test_groups_without_blocks_are_rows_without_keys() -> None:
+    spec = spec_of(2, 16, head_dim=32)
+    lists = {
+        "kv_num_blocks": torch.zeros(1, 1, 4, dtype=torch.int32),
+        "kv_indices": torch.full((1, 1, 4, 2), -1, dtype=torch.int32),
+    }
+    call = call_of(spec, (1, 2, 1, 8, 40), "sm_80", lists=lists)
+    run = call.judged_forward()
+    assert not run.out.any()
+    assert (run.lse == -torch.inf).all()
+    gradients = call.backward(run)
+    assert not any(x.any() for x in (gradients.dq, gradients.dk, gradients.dv))
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_gradients_have_the_same_bits_in_every_order_of_blocks(arch: str) -> None:
+    call = call_of(spec_of(1, 16, head_dim=64), (1, 4, 2, 30, 64), arch)
+    run = call.forward()
+    first = call.backward(run)
+    again = call.backward(run, backend="emulator:7")
+    assert all(torch.equal(getattr(first, x), getattr(again, x)) for x in ("dq", "dk", "dv"))
+
+
+def test_long_lists_are_cut_and_their_parts_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.calls.runtime.chosen_keys.MOST_OF_LIST", 8)
+    spec = spec_of(1, 16, None, head_dim=32)
+    lists = {
+        "kv_num_blocks": torch.ones(1, 1, 50, dtype=torch.int32),
+        "kv_indices": torch.full((1, 1, 50, 1), 2, dtype=torch.int32),  # all choose one block
+    }
+    call = call_of(spec, (1, 2, 1, 50, 64), "sm_80", lists=lists)
+    call.judged_backward(call.forward())
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_a_block_that_is_none_makes_its_group_nan(arch: str, monkeypatch: Any) -> None:
+    """Where nobody reads the lists first, as on a GPU."""
+    monkeypatch.setattr("flashgen.calls.runtime.arguments.call.check_choice", lambda *given: None)
+    monkeypatch.setattr("flashgen.calls.runtime.arguments.call.check_pages", lambda *given: None)
+    spec = spec_of(1, 16, None, head_dim=32)
+    lists = {
+        "kv_num_blocks": torch.full((1, 2, 3), 2, dtype=torch.int32),
+        "kv_indices": torch.tensor([0, 2, 1, 7, 3, -5]).int().view(1, 1, 3, 2).expand(1, 2, 3, 2),
+    }
+    call = call_of(spec, (1, 2, 2, 3, 64), arch, lists=lists)
+    out = call.forward().out
+    assert not out[:, :, 0].isnan().any()
+    assert out[:, :, 1].isnan().all()
+    assert out[:, :, 2].isnan().all()
+
+
+def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(spec_of(1, 16, None, head_dim=32), (1, 2, 1, 20, 64), "sm_80")
+    run = call.forward()
+    lists_of = _ListsOfKeys.of
+
+    def short(*given: Any) -> _ListsOfKeys:
+        made = lists_of(*given)
+        return made._replace(lengths=(made.lengths - 1).clamp_min(0))
+
+    monkeypatch.setattr(_ListsOfKeys, "of", short)
+    verdicts = call.verdicts(call.backward(run))
+    assert not verdicts["dk"].ok
+    assert not verdicts["dv"].ok
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_a_list_read_past_its_length_is_found(arch: str) -> None:
+    call = call_of(spec_of(1, 16, None, head_dim=32), (1, 2, 1, 20, 64), arch)
+    old = "return min(max(__shfl_sync(0xffffffffu, length, 0), 0), call.seq_k);"
+    with planted("forward", old, "return call.seq_k;"):
+        try:
+            run = call.forward()
+        except EmulatorError:
+            return
+    assert not all(verdict.ok for verdict in call.verdicts(run).values())
