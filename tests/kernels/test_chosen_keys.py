@@ -9,7 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import run_forward
-from flashgen.calls.runtime.chosen_keys import _ListsOfKeys
+from flashgen.calls.runtime.chosen_keys import _KeyRows
 from flashgen.shared.errors import EmulatorError
 from flashgen.shared.paths import PATHS
 from tests.support.chosen_lists import call_of, spec_of
@@ -188,13 +188,13 @@ def test_a_block_that_is_none_makes_its_group_nan(arch: str, monkeypatch: Any) -
 def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(spec_of(1, 16, None, head_dim=32), (1, 2, 1, 20, 64), "sm_80")
     run = call.forward()
-    lists_of = _ListsOfKeys.of
+    lists_of = _KeyRows.of_blocks_of
 
-    def short(*given: Any) -> _ListsOfKeys:
+    def short(*given: Any) -> _KeyRows:
         made = lists_of(*given)
         return made._replace(lengths=(made.lengths - 1).clamp_min(0))
 
-    monkeypatch.setattr(_ListsOfKeys, "of", short)
+    monkeypatch.setattr(_KeyRows, "of_blocks_of", short)
     verdicts = call.verdicts(call.backward(run))
     assert not verdicts["dk"].ok
     assert not verdicts["dv"].ok

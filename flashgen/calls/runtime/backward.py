@@ -443,9 +443,7 @@ class PreparedQueries(NamedTuple):
 
     call: BackwardCall
 
-    def run(
-        self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[Tensor, BackwardOutcome]:
+    def run(self, operands: Operands, gradients: OutputGradients) -> tuple[Tensor, BackwardOutcome]:
         """Returns dq and a record."""
         (dq,), record = self.call.run(operands, gradients)
         return dq, record

@@ -10,9 +10,10 @@ heads instead, which has a byte for each block of each group.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,6 +59,13 @@ Tensor = torch.Tensor
 MOST_OF_LIST = 1024
 """Groups in a list of a block of keys: longer ones are cut, so that no thread block has to walk the
 groups of a block that all of them chose. The gradients of the parts are added."""
+
+FEWEST_ROWS = 16
+"""Keys of a block that are the rows of a sequence, at least. The keys of smaller blocks are rows of
+the groups that list them: a small block would fill few of the 64 rows or more of a tile."""
+
+MOST_ROWS = 1 << 18
+"""Rows of keys at once, each with its key, value and gradients in memory."""
 
 _DELTA_COLUMNS = 8
 """Columns of dO and V that subtract delta: the fewest that a head dim can have more."""
@@ -206,6 +214,14 @@ class _Sizes(NamedTuple):
         lacking = self.blocks * self.block_k - self.seq_k
         return torch.nn.functional.pad(x, (0, 0, 0, lacking)) if lacking else x
 
+    def in_blocks(self, x: Tensor) -> Tensor:
+        """Keys [batch, heads, seq_k, columns] as [blocks of all key heads, block_k, columns]."""
+        return self.by_blocks(x).reshape(-1, self.block_k, x.shape[3])
+
+    def of_blocks(self, x: Tensor) -> Tensor:
+        """What `in_blocks` undoes."""
+        return x.view(self.batch, self.heads, -1, x.shape[2])[:, :, : self.seq_k]
+
     def owners(self, lines: Tensor, own: Tensor) -> Tensor:
         """Int32 [sequences, 4]: batch entries, first query heads, own blocks and key heads.
 
@@ -306,6 +322,7 @@ class ChosenCall:
         from flashgen.calls.runtime.backward import prepare_queries
         from flashgen.calls.runtime.forward import prepare
         from flashgen.spec.language.chosen_specs import by_keys, value_gradients
+        from flashgen.spec.language.signature import with_columns
 
         sizes, spec, given, options = self.sizes, *self.by_groups(operands)
         rest = options._replace(split_size=0), self._launch
@@ -316,41 +333,37 @@ class ChosenCall:
         dq, of_queries = call.run(given, rows)
         dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
 
-        # Every block of keys is a sequence of rows; its keys are the rows of groups.
         captured = named(self._signature, operands.captured)
-        parts = self._of_keys(captured)
-        k, v = (parts.rows_of(sizes.by_blocks(x)) for x in operands[1:3])
-        tensors = self._captured(captured) | {
-            OWNED: parts.owners,
-            LISTED: parts.blocks,
-            PAGE_NAMES[0]: parts.pages,
-            PAGE_NAMES[1]: parts.lengths * sizes.rows,
-            ROWS[0]: rows.lse.view(-1, sizes.groups, sizes.rows),
-            OFFSETS[0]: parts.lengths.new_zeros(1),
-        }
-        to_v = value_gradients(self._spec, sizes.ragged)
-        given_v = Operands(k, given.q, dout, _in_order(to_v, tensors))
-        call = self._prepare("dv", lambda: prepare(to_v, given_v, *rest))
-        dv, _, done = call.run(given_v)
-
+        keys = self._of_keys(captured)
+        tensors = self._captured(captured) | {ROWS[0]: lse.view(-1, sizes.groups, sizes.rows)}
+        of_blocks = [sizes.in_blocks(x) for x in operands[1:3]]
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in of_blocks)
         delta = self._delta(rows)
-        if delta is not None:
-            v, dout = _with_delta(v, dout, delta)
-        to_k = _with_columns(by_keys(self._spec, sizes.ragged), dout.shape[3])
-        given_k = Operands(k, given.q, dout, _in_order(to_k, tensors))
-        none = rows.lse.new_zeros(k.shape[:3])
-        of_keys = OutputGradients(v, none, v)
-        call = self._prepare("dk", lambda: prepare_queries(to_k, given_k, of_keys, *rest))
-        dk, of_k = call.run(given_k, of_keys)
+        of_out = dout if delta is None else _with_columns(dout, _in_parts(delta, dout.dtype))
+        launches = [*of_queries.launches]
+        for part in keys.parts():
+            own = tensors | part.tensors(sizes)
+            k, v = (part.rows_of(x) for x in of_blocks)
+            to_v = value_gradients(self._spec, keys.ragged, keys.of_groups)
+            given_v = Operands(k, given.q, dout, _in_order(to_v, own))
+            name = f"dv {len(k)}"
+            call = self._prepare(name, functools.partial(prepare, to_v, given_v, *rest))
+            found, _, done = call.run(given_v)
+            part.add_to(dv, found)
+            of_v = v if delta is None else _with_columns(v, v.new_full((3,), -1))
+            to_k = with_columns(by_keys(self._spec, keys.ragged, keys.of_groups), of_v.shape[3])
+            given_k = Operands(k, given.q, of_out, _in_order(to_k, own))
+            of_keys = OutputGradients(of_v, lse.new_zeros(k.shape[:3]), of_v)
+            make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
+            found, of_k = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
+            part.add_to(dk, found)
+            launches += [_run_of(done), *of_k.launches]
         dk, dv = (
-            memory_layout.in_memory_order_of(
-                like, parts.added(x)[:, :, : sizes.seq_k].to(like.dtype)
-            )
+            memory_layout.in_memory_order_of(like, sizes.of_blocks(x).to(like.dtype))
             for x, like in zip((dk, dv), operands[1:3], strict=True)
         )
-        launches = (*of_queries.launches, _run_of(done), *of_k.launches)
         results = (dq, dk, dv, *self._of_sink(captured, operands.q, gradients))
-        return results, of_queries._replace(launches=launches)
+        return results, of_queries._replace(launches=tuple(launches))
 
     def _prepare(self, name: str, make: Any) -> Any:
         if name not in self._prepared:
@@ -429,9 +442,11 @@ class ChosenCall:
     def _rows(self, captured: Mapping[str, Tensor], q: Tensor) -> sinks.Rows:
         return sinks.rows_of_call(self._signature, captured, q, 0, self._options.q_offset)
 
-    def _of_keys(self, captured: Mapping[str, Tensor]) -> _ListsOfKeys:
+    def _of_keys(self, captured: Mapping[str, Tensor]) -> _KeyRows:
         blocks, lengths = _lists(self.sizes, *(captured[name] for name in LISTS))
-        return _ListsOfKeys.of(self.sizes, blocks, lengths)
+        if self.sizes.block_k < FEWEST_ROWS:
+            return _KeyRows.of_groups_of(self.sizes, blocks, lengths)
+        return _KeyRows.of_blocks_of(self.sizes, blocks, lengths)
 
     def _delta(self, rows: OutputGradients) -> Tensor | None:
         """What is subtracted from dP in each row of the groups, [sequences, 1, rows]; None for
@@ -552,99 +567,146 @@ def _in_order(spec: AttentionSpec, tensors: Mapping[str, Tensor]) -> tuple[Tenso
     return tuple(tensors[tensor.name] for tensor in spec.tensors)
 
 
-class _ListsOfKeys(NamedTuple):
-    """The lists of blocks of keys: which groups of queries chose each. Long lists are in parts.
+class _KeyRows(NamedTuple):
+    """Sequences whose rows are keys, for the gradients of keys and values.
 
     Attributes:
-        blocks: int32 [parts, most], the groups.
-        pages: int32 [parts, most], the groups among those of all key heads.
-        lengths: int32 [parts].
-        owners: int32 [parts, 4], as `_Sizes.owners`.
-        places: int64 [parts], the block of each part among those of all key heads.
+        of_groups: whether a sequence has the keys in the list of a group; else it has a block of
+            keys, and its list names groups that chose it. Long lists of this kind are cut.
+        owners: int32 [sequences, 4], as `_Sizes.owners`.
+        listed: int32 [sequences, most], the blocks of its list, or the groups.
+        pages: int32 [sequences, most or 1], the groups among those of all key heads.
+        lengths: int32 [sequences], how many of these there are.
+        places: int64 [sequences, blocks of rows], the blocks of keys that its rows are, among those
+            of all key heads; their number for one that is none.
     """
 
     sizes: _Sizes
-    blocks: Tensor
+    of_groups: bool
+    owners: Tensor
+    listed: Tensor
     pages: Tensor
     lengths: Tensor
-    owners: Tensor
     places: Tensor
 
+    @property
+    def ragged(self) -> tuple[bool, bool]:
+        """As `_Sizes.ragged`; the rows of a list may be none, beyond all keys."""
+        of_queries, of_keys = self.sizes.ragged
+        return of_queries, of_keys or self.of_groups
+
     @staticmethod
-    def of(sizes: _Sizes, blocks: Tensor, lengths: Tensor) -> _ListsOfKeys:
-        """
+    def of_groups_of(sizes: _Sizes, blocks: Tensor, lengths: Tensor) -> _KeyRows:
+        """The keys that each group lists; each key is a row as often as it is listed.
+
         Args:
-            blocks, lengths: the lists of groups, as `_lists`.
+            blocks, lengths: the lists, as `_lists`.
+        """
+        lines, groups, _ = blocks.shape
+        device = blocks.device
+        group = torch.arange(lines * groups, device=device)
+        listed = _in_lists(sizes, blocks, lengths).flatten(0, 1)
+        kept = torch.where(listed, blocks.flatten(0, 1), sizes.blocks)
+        line = (group // groups)[:, None]
+        places = torch.where(listed, line * sizes.blocks + kept, lines * sizes.blocks)
+        return _KeyRows(
+            sizes,
+            True,
+            sizes.owners(group // groups, group % groups),
+            kept.to(torch.int32),
+            group[:, None].to(torch.int32),
+            torch.ones_like(group, dtype=torch.int32),
+            places,
+        )
+
+    @staticmethod
+    def of_blocks_of(sizes: _Sizes, blocks: Tensor, lengths: Tensor) -> _KeyRows:
+        """The blocks of keys, with the groups that chose each in ascending order.
+
+        Args:
+            blocks, lengths: the lists, as `_lists`.
         """
         lines, groups, most = blocks.shape
         device, total = blocks.device, lines * sizes.blocks
         line = torch.arange(lines, device=device)[:, None, None]
-        listed = torch.arange(most, device=device) < lengths[..., None]
-        listed &= (blocks >= 0) & (blocks < sizes.blocks)
-        # In ascending order of the groups, since the sort is stable.
-        chosen, order = (
-            torch.where(listed, line * sizes.blocks + blocks, total).flatten().sort(stable=True)
-        )
+        listed = _in_lists(sizes, blocks, lengths)
+        chosen = torch.where(listed, line * sizes.blocks + blocks, total).flatten()
+        chosen, order = chosen.sort(stable=True)
         group = order // most  # among those of all key heads
-        every = torch.arange(total + 1, device=device)
-        starts = torch.searchsorted(chosen, every)
+        starts = torch.searchsorted(chosen, torch.arange(total + 1, device=device))
         counts = starts.diff()
         # Twice the mean length, so that most lists are whole and the table stays small.
         width = min(1 << (2 * len(chosen) // total).bit_length(), MOST_OF_LIST, groups)
         cuts = torch.nn.functional.pad((-(-counts // width)).clamp_min(1).cumsum(0), (1, 0))
-        parts = total + len(chosen) // width  # the most that there can be
+        sequences = total + len(chosen) // width  # the most that there can be
         rank = torch.arange(len(chosen), device=device) - starts[chosen]
-        part = (cuts[chosen] + rank // width).where(chosen < total, parts)
-        table = group.new_zeros((parts + 1, width))
-        table[part, (rank % width).where(chosen < total, 0)] = group
+        own = (cuts[chosen] + rank // width).where(chosen < total, sequences)
+        table = group.new_zeros((sequences + 1, width))
+        table[own, (rank % width).where(chosen < total, 0)] = group
         pages = table[:-1]
-        number = torch.arange(parts, device=device)
+        number = torch.arange(sequences, device=device)
         places = (torch.searchsorted(cuts, number, right=True) - 1).clamp(0, total - 1)
         rest = counts[places] - (number - cuts[places]) * width
-        own = sizes.owners(places // sizes.blocks, places % sizes.blocks)
-        return _ListsOfKeys(
+        return _KeyRows(
             sizes,
+            False,
+            sizes.owners(places // sizes.blocks, places % sizes.blocks),
             (pages % groups).to(torch.int32),
             pages.to(torch.int32),
             rest.clamp(0, width).to(torch.int32),
-            own,
-            places,
+            places[:, None],
         )
+
+    def parts(self) -> Iterator[_KeyRows]:
+        """Some of the sequences each, whose rows fit in memory."""
+        many = max(MOST_ROWS // (self.places.shape[1] * self.sizes.block_k), 1)
+        for first in range(0, len(self.owners), many):
+            yield _KeyRows(*self[:2], *(x[first : first + many] for x in self[2:]))
+
+    def tensors(self, sizes: _Sizes) -> dict[str, Tensor]:
+        """The captured tensors of the calls, by name."""
+        return {
+            OWNED: self.owners,
+            LISTED: self.listed,
+            PAGE_NAMES[0]: self.pages,
+            PAGE_NAMES[1]: self.lengths * sizes.rows,
+            OFFSETS[0]: self.lengths.new_zeros(1),
+        }
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """The rows [parts, 1, block_k, columns] of the parts, of x [batch, heads, keys, ...]."""
-        whole = x.reshape(-1, 1, self.sizes.block_k, x.shape[3])
-        return whole[self.places]
+        """The rows [sequences, 1, rows, columns] of x [blocks, block_k, columns]."""
+        taken: Tensor = x[self.places.clamp(max=len(x) - 1)]
+        return taken.flatten(1, 2)[:, None]
 
-    def added(self, x: Tensor) -> Tensor:
-        """The sums over the parts of each block, [batch, heads, keys, columns] in float32; in the
-        order of the parts."""
-        sizes, columns = self.sizes, x.shape[3]
-        total = x.new_zeros(
-            (sizes.batch * sizes.heads * sizes.blocks, sizes.block_k, columns), dtype=torch.float32
-        )
-        total.index_put_((self.places,), x[:, 0].float(), accumulate=True)
-        return total.view(sizes.batch, sizes.heads, -1, columns)
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Adds rows to those of total [blocks, block_k, columns], in the order of the sequences."""
+        inside = (self.places < len(total)).flatten()
+        rows = x[:, 0].reshape(-1, *total.shape[1:]).float()
+        rows = rows.masked_fill(~inside[:, None, None], 0)
+        places = self.places.flatten().clamp(max=len(total) - 1)
+        total.index_put_((places,), rows, accumulate=True)
 
 
-def _with_delta(v: Tensor, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of V and of dO with further columns, by which dO V^T has delta subtracted.
+def _in_lists(sizes: _Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:
+    """Which entries of the lists of groups are blocks of the keys."""
+    listed = torch.arange(blocks.shape[-1], device=blocks.device) < lengths[..., None]
+    return listed & (blocks >= 0) & (blocks < sizes.blocks)
 
-    Several columns of 16 bits hold delta with the digits of float32.
+
+def _in_parts(delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers [...] as sums of three of a dtype of 16 bits, [..., 3], with the digits of float32.
+
+    Further columns of dO that are multiplied by -1 in V subtract them from dO V^T.
     """
-    parts, rest = [], delta
+    parts = []
     for _ in range(3):
-        parts.append(rest.to(dout.dtype))
-        rest = rest - parts[-1].float()
-    columns = torch.stack(parts, -1)
-    more = dout.new_zeros((*dout.shape[:3], _DELTA_COLUMNS))
-    more[..., : len(parts)] = columns
-    minus = v.new_zeros((*v.shape[:3], _DELTA_COLUMNS))
-    minus[..., : len(parts)] = -1
-    return torch.cat([v, minus], -1), torch.cat([dout, more], -1)
+        parts.append(delta.to(dtype))
+        delta = delta - parts[-1].float()
+    return torch.stack(parts, -1)
 
 
-def _with_columns(spec: AttentionSpec, columns: int) -> AttentionSpec:
-    from flashgen.spec.language.signature import with_columns
-
-    return with_columns(spec, columns)
+def _with_columns(x: Tensor, more: Tensor) -> Tensor:
+    """Rows [..., columns] with `_DELTA_COLUMNS` more, of which these are the first."""
+    added = x.new_zeros((*x.shape[:-1], _DELTA_COLUMNS))
+    added[..., : more.shape[-1]] = more
+    return torch.cat([x, added], -1)

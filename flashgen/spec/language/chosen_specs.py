@@ -97,22 +97,34 @@ def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
-def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
-    """The spec of calls in which each block of keys is a sequence of rows, and queries are its
-    keys: the output for dO in place of V is dV, and dQ for dO and V exchanged is dK.
+def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool) -> AttentionSpec:
+    """The spec of calls in which keys are the rows of sequences, and queries are their keys: the
+    output for dO in place of V is dV, and dQ for dO and V exchanged is dK.
 
     Weights are those of the spec's rows, whose normaliser is read. dQ of such a call takes dP for
     the derivative of a weight: delta is subtracted by further columns of dO and V.
+
+    Args:
+        of_groups: whether a sequence has the keys that a group lists, and the queries of this group
+            alone; else it has a block of keys, and its list names the groups that chose it.
     """
     sparse = _lists(spec)
     rows = ROWS_OF_GROUP.expr
-    own, of_list, row = _owned(2), _listed(rows), FloorMod(K, rows)
-    query = of_list * sparse.block_q + FloorDiv(row, GROUP.expr)
-    key = own * sparse.block_k + Q
+    row = K if of_groups else FloorMod(K, rows)
+    group, block = (
+        (_owned(2), _listed(sparse.block_k, Q))
+        if of_groups
+        else (
+            _listed(rows),
+            _owned(2),
+        )
+    )
+    key = block * sparse.block_k + (FloorMod(Q, sparse.block_k) if of_groups else Q)
+    query = group * sparse.block_q + FloorDiv(row, GROUP.expr)
     options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
     moved = with_options(spec, **options)
-    lse = Element(_LSE.symbol, _owned(3), of_list, row)
+    lse = Element(_LSE.symbol, _owned(3), group, row)
     score = weighed(moved.modified, share_of(moved, lse, divides=True))
     given = (_LSE,) if lse in score.atoms(Element) or _LSE.symbol in score.free_symbols else ()
     return with_options(
@@ -126,14 +138,16 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
         paged=True,
         shared_kv=False,
         sink=None,
-        name=f"{spec.name}_by_keys",
+        name=f"{spec.name}_by_{'listed_' if of_groups else ''}keys",
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def value_gradients(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+def value_gradients(
+    spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool
+) -> AttentionSpec:
     """`by_keys` with an output in float32, whose parts are added: dV."""
-    return partial(by_keys(spec, ragged))
+    return partial(by_keys(spec, ragged, of_groups))
 
 
 def of_kernels(spec: AttentionSpec) -> AttentionSpec:
@@ -152,8 +166,8 @@ def _owned(what: int) -> sympy.Expr:
     return Element(_OWNED.symbol, B, sympy.Integer(what))
 
 
-def _listed(rows: sympy.Expr | int) -> sympy.Expr:
-    return Element(_LISTED.symbol, B, FloorDiv(K, rows))
+def _listed(rows: sympy.Expr | int, place: sympy.Expr = K) -> sympy.Expr:
+    return Element(_LISTED.symbol, B, FloorDiv(place, rows))
 
 
 def _first_query(spec: AttentionSpec, entry: sympy.Expr) -> sympy.Expr:
