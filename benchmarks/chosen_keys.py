@@ -16,12 +16,19 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.runtime.arguments.call import Call, check
-from flashgen.calls.runtime.chosen_keys import ChosenCall
+from flashgen.calls.runtime.chosen_keys import FEWEST_ROWS, ChosenCall
 from flashgen.calls.runtime.programs import program_of
-from flashgen.kernels.planner import plan
+from flashgen.kernels.planner import (
+    BackwardPlanRequest,
+    Plan,
+    columns_of_launch,
+    plan,
+    plan_schemes,
+)
 from flashgen.shared.arch import facts
 from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
-from flashgen.spec.language.chosen_specs import by_groups
+from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
+from flashgen.spec.language.signature import with_columns
 from flashgen.tools.profile.run import profile_forward
 
 ARCHS = ("sm_80", "sm_90a")
@@ -69,6 +76,7 @@ CHOICES = (
     Choice("dsa", 576, 512, 128, 1, 1, 1, 2048, 131_072, shared_kv=True),
 )
 QUERIES, KEYS, LISTED = 8, 512, 128
+FEW_ROWS = 64  # of the tile of a call with few
 
 
 def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
@@ -112,21 +120,51 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
     return int(keys.sum()) * rows, int(padded), computed, profile.sectors_in_excess
 
 
-def predicted(choice: Choice, arch: str) -> tuple[float, float, float]:
-    """Clocks of a computed score, the share of computed scores that are listed, and milliseconds.
+def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]]:
+    """Clocks of a score that the forward kernel computes, the share of computed scores that are
+    listed, and the milliseconds of each gradient's kernel, by its name, beside "forward".
 
-    Half of the keys of a list are after a query that is in the first keys: all lists are long here.
+    All lists are long: those of the first queries are shorter under a causal mask.
     """
-    spec = by_groups(choice.spec, (False, False))
+    spec, even = choice.spec, (False, False)
     rows = choice.block_q * choice.heads // choice.heads_kv
-    planned = plan(spec, arch, few_rows=rows <= 64)
-    tiles_q, tiles_k = -(-rows // planned.block_q), -(-choice.most // planned.block_k)
     groups = choice.heads_kv * -(-choice.queries // choice.block_q)
-    scores = groups * tiles_q * planned.block_q * tiles_k * planned.block_k
-    machine = facts(arch)
-    seconds = scores * planned.cost / (machine.sms * machine.clock_hz)
-    share = groups * rows * choice.most / scores
-    return planned.cost, share, 1e3 * seconds
+    of_groups = choice.block_k < FEWEST_ROWS
+    by_group = groups, rows, choice.most
+    if of_groups:
+        by_key = groups, choice.most, rows
+    else:  # as many lists as blocks of keys, all equally long
+        blocks = choice.heads_kv * choice.queries // choice.block_k
+        by_key = blocks, choice.block_k, groups * choice.most // choice.block_k * rows // blocks
+    of_queries, of_values = by_groups(spec, even), value_gradients(spec, even, of_groups)
+    of_keys = by_keys(spec, even, of_groups)
+    of_keys = with_columns(of_keys, choice.head_dim_v + 8)
+    forward = cheapest(of_queries, arch, "forward", few_rows=rows <= FEW_ROWS)
+    kernels = {
+        "forward": (forward, by_group),
+        "dq": (cheapest(of_queries, arch, "queries"), by_group),
+        "dv": (cheapest(of_values, arch, "forward", few_rows=by_key[1] <= FEW_ROWS), by_key),
+        "dk": (cheapest(of_keys, arch, "queries"), by_key),
+    }
+    machine, found = facts(arch), {}
+    for name, ((parts, kernel), (sequences, of_q, of_k)) in kernels.items():
+        tiles = -(-of_q // kernel.block_q), -(-of_k // kernel.block_k)
+        scores = parts * sequences * tiles[0] * kernel.block_q * tiles[1] * kernel.block_k
+        found[name] = 1e3 * scores * kernel.cost / (machine.sms * machine.clock_hz)
+    clocks = found["forward"] / 1e3 * machine.sms * machine.clock_hz
+    computed = clocks / forward[1].cost / forward[0]
+    return forward[0] * forward[1].cost, groups * rows * choice.most / computed, found
+
+
+def cheapest(spec: fg.AttentionSpec, arch: str, which: str, **options: bool) -> tuple[int, Plan]:
+    """How many launches have some columns of V each, and the plan of the kernel of one."""
+    columns = columns_of_launch(spec, arch, which).columns
+    part = spec if columns == spec.head_dim_v else with_columns(spec, columns)
+    parts = -(-int(spec.head_dim_v or 0) // columns)
+    if which == "forward":
+        return parts, plan(part, arch, **options)
+    request = BackwardPlanRequest(part, arch, queries_alone=True)
+    return parts, plan_schemes(request).kernels[-1]
 
 
 def lines(archs: tuple[str, ...], choices: tuple[Choice, ...]) -> Iterator[str]:
@@ -136,12 +174,14 @@ def lines(archs: tuple[str, ...], choices: tuple[Choice, ...]) -> Iterator[str]:
         for arch in archs:
             listed, padded, computed, sectors = counted(choice, arch)
             yield f"{choice.name:16}{arch:8}{listed:10,}{computed:10,.0f}{padded:10,}{sectors:19,}"
-    yield "predicted, of the forward kernel"
-    yield f"{'':16}{'':8}{'clk/score':>10}{'listed':>10}{'ms':>10}"
+    yield "predicted: clocks of a score of the forward kernel, and milliseconds of each kernel"
+    names = "".join(f"{name:>10}" for name in ("forward", "dq", "dv", "dk"))
+    yield f"{'':16}{'':8}{'clk/score':>10}{'listed':>10}{names}"
     for choice in choices:
         for arch in archs:
             cost, share, ms = predicted(choice, arch)
-            yield f"{choice.name:16}{arch:8}{cost:10.3f}{share:10.0%}{ms:10.1f}"
+            times = "".join(f"{x:10.1f}" for x in ms.values())
+            yield f"{choice.name:16}{arch:8}{cost:10.3f}{share:10.0%}{times}"
 
 
 def main() -> None:

@@ -47,24 +47,24 @@ def test_blocks_of_any_size_meet_the_error_rule(blocks: tuple[int, int], arch: s
     judged(spec_of(*blocks, head_dim=64), SIZES, arch, most)
 
 
+SPECS: dict[str, dict[str, Any]] = {
+    "all scores": {"mask_mod": None},
+    "window, softcap, slopes": {"mask_mod": window, "score_mod": biased},
+    "sink": {"sink": True},
+    "silu": {"weight_mod": lambda s, b, h, q, k: fg.silu(s), "normalize": "none"},
+    "squares": {"weight_mod": lambda s, b, h, q, k: s * s + 0.1, "normalize": "sum"},
+    "192/128": {"dtype": "float16", "head_dim": 192, "head_dim_v": 128},
+    "40/24": {"dtype": "float16", "head_dim": 40, "head_dim_v": 24},
+    "256": {"head_dim": 256},
+    "values inside keys": {"head_dim": 96, "head_dim_v": 64, "shared_kv": True},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask_mod": None},
-        {"mask_mod": window, "score_mod": biased},
-        {"sink": True},
-        {"weight_mod": lambda s, b, h, q, k: fg.silu(s), "normalize": "none"},
-        {"weight_mod": lambda s, b, h, q, k: s * s + 0.1, "normalize": "sum"},
-        {"dtype": "float16", "head_dim": 192, "head_dim_v": 128},
-        {"dtype": "float16", "head_dim": 40, "head_dim_v": 24},
-        {"head_dim": 256},
-        {"head_dim": 96, "head_dim_v": 64, "shared_kv": True},
-    ],
-    ids=str,
-)
-def test_specs_meet_the_error_rule(options: dict[str, Any], arch: str) -> None:
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_meet_the_error_rule(name: str, arch: str) -> None:
+    options = SPECS[name]
     tensors: dict[str, Tensor] = {}
     if options.get("score_mod"):
         tensors["slopes"] = normal((8,), torch.float32, 9) * 0.05
