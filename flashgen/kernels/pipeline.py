@@ -503,9 +503,11 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
-        for option in ("in_parts", "queries_alone"):
+        for alone in (False, True):
             with suppress(PlanError, SpecError):
-                found += _emit_backward(BackwardPlanRequest(spec, arch, **{option: True}))
+                found += _emit_backward(
+                    BackwardPlanRequest(spec, arch, in_parts=not alone, queries_alone=alone)
+                )
         return tuple(dict.fromkeys(source.filename for source in found))
 
     return names

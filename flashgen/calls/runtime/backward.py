@@ -295,7 +295,9 @@ class PreparedBackward(PreparedCall):
         q, k, v, _, rng = operands
         copied = contiguous_call(q, k, v, captured)
         if BOUNDARIES[0] not in captured:
-            gradients = OutputGradients(*(x if x is None else one_entry(x) for x in gradients))
+            out, lse, dout = map(one_entry, gradients[:3])
+            dlse = None if gradients.dlse is None else one_entry(gradients.dlse)
+            gradients = OutputGradients(out, lse, dout, dlse)
         tiles = self._tile_arguments(copied.tensors, rng, backward=True)
         dq, *_ = cpu.backward(contiguous(self.spec), *copied[:3], gradients, tiles)
         return (copied.of_queries(dq, q),)
@@ -458,9 +460,10 @@ def prepare_queries(
 ) -> PreparedQueries:
     """`prepare` for the gradient of q alone, which specs with a paged cache have too.
 
-    Keys and values are constants then: operands.k and operands.v are the caches [pages, heads_kv,
-    page_size, head dim]. Every run gives the same bits. Where the page table names a page that the
-    cache does not have, the rows of its sequence that reach it are NaN.
+    Keys and values are constants then: operands.k and operands.v are the caches
+    [pages, heads_kv, page_size, head dim], or the second is the first columns of the first. Every
+    run gives the same bits. Where the page table names a page that the cache does not have, the
+    rows of its sequence that reach it are NaN.
 
     Raises:
         InputError, PlanError: as `prepare`.

@@ -56,7 +56,7 @@ SYNCS = 2
 SHARING = {
     "dkdv": ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1)),
     "fused": ((1, 1), (2, 2), (4, 4)),
-    "dq": ((1, 1), (2, 1)),
+    "dq": ((1, 1), (2, 1), (4, 1)),
 } | dict.fromkeys(LEARNED_KERNELS, ((1, 1),))
 
 # Tiles of P and dS that warps write to shared memory.
