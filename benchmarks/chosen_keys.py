@@ -25,7 +25,7 @@ from flashgen.kernels.planner import (
     plan,
     plan_schemes,
 )
-from flashgen.shared.arch import facts
+from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
 from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
 from flashgen.spec.language.signature import with_columns
@@ -157,8 +157,11 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
 
 
 def cheapest(spec: fg.AttentionSpec, arch: str, which: str, **options: bool) -> tuple[int, Plan]:
-    """How many launches have some columns of V each, and the plan of the kernel of one."""
+    """How many launches have some columns of V each, and the plan of the kernel of one; on the path
+    of all architectures where no tile of the architecture's own fits."""
     columns = columns_of_launch(spec, arch, which).columns
+    if not columns:
+        return cheapest(spec, portable(arch), which, **options)
     part = spec if columns == spec.head_dim_v else with_columns(spec, columns)
     parts = -(-int(spec.head_dim_v or 0) // columns)
     if which == "forward":

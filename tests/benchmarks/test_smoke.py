@@ -40,6 +40,7 @@ SLOW = (
     "work_per_score.py",
 )
 ELSEWHERE = {
+    "chosen_keys.py": "test_chosen_keys.py",
     "gpu.py": "test_dry.py",
     "emulator.py": "below",
     "fit_duration.py": "test_fit_duration.py",

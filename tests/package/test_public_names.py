@@ -89,7 +89,7 @@ def test_wrong_arguments_are_answered_with_the_users_line_and_what_there_is() ->
     with pytest.raises(fg.SpecError) as caught:
         fg.BlockSparse(lambda i, j: True, block=8)  # type: ignore[call-arg]
     assert caught.value.where.startswith("tests/package/test_public_names.py:")
-    assert "takes (layout=None, block_q=64, block_k=64)" in caught.value.numbers
+    assert "takes (layout=None, block_q=64, block_k=64, heads='q')" in caught.value.numbers
     assert caught.value.way_out == "block_q=... instead of block=..."
     with pytest.raises(fg.InputError) as caught_too:
         fg.distributed.balance(seq="a")  # type: ignore[call-arg]

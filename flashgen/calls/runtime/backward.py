@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashgen.calls.runtime import learned_gradients, memory_layout
+from flashgen.calls.runtime import forward, learned_gradients, memory_layout
 from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.tensors import check_gradients
@@ -24,7 +25,7 @@ from flashgen.calls.runtime.bind_arguments import (
     ranges_of,
 )
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.calls.runtime.chosen_keys import ChosenBackward
+from flashgen.calls.runtime.chosen_keys import ChosenCall, ChosenPass
 from flashgen.calls.runtime.kernel_arguments import pointers_of
 from flashgen.calls.runtime.learned_gradients import (
     SINK_SUMS,
@@ -301,6 +302,43 @@ class PreparedBackward(PreparedCall):
         tiles = self._tile_arguments(copied.tensors, rng, backward=True)
         dq, *_ = cpu.backward(contiguous(self.spec), *copied[:3], gradients, tiles)
         return (copied.of_queries(dq, q),)
+
+
+class ChosenBackward(ChosenPass):
+    """A backward call, of which gradients and record are those of `PreparedBackward`."""
+
+    def __init__(
+        self, *checked: Any, operands: Operands, needed: tuple[bool, ...], **rest: Any
+    ) -> None:
+        """
+        Args:
+            needed: as for `flashgen.calls.runtime.backward.prepare`.
+        """
+        super().__init__(*checked, operands=operands, **rest)
+        self.deterministic = True  # sums are in the order of the lists
+        program, call, target, launch = checked
+        learned = zip(self.signature.learned, needed or itertools.repeat(True), strict=False)
+        others = [x for x, wanted in learned if wanted and x != self.signature.sink]
+        if target.backend != "tiled" and not (call.is_empty or others):
+            self._chosen = ChosenCall(program, call, operands, self._options, launch)
+
+    def run(self, operands: Operands, gradients: OutputGradients) -> Any:
+        if self._chosen is None:
+            return super().run(operands, gradients)
+        self._named(operands.captured, operands.k)
+        passes = forward.prepare, prepare_queries
+        results, record, of_keys = self._chosen.backward(operands, gradients, *passes)
+        launches = [*record.launches]
+        for done, of_k in of_keys:
+            launches += [_run_of(done), *of_k.launches]
+        return results, record._replace(launches=tuple(launches))
+
+
+def _run_of(done: tuple[Any, ...]) -> KernelRun:
+    """The launch of a forward call, from the record of its run."""
+    record = forward.ForwardOutcome(*done)
+    build = None if record.kernel is None else record.kernel.bound.build
+    return KernelRun(build, record.counters, record.run_seconds)
 
 
 BackwardCall = PreparedBackward | ChosenBackward

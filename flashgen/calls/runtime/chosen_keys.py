@@ -11,7 +11,6 @@ heads instead, which has a byte for each block of each group.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +22,6 @@ from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.block_layouts import Layout
 from flashgen.calls.runtime.kernel_arguments import named
-from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.prepared_call import PreparedCall
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared.call import (
@@ -303,10 +301,12 @@ class ChosenCall:
             self.sizes.rows,
         )
 
-    def forward(self, operands: Operands) -> tuple[Any, ...]:
-        """The results of the call, and the record of the paged call."""
-        from flashgen.calls.runtime.forward import prepare
+    def forward(self, operands: Operands, prepare: Callable[..., Any]) -> tuple[Any, ...]:
+        """The results of the call, and the record of the paged call.
 
+        Args:
+            prepare: as `flashgen.calls.runtime.forward.prepare`.
+        """
         sizes, spec, given, options = self.sizes, *self.by_groups(operands)
         if options.split_size is None and sizes.groups > 1:
             options = options._replace(split_size=0)  # the groups keep the GPU busy
@@ -316,11 +316,18 @@ class ChosenCall:
         return (out, *(sizes.of_groups(x).contiguous() for x in of_rows), done)
 
     def backward(
-        self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """dq, dk, dv and the gradient of a learned sink, and a record as of any backward call."""
-        from flashgen.calls.runtime.backward import prepare_queries
-        from flashgen.calls.runtime.forward import prepare
+        self,
+        operands: Operands,
+        gradients: OutputGradients,
+        prepare: Callable[..., Any],
+        prepare_queries: Callable[..., Any],
+    ) -> tuple[tuple[Tensor, ...], Any, list[tuple[Any, Any]]]:
+        """dq, dk, dv and the gradient of a learned sink; the record of dq, and those of dv and dk
+        for some of the keys each.
+
+        Args:
+            prepare, prepare_queries: as those of `flashgen.calls.runtime.forward` and `backward`.
+        """
         from flashgen.spec.language.chosen_specs import by_keys, value_gradients
         from flashgen.spec.language.signature import with_columns
 
@@ -340,7 +347,7 @@ class ChosenCall:
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in of_blocks)
         delta = self._delta(rows)
         of_out = dout if delta is None else _with_columns(dout, _in_parts(delta, dout.dtype))
-        launches = [*of_queries.launches]
+        records = []
         for part in keys.parts():
             own = tensors | part.tensors(sizes)
             k, v = (part.rows_of(x) for x in of_blocks)
@@ -357,13 +364,13 @@ class ChosenCall:
             make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
             found, of_k = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
             part.add_to(dk, found)
-            launches += [_run_of(done), *of_k.launches]
+            records.append((done, of_k))
         dk, dv = (
             memory_layout.in_memory_order_of(like, sizes.of_blocks(x).to(like.dtype))
             for x, like in zip((dk, dv), operands[1:3], strict=True)
         )
         results = (dq, dk, dv, *self._of_sink(captured, operands.q, gradients))
-        return results, of_queries._replace(launches=tuple(launches))
+        return results, of_queries, records
 
     def _prepare(self, name: str, make: Any) -> Any:
         if name not in self._prepared:
@@ -511,56 +518,6 @@ class ChosenPass(PreparedCall):
         if self._of_blocks is None:
             self._of_blocks = self._prepare(program, given, *rest, options)
         return self._of_blocks.run(given, *rest)
-
-
-class ChosenForward(ChosenPass):
-    """A forward call, of which the results and their record are those of `PreparedForward`."""
-
-    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
-        super().__init__(*checked, operands=operands, **rest)
-        program, call, target, launch = checked
-        if target.backend != "tiled" and not call.is_empty:
-            self._chosen = ChosenCall(program, call, operands, self._options, launch)
-
-    def run(self, operands: Operands, out: Tensor | None = None) -> Any:
-        if self._chosen is None:
-            return super().run(operands)
-        self._named(operands.captured, operands.k)
-        return self._chosen.forward(operands)
-
-
-class ChosenBackward(ChosenPass):
-    """A backward call, of which gradients and record are those of `PreparedBackward`."""
-
-    def __init__(
-        self, *checked: Any, operands: Operands, needed: tuple[bool, ...], **rest: Any
-    ) -> None:
-        """
-        Args:
-            needed: as for `flashgen.calls.runtime.backward.prepare`.
-        """
-        super().__init__(*checked, operands=operands, **rest)
-        self.deterministic = True  # sums are in the order of the lists
-        program, call, target, launch = checked
-        learned = zip(self.signature.learned, needed or itertools.repeat(True), strict=False)
-        others = [x for x, wanted in learned if wanted and x != self.signature.sink]
-        if target.backend != "tiled" and not (call.is_empty or others):
-            self._chosen = ChosenCall(program, call, operands, self._options, launch)
-
-    def run(self, operands: Operands, gradients: OutputGradients) -> Any:
-        if self._chosen is None:
-            return super().run(operands, gradients)
-        self._named(operands.captured, operands.k)
-        return self._chosen.backward(operands, gradients)
-
-
-def _run_of(done: tuple[Any, ...]) -> KernelRun:
-    """The launch of a forward call, from the record of its run."""
-    from flashgen.calls.runtime.forward import ForwardOutcome
-
-    record = ForwardOutcome(*done)
-    build = None if record.kernel is None else record.kernel.bound.build
-    return KernelRun(build, record.counters, record.run_seconds)
 
 
 def _in_order(spec: AttentionSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
 from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
-from flashgen.calls.runtime.chosen_keys import ChosenForward
+from flashgen.calls.runtime.chosen_keys import ChosenCall, ChosenPass
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows
@@ -330,6 +330,22 @@ class PreparedForward(PreparedCall):
         out, *of_rows = self._of_tiles(contiguous(self.spec), given, copied.tensors)
         out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
         return out, *(copied.of_queries(each, q) for each in of_rows)
+
+
+class ChosenForward(ChosenPass):
+    """A forward call, of which the results and their record are those of `PreparedForward`."""
+
+    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
+        super().__init__(*checked, operands=operands, **rest)
+        program, call, target, launch = checked
+        if target.backend != "tiled" and not call.is_empty:
+            self._chosen = ChosenCall(program, call, operands, self._options, launch)
+
+    def run(self, operands: Operands, out: Tensor | None = None) -> Any:
+        if self._chosen is None:
+            return super().run(operands)
+        self._named(operands.captured, operands.k)
+        return self._chosen.forward(operands, prepare)
 
 
 ForwardCall = PreparedForward | ChosenForward
