@@ -355,7 +355,8 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
         return queries * int(splits * at["part_bytes"] + at["row_bytes"])
     keys = sizes.batch * sizes.heads_kv * sizes.seq_k
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
-    operands = queries * qk + keys * (qk + v) * plan.kv_itemsize // plan.itemsize
+    of_key = qk if plan.one_tensor else qk + v
+    operands = queries * qk + keys * of_key * plan.kv_itemsize // plan.itemsize
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + plan.lse_bytes)
     if plan.kernel == "tangent":

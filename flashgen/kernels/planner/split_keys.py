@@ -92,7 +92,7 @@ def folds_splits(
         spec: the variant with split keys.
         arch, call, sms: as for `split_of_call`.
     """
-    if spec.partial or spec.shared_kv:
+    if spec.partial:
         return False
     try:
         plan = plan_forward(PlanRequest(spec, arch))
