@@ -17,7 +17,9 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
+from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
@@ -95,7 +97,7 @@ def folds_splits(
     if spec.partial:
         return False
     try:
-        plan = plan_forward(PlanRequest(spec, arch))
+        plan = _plan_of_heads(spec, arch, *call.sizes[:4])
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return False
     gpu = facts(arch)
@@ -114,6 +116,17 @@ def folds_splits(
     rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
     FormulaSequence(STARTED, JOINED, MERGED, rounds, FOLDED_TIME, MERGED_TIME)(at)
     return bool(at["folded_time"] <= at["merged_time"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_of_heads(
+    spec: AttentionSpec, arch: str, batch: int, heads_q: int, heads_kv: int, seq_q: int
+) -> Plan:
+    """The plan of a call, whose tiles have rows of several heads where these share K and V."""
+    plan = plan_forward(PlanRequest(spec, arch))
+    heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
+    few = fits_few_rows(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
