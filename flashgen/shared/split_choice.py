@@ -1,7 +1,9 @@
 """The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
 
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
-Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly.
+Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
+none has few bytes and divides it evenly, the one with the least time, of which both are a factor, is
+taken.
 """
 
 from __future__ import annotations
@@ -27,9 +29,16 @@ GROUP = 4
 """Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
 and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
+GROUP_OF_ONE = 64
+"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
+latent attention, so that parts have as many bytes as hundreds of keys."""
+
 HEADS_KV = 8
 """Key heads for which batch-invariant calls have their splits: those of many models. The number in
 a call is less where ranks share the heads."""
+
+HEADS_KV_OF_ONE = 1
+"""The same where values are columns of the keys: ranks share the query heads, never the key head."""
 
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
@@ -44,12 +53,14 @@ class SplitBytes:
 
     Attributes:
         of_key: bytes of a row of K and a row of V.
-        of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
+        of_part: bytes of a split beside its keys: q of its heads is read, their parts and LSE
             are written and read, and the warps of a block read the length of the sequence.
+        heads: query heads of a key head, `GROUP` or `GROUP_OF_ONE`.
     """
 
     of_key: int
     of_part: int
+    heads: int
 
     def over_bound(self, keys: int) -> float:
         """The bytes of a split over those of its keys and values."""
@@ -95,6 +106,12 @@ class SplitPlan:
         return self.bytes.over_bound(self.size)
 
     @property
+    def suffices(self) -> bool:
+        """Whether a split has few bytes and keeps the slots busy."""
+        few_bytes = self.over_bound <= MOST_OVER_BOUND
+        return few_bytes and min(map(self.busy, LENGTHS)) >= LEAST_BUSY
+
+    @property
     def least_busy(self) -> tuple[float, int]:
         """The least `busy` of all lengths from the first of `LENGTHS` on, and where it is.
 
@@ -115,6 +132,15 @@ class SplitPlan:
         rounds = self._rounds(math.ceil(keys / self.size))
         return self.heads_kv * keys / (rounds * self.slots * self.size)
 
+    @property
+    def time(self) -> float:
+        """The mean time of a sequence of each of `LENGTHS`, over that of an even division.
+
+        The time is that of a split's bytes, and of one more tile, which nothing overlaps.
+        """
+        of_split = self.over_bound + self.block_k / self.size
+        return sum(of_split / self.busy(keys) for keys in LENGTHS) / len(LENGTHS)
+
     def _rounds(self, splits: int) -> int:
         return math.ceil(self.heads_kv * splits / self.slots)
 
@@ -124,10 +150,10 @@ class SplitPlan:
     def _lines(self) -> Iterator[str]:
         tiles = self.size // self.block_k
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
+        if self.suffices:
             why = f"about the most that keeps {wanted}"
         else:
-            why = f"none with few bytes keeps {wanted}, this one comes nearest"
+            why = f"none with few bytes keeps {wanted}, this one takes the least time"
         yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
@@ -138,9 +164,15 @@ class SplitPlan:
         least, where = self.least_busy
         yield f"  between them busy is least at {where:,} keys: {least:.1%}"
         yield (
-            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
-            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
+            f"  bytes for {self.bytes.heads} heads over those of the keys = 1 + "
+            f"{self.bytes.of_part}/({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}"
+            + (f", at most {MOST_OVER_BOUND}" if self.suffices else "")
         )
+        if not self.suffices:
+            yield (
+                f"  mean time of these lengths over that of an even division, with a tile more for "
+                f"each split: {self.time:.3f}"
+            )
 
 
 def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
@@ -154,20 +186,25 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
     of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
     few_rows = kernel.block_q * (2 if kernel.one_tensor else 1)
     step = math.lcm(STEP, kernel.block_k)
-    few_bytes = [
+    splits = [
         SplitPlan(size, few_rows, kernel.block_k, heads_kv, slots, of_split)
         for size in range(2 * step, _MOST_KEYS, step)
-        if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
-    shares = {each: sorted(map(each.busy, LENGTHS)) for each in few_bytes}
-    busy = [each for each in few_bytes if shares[each][0] >= LEAST_BUSY]
-    if not busy:  # few key heads, or so many SMs that no split suffices
-        return max(few_bytes, key=lambda each: shares[each])
-    return busy[-1]
+    enough = [each for each in splits if each.suffices]
+    if not enough:  # few key heads, wide parts, or so many SMs that no split suffices
+        return min(splits, key=lambda each: each.time)
+    return enough[-1]
+
+
+def usual_heads_kv(*, one_tensor: bool) -> int:
+    """The key heads for which batch-invariant calls have their splits."""
+    return HEADS_KV_OF_ONE if one_tensor else HEADS_KV
 
 
 def _bytes_of(kernel: LaunchRules) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
     lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    return SplitBytes(e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths)
+    heads = GROUP_OF_ONE if kernel.one_tensor else GROUP
+    of_key = e * (d_qk + kernel.own_columns_of_v)
+    return SplitBytes(of_key, heads * (e * d_qk + part) + lengths, heads)

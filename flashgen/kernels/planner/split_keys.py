@@ -1,6 +1,7 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic, or, where
+that is impossible, the one that takes the least time.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
@@ -24,7 +25,7 @@ from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import SPLIT
-from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
+from flashgen.shared.split_choice import SplitPlan, choose_split, usual_heads_kv
 from flashgen.spec.language.signature import split, with_columns, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
@@ -134,7 +135,8 @@ def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
 
     Args: as for `plan_splits`; the spec's keys may be packed.
     """
-    return _plan_splits(without_dropout(spec), arch, HEADS_KV, facts(arch).sms)
+    heads_kv = usual_heads_kv(one_tensor=spec.shared_kv)
+    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms)
 
 
 @functools.lru_cache(maxsize=1024)
