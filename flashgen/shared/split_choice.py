@@ -2,8 +2,7 @@
 
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
 Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
-none has few bytes and divides it evenly, the one with the least time, of which both are a factor, is
-taken.
+none with few bytes divides it evenly, the one that takes the least time is chosen.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ GROUP = 4
 and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
 GROUP_OF_ONE = 64
-"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
-latent attention, so that parts have as many bytes as hundreds of keys."""
+"""Those for which the time is compared where values are columns of the keys: 16 to 128 heads share
+one key head in models with latent attention. Their parts have the bytes of hundreds of keys."""
 
 HEADS_KV = 8
 """Key heads for which batch-invariant calls have their splits: those of many models. The number in
 a call is less where ranks share the heads."""
 
 HEADS_KV_OF_ONE = 1
-"""The same where values are columns of the keys: ranks share the query heads, never the key head."""
+"""The same where values are columns of the keys: ranks share the query heads of one key head."""
 
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
@@ -53,9 +52,9 @@ class SplitBytes:
 
     Attributes:
         of_key: bytes of a row of K and a row of V.
-        of_part: bytes of a split beside its keys: q of its heads is read, their parts and LSE
+        of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
             are written and read, and the warps of a block read the length of the sequence.
-        heads: query heads of a key head, `GROUP` or `GROUP_OF_ONE`.
+        heads: query heads of a key head for which times are compared.
     """
 
     of_key: int
@@ -107,9 +106,8 @@ class SplitPlan:
 
     @property
     def suffices(self) -> bool:
-        """Whether a split has few bytes and keeps the slots busy."""
-        few_bytes = self.over_bound <= MOST_OVER_BOUND
-        return few_bytes and min(map(self.busy, LENGTHS)) >= LEAST_BUSY
+        """Whether the slots are kept busy."""
+        return min(map(self.busy, LENGTHS)) >= LEAST_BUSY
 
     @property
     def least_busy(self) -> tuple[float, int]:
@@ -138,7 +136,8 @@ class SplitPlan:
 
         The time is that of a split's bytes, and of one more tile, which nothing overlaps.
         """
-        of_split = self.over_bound + self.block_k / self.size
+        of_parts = (self.over_bound - 1) * self.bytes.heads / GROUP
+        of_split = 1 + of_parts + self.block_k / self.size
         return sum(of_split / self.busy(keys) for keys in LENGTHS) / len(LENGTHS)
 
     def _rounds(self, splits: int) -> int:
@@ -164,14 +163,13 @@ class SplitPlan:
         least, where = self.least_busy
         yield f"  between them busy is least at {where:,} keys: {least:.1%}"
         yield (
-            f"  bytes for {self.bytes.heads} heads over those of the keys = 1 + "
-            f"{self.bytes.of_part}/({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}"
-            + (f", at most {MOST_OVER_BOUND}" if self.suffices else "")
+            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
+            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
         )
         if not self.suffices:
             yield (
-                f"  mean time of these lengths over that of an even division, with a tile more for "
-                f"each split: {self.time:.3f}"
+                f"  time for {self.bytes.heads} heads, with one more tile of each split, over that "
+                f"of an even division: mean of these lengths {self.time:.3f}"
             )
 
 
@@ -186,14 +184,15 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
     of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
     few_rows = kernel.block_q * (2 if kernel.one_tensor else 1)
     step = math.lcm(STEP, kernel.block_k)
-    splits = [
+    few_bytes = [
         SplitPlan(size, few_rows, kernel.block_k, heads_kv, slots, of_split)
         for size in range(2 * step, _MOST_KEYS, step)
+        if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
-    enough = [each for each in splits if each.suffices]
-    if not enough:  # few key heads, wide parts, or so many SMs that no split suffices
-        return min(splits, key=lambda each: each.time)
-    return enough[-1]
+    busy = [each for each in few_bytes if each.suffices]
+    if not busy:  # few key heads, or so many SMs that no split suffices
+        return min(few_bytes, key=lambda each: each.time)
+    return busy[-1]
 
 
 def usual_heads_kv(*, one_tensor: bool) -> int:
@@ -205,6 +204,5 @@ def _bytes_of(kernel: LaunchRules) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
     lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    heads = GROUP_OF_ONE if kernel.one_tensor else GROUP
-    of_key = e * (d_qk + kernel.own_columns_of_v)
-    return SplitBytes(of_key, heads * (e * d_qk + part) + lengths, heads)
+    of_key, of_part = e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths
+    return SplitBytes(of_key, of_part, GROUP_OF_ONE if kernel.one_tensor else GROUP)
