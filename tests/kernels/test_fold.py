@@ -231,3 +231,17 @@ def test_calls_with_many_rows_write_no_parts(arch: str) -> None:
     assert not folds(1, 32, 1, 131_072)  # decoding
     assert not folds(64, 32, 1, 4096)
     assert not folds(1, 4, 2048, 131_072)  # a chunk whose blocks would be 64
+
+
+def test_decoding_writes_no_parts_where_tiles_full_of_heads_keep_the_gpu_busy() -> None:
+    of = spec(causal, head_dim=576, head_dim_v=512, shared_kv=True, dtype="bfloat16")
+
+    def folds(batch: int, heads: int) -> bool:
+        sizes = batch, heads, 1, 1, 4096
+        call = CheckedCall(*sizes, 576, 512, 4095, 0, 1.0, {SPLIT: 512})
+        return folds_splits(split(of), "sm_90a", call)
+
+    assert folds(128, 64)  # 128 blocks, each of 64 rows, on 132 SMs
+    assert folds(64, 128)
+    assert not folds(32, 64)
+    assert not folds(128, 16)  # parts of 16 rows for each block have few bytes
