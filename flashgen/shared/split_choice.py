@@ -2,7 +2,8 @@
 
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
 Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
-none with few bytes divides it evenly, the one that takes the least time is chosen.
+none with few bytes divides it evenly, the one with which the slots are busiest is chosen; where
+values are columns of the keys, whose parts are large, the one that takes the least time.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class SplitBytes:
     of_key: int
     of_part: int
     heads: int
+
+    @property
+    def large_parts(self) -> bool:
+        """Whether parts have the bytes of hundreds of keys, which decide on the time."""
+        return self.heads > GROUP
 
     def over_bound(self, keys: int) -> float:
         """The bytes of a split over those of its keys and values."""
@@ -152,7 +158,8 @@ class SplitPlan:
         if self.suffices:
             why = f"about the most that keeps {wanted}"
         else:
-            why = f"none with few bytes keeps {wanted}, this one takes the least time"
+            chosen = "takes the least time" if self.bytes.large_parts else "comes nearest"
+            why = f"none with few bytes keeps {wanted}, this one {chosen}"
         yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
@@ -166,7 +173,7 @@ class SplitPlan:
             f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
             f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
         )
-        if not self.suffices:
+        if self.bytes.large_parts and not self.suffices:
             yield (
                 f"  time for {self.bytes.heads} heads, with one more tile of each split, over that "
                 f"of an even division: mean of these lengths {self.time:.3f}"
@@ -191,7 +198,9 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
     ]
     busy = [each for each in few_bytes if each.suffices]
     if not busy:  # few key heads, or so many SMs that no split suffices
-        return min(few_bytes, key=lambda each: each.time)
+        if few_bytes[0].bytes.large_parts:
+            return min(few_bytes, key=lambda each: each.time)
+        return max(few_bytes, key=lambda each: sorted(map(each.busy, LENGTHS)))
     return busy[-1]
 
 

@@ -221,7 +221,7 @@ def test_the_choice_says_whether_slots_are_busy(sms: int) -> None:
     enough = min(map(chosen.busy, LENGTHS)) >= LEAST_BUSY
     assert enough == (sms == 132)
     assert ("about the most that keeps" in str(chosen)) == enough
-    assert ("this one takes the least time" in str(chosen)) == (not enough)
+    assert ("this one comes nearest" in str(chosen)) == (not enough)
 
 
 @pytest.mark.parametrize("heads_kv", [1, 3, 8, 200])

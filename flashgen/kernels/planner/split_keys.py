@@ -1,7 +1,6 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic. Where no
-size is both, it has few bytes and takes the least time.
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
