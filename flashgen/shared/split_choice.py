@@ -1,7 +1,9 @@
 """The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
 
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
-Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly.
+Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
+none with few bytes divides it evenly, the one with which the slots are busiest is chosen; where
+values are columns of the keys, whose parts are large, the one that takes the least time.
 """
 
 from __future__ import annotations
@@ -27,9 +29,16 @@ GROUP = 4
 """Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
 and 4 is the group of many models; fewer have fewer bytes beside the keys."""
 
+GROUP_OF_ONE = 64
+"""Those for which the time is compared where values are columns of the keys: 16 to 128 heads share
+one key head in models with latent attention. Their parts have the bytes of hundreds of keys."""
+
 HEADS_KV = 8
 """Key heads for which batch-invariant calls have their splits: those of many models. The number in
 a call is less where ranks share the heads."""
+
+HEADS_KV_OF_ONE = 1
+"""The same where values are columns of the keys: ranks share the query heads of one key head."""
 
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
@@ -46,10 +55,17 @@ class SplitBytes:
         of_key: bytes of a row of K and a row of V.
         of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
             are written and read, and the warps of a block read the length of the sequence.
+        heads: query heads of a key head for which times are compared.
     """
 
     of_key: int
     of_part: int
+    heads: int
+
+    @property
+    def large_parts(self) -> bool:
+        """Whether parts have the bytes of hundreds of keys, which decide on the time."""
+        return self.heads > GROUP
 
     def over_bound(self, keys: int) -> float:
         """The bytes of a split over those of its keys and values."""
@@ -95,6 +111,11 @@ class SplitPlan:
         return self.bytes.over_bound(self.size)
 
     @property
+    def suffices(self) -> bool:
+        """Whether the slots are kept busy."""
+        return min(map(self.busy, LENGTHS)) >= LEAST_BUSY
+
+    @property
     def least_busy(self) -> tuple[float, int]:
         """The least `busy` of all lengths from the first of `LENGTHS` on, and where it is.
 
@@ -115,6 +136,16 @@ class SplitPlan:
         rounds = self._rounds(math.ceil(keys / self.size))
         return self.heads_kv * keys / (rounds * self.slots * self.size)
 
+    @property
+    def time(self) -> float:
+        """The mean time of a sequence of each of `LENGTHS`, over that of an even division.
+
+        The time is that of a split's bytes, and of one more tile, which nothing overlaps.
+        """
+        of_parts = (self.over_bound - 1) * self.bytes.heads / GROUP
+        of_split = 1 + of_parts + self.block_k / self.size
+        return sum(of_split / self.busy(keys) for keys in LENGTHS) / len(LENGTHS)
+
     def _rounds(self, splits: int) -> int:
         return math.ceil(self.heads_kv * splits / self.slots)
 
@@ -124,10 +155,11 @@ class SplitPlan:
     def _lines(self) -> Iterator[str]:
         tiles = self.size // self.block_k
         wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        if min(map(self.busy, LENGTHS)) >= LEAST_BUSY:
+        if self.suffices:
             why = f"about the most that keeps {wanted}"
         else:
-            why = f"none with few bytes keeps {wanted}, this one comes nearest"
+            chosen = "takes the least time" if self.bytes.large_parts else "comes nearest"
+            why = f"none with few bytes keeps {wanted}, this one {chosen}"
         yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
         for keys in LENGTHS:
             tiles = self.heads_kv * math.ceil(keys / self.size)
@@ -141,6 +173,11 @@ class SplitPlan:
             f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
             f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
         )
+        if self.bytes.large_parts and not self.suffices:
+            yield (
+                f"  time for {self.bytes.heads} heads, with one more tile of each split, over that "
+                f"of an even division: mean of these lengths {self.time:.3f}"
+            )
 
 
 def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
@@ -159,15 +196,22 @@ def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
         for size in range(2 * step, _MOST_KEYS, step)
         if of_split.over_bound(size) <= MOST_OVER_BOUND
     ]
-    shares = {each: sorted(map(each.busy, LENGTHS)) for each in few_bytes}
-    busy = [each for each in few_bytes if shares[each][0] >= LEAST_BUSY]
+    busy = [each for each in few_bytes if each.suffices]
     if not busy:  # few key heads, or so many SMs that no split suffices
-        return max(few_bytes, key=lambda each: shares[each])
+        if few_bytes[0].bytes.large_parts:
+            return min(few_bytes, key=lambda each: each.time)
+        return max(few_bytes, key=lambda each: sorted(map(each.busy, LENGTHS)))
     return busy[-1]
+
+
+def usual_heads_kv(*, one_tensor: bool) -> int:
+    """The key heads for which batch-invariant calls have their splits."""
+    return HEADS_KV_OF_ONE if one_tensor else HEADS_KV
 
 
 def _bytes_of(kernel: LaunchRules) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
     lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    return SplitBytes(e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths)
+    of_key, of_part = e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths
+    return SplitBytes(of_key, of_part, GROUP_OF_ONE if kernel.one_tensor else GROUP)

@@ -107,6 +107,8 @@ def drawn(of: fg.AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Tensor,
     q, k, v = (torch.randn(batch, *each, generator=generator) for each in sizes)
     k[..., 0] = torch.linspace(0, 30, keys)
     q[:, :, ::2, 0] = 8
+    if of.shared_kv:
+        v = k[..., : of.head_dim_v]
     return tuple(x.to(getattr(torch, of.dtype)) for x in (q, k, v))  # type: ignore[return-value]
 
 
@@ -132,6 +134,23 @@ def test_one_kernel_has_the_bits_of_parts_that_are_merged(
     if of.sink is not None and of.sink.name == "aside":
         how["q_offset"] = 0  # of the rows that the sinks have
     compared(of, qkv, monkeypatch, arch=arch, tensors=tensors, **how)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ((64, 64), (1, 2, 1, 65, 97)),
+        pytest.param((576, 512), (1, 16, 1, 2, 97), marks=pytest.mark.slow),
+        pytest.param((576, 512), (2, 3, 1, 30, 70), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("arch", PATHS)
+def test_values_inside_keys_have_these_bits_whatever_warps_share_their_columns(
+    arch: str, dims: tuple[int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = spec(causal, head_dim=dims[0], head_dim_v=dims[1], shared_kv=True, dtype="bfloat16")
+    parts, _ = compared(of, drawn(of, shape), monkeypatch, arch=arch, q_offset=shape[4] - shape[3])
+    assert (parts.report.kernel.plan.column_warps > 1) == (dims[1] == 512)
 
 
 @pytest.mark.parametrize("arch", [*PATHS])
@@ -212,3 +231,17 @@ def test_calls_with_many_rows_write_no_parts(arch: str) -> None:
     assert not folds(1, 32, 1, 131_072)  # decoding
     assert not folds(64, 32, 1, 4096)
     assert not folds(1, 4, 2048, 131_072)  # a chunk whose blocks would be 64
+
+
+def test_decoding_writes_no_parts_where_tiles_full_of_heads_keep_the_gpu_busy() -> None:
+    of = spec(causal, head_dim=576, head_dim_v=512, shared_kv=True, dtype="bfloat16")
+
+    def folds(batch: int, heads: int) -> bool:
+        sizes = batch, heads, 1, 1, 4096
+        call = CheckedCall(*sizes, 576, 512, 4095, 0, 1.0, {SPLIT: 512})
+        return folds_splits(split(of), "sm_90a", call)
+
+    assert folds(128, 64)  # 128 blocks, each of 64 rows, on 132 SMs
+    assert folds(64, 128)
+    assert not folds(32, 64)
+    assert not folds(128, 16)  # parts of 16 rows for each block have few bytes

@@ -161,6 +161,20 @@ def test_the_time_of_a_merge_grows_with_its_parts() -> None:
     assert many - few == pytest.approx(200 * 4 * 129 / rate / gpu.clock_hz)
 
 
+def test_queries_and_values_inside_keys_pass_through_global_memory_once() -> None:
+    """What the counted launches of test_shared_kv.py read; L2 has the queries of later splits."""
+    of = fg.AttentionSpec(
+        CAUSAL.mask_mod, head_dim=576, head_dim_v=512, shared_kv=True, dtype="bfloat16"
+    )
+    sizes = LaunchSizes(1, 64, 1, 1, 131_072)
+    found = plan_decoding(of, "sm_90a", sizes, page_size=64, split_size=512).predicted
+    assert found is not None
+    (moved,) = [line for line in str(found.forward).splitlines() if "hbm = bytes" in line]
+    rows = 64 * 256
+    each_once = 2 * 576 * (131_072 + 64) + (4 * 512 + 4) * rows
+    assert f"= {each_once}/" in moved
+
+
 def test_keys_that_are_not_split_have_one_launch() -> None:
     found = plan_decoding(CAUSAL, "sm_90a", LaunchSizes(1, 8, 2, 1, 9_000), split_size=0)
     assert found.predicted is not None

@@ -27,7 +27,7 @@ from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import LaunchFacts, Sizes, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
-from flashgen.shared.split_choice import HEADS_KV, choose_split
+from flashgen.shared.split_choice import choose_split, usual_heads_kv
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ class ExportedProgram(CallProgram):
 
     def invariant_split(self, target: Target) -> int:
         facts = self._facts_of_split(target)
-        return choose_split(facts, HEADS_KV, facts.machine.sms).size
+        heads_kv = usual_heads_kv(one_tensor=facts.one_tensor)
+        return choose_split(facts, heads_kv, facts.machine.sms).size
 
     def _facts_of_split(self, target: Target) -> LaunchFacts:
         """The facts of the forward kernel with split keys and one query head in a tile.

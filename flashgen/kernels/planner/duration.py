@@ -134,6 +134,7 @@ def duration_of(
     *,
     uneven: bool = False,
     splits: int = 1,
+    rereads: int = 0,
 ) -> Duration:
     """The predicted duration of one launch of a kernel.
 
@@ -142,6 +143,8 @@ def duration_of(
         uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
             are interleaved.
         splits: the parts of a row that a merge reads.
+        rereads: bytes of the walks that one before has read, and that L2 holds: the same queries
+            in each split of their keys.
 
     Raises:
         ValueError: visited tiles are for another number of tiles.
@@ -159,7 +162,7 @@ def duration_of(
         "work_tiles": max(1, work_tiles),
         "edges": 0 if streams else _edges(plan, walks) / max(1, work_tiles),
         "scores": scores,
-        "bytes": sum(_bytes(plan, walk.sizes, splits) for walk in walks),
+        "bytes": sum(_bytes(plan, walk.sizes, splits) for walk in walks) - rereads,
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
     formulas: tuple[Formula, ...] = STREAMING_FORMULAS if streams else FORMULAS
@@ -355,7 +358,8 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
         return queries * int(splits * at["part_bytes"] + at["row_bytes"])
     keys = sizes.batch * sizes.heads_kv * sizes.seq_k
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
-    operands = queries * qk + keys * (qk + v) * plan.kv_itemsize // plan.itemsize
+    of_key = qk if plan.one_tensor else qk + v
+    operands = queries * qk + keys * of_key * plan.kv_itemsize // plan.itemsize
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + plan.lse_bytes)
     if plan.kernel == "tangent":

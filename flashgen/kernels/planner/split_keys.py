@@ -17,12 +17,14 @@ from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
+from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import SPLIT
-from flashgen.shared.split_choice import HEADS_KV, SplitPlan, choose_split
+from flashgen.shared.split_choice import SplitPlan, choose_split, usual_heads_kv
 from flashgen.spec.language.signature import split, with_columns, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
@@ -92,10 +94,10 @@ def folds_splits(
         spec: the variant with split keys.
         arch, call, sms: as for `split_of_call`.
     """
-    if spec.partial or spec.shared_kv:
+    if spec.partial:
         return False
     try:
-        plan = plan_forward(PlanRequest(spec, arch))
+        plan = _plan_of_heads(spec, arch, *call.sizes[:4])
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return False
     gpu = facts(arch)
@@ -116,12 +118,24 @@ def folds_splits(
     return bool(at["folded_time"] <= at["merged_time"])
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan_of_heads(
+    spec: AttentionSpec, arch: str, batch: int, heads_q: int, heads_kv: int, seq_q: int
+) -> Plan:
+    """The plan of a call, whose tiles have rows of several heads where these share K and V."""
+    plan = plan_forward(PlanRequest(spec, arch))
+    heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
+    few = fits_few_rows(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
+
+
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
     """The splits of all batch-invariant calls of a spec: `plan_splits` for a usual GPU and model.
 
     Args: as for `plan_splits`; the spec's keys may be packed.
     """
-    return _plan_splits(without_dropout(spec), arch, HEADS_KV, facts(arch).sms)
+    heads_kv = usual_heads_kv(one_tensor=spec.shared_kv)
+    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms)
 
 
 @functools.lru_cache(maxsize=1024)

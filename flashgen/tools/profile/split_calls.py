@@ -112,7 +112,9 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         for _ in range(batch)
         for walk in (_folded(plan, walks) if plan.folds else walks)
     ]
-    forward = duration_of(plan, in_order, uneven=mask.growth != 0)
+    read = sum(w.sizes.batch * w.sizes.heads_q * w.sizes.seq_q for w in in_order)
+    rereads = (read - call.batch * call.heads_q * call.seq_q) * plan.head_dim * plan.itemsize
+    forward = duration_of(plan, in_order, uneven=mask.growth != 0, rereads=rereads)
     merging = None
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
