@@ -86,6 +86,69 @@ def test_heads_of_512_and_values_inside_keys_meet_the_error_rule(arch: str) -> N
     judged(spec_of(1, 1, **wide), (1, 16, 1, 3, 90), arch, 40)
 
 
+def gathered(
+    q: Tensor, k: Tensor, v: Tensor, lists: dict[str, Tensor], block_q: int, block_k: int
+) -> Tensor:
+    """Attention over the keys of each list, taken out of k and v one group after another."""
+    counts, blocks = lists["kv_num_blocks"], lists["kv_indices"].long()
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    rows = []
+    for b, h, g in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        own = blocks[b, h, g, : counts[b, h, g]]
+        keys = (own[own >= 0, None] * block_k + torch.arange(block_k)).flatten()
+        keys = keys[keys < k.shape[2]]
+        heads = slice(h * group, (h + 1) * group)
+        queries = slice(g * block_q, (g + 1) * block_q)
+        if len(keys):
+            scores = q[b, heads, queries] @ k[b, h, keys].T / q.shape[3] ** 0.5
+            rows.append((b, heads, queries, scores.softmax(-1) @ v[b, h, keys]))
+    for b, heads, queries, found in rows:
+        out[b, heads, queries] = found
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arch", "blocks"),
+    [
+        ("sm_80", (2, 16)),
+        ("sm_90a", (2, 1)),
+        slow("sm_80", (2, 1)),
+        slow("sm_90a", (2, 16)),
+        *(slow(arch, (1, 64)) for arch in PATHS),
+    ],
+)
+def test_gradients_are_those_of_attention_over_gathered_keys(
+    arch: str, blocks: tuple[int, int]
+) -> None:
+    call = call_of(spec_of(*blocks, None, head_dim=32), (2, 4, 2, 7, 90), arch, 2)
+    run = call.forward()
+    q, k, v = (x.double().requires_grad_() for x in call.qkv)
+    out = gathered(q, k, v, call.numbers["tensors"], *blocks)
+    dout, _ = call.gradients
+    call.gradients = dout, None
+    found = call.backward(run)
+    out.backward(dout.double())
+    for name, exact in (("dq", q.grad), ("dk", k.grad), ("dv", v.grad)):
+        error = (getattr(found, name) - exact).norm() / exact.norm()
+        assert error < 2**-7, name
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_the_keys_with_the_largest_scores_of_an_indexer(arch: str) -> None:
+    """Causal lists of single keys, in the order of their scores; the first query has one key."""
+    generator = torch.Generator().manual_seed(5)
+    length, most = 40, 12
+    scores = torch.randn(1, 1, length, length, generator=generator)
+    scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
+    counts = torch.arange(1, length + 1).clamp(max=most).int().view(1, 1, length)
+    lists = {"kv_num_blocks": counts, "kv_indices": scores.topk(most).indices.int()}
+    spec = spec_of(1, 1, lambda b, h, q, k: q >= k, head_dim=32)
+    call = call_of(spec, (1, 4, 1, length, length), arch, lists=lists)
+    run = call.judged_forward()
+    call.judged_backward(run)
+
+
 @pytest.mark.parametrize("arch", PATHS)
 def test_positions_of_the_queries_are_those_of_the_call(arch: str) -> None:
     spec = spec_of(2, 16, lambda b, h, q, k: (q >= k) & (k % 3 != b), head_dim=32)
