@@ -33,7 +33,6 @@ from flashgen.shared.call import (
 )
 from flashgen.shared.dtypes import INT32_MAX
 from flashgen.shared.signature import (
-    CHOICE,
     FIRST_QUERIES,
     LAYOUT_NAMES,
     LENGTHS,
@@ -288,11 +287,9 @@ class ChosenCall:
             call.seq_q,
             call.seq_k,
         )
-        by_number = CHOICE[0] not in call.scalars and OFFSETS[0] not in signature.offsets
-        first = options.q_offset if by_number else 0
-        self._scalars = (
+        self._scalars = (  # those of `CHOICE` follow the spec's own
             *options.scalars,
-            first,
+            options.q_offset,
             call.batch,
             call.heads_q,
             call.seq_q,
