@@ -154,6 +154,7 @@ def kernel(
         codes=codes,
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
+        two_shares=shares_rows and not plan.one_tensor,
         single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,
         row_warpgroups="(ROW_WARPS / 4)" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",

@@ -42,8 +42,10 @@ def columns_of_launch(
     tangents: tuple[str, ...] = (),
     sram: int | None = None,
 ) -> LaunchColumns:
-    """All columns of V, or where no tile holds these, the largest part that tiles hold, of two to
-    four.
+    """All columns of V, or a part of them, of two to four.
+
+    A forward pass has the columns of least predicted cost; the other passes have the most columns
+    that a tile holds.
 
     Args:
         which: "forward", "backward", "deterministic" or "tangent".
@@ -51,18 +53,32 @@ def columns_of_launch(
     """
     dim = spec.head_dim_v
     assert dim is not None, "that of a call"
-    plan: Plan | BackwardPlan
+    best = LaunchColumns(0, math.inf)
     for columns in (dim, *columns_of_parts(dim)):
         part = spec if columns == dim else with_columns(spec, columns)
         try:
-            if which == "forward":
-                plan = plan_forward(PlanRequest(part, arch, sram, access_bytes=16))
-            elif which == "tangent":
-                plan = plan_tangent(TangentPlanRequest(part, arch, tangents, sram))
-            else:
-                fixed = which == "deterministic"
-                plan = plan_backward(part, arch, sram=sram, deterministic=fixed)
+            plan = _planned(part, arch, which, tangents, sram)
         except PlanError:
             continue
-        return LaunchColumns(columns, plan.cost * math.ceil(dim / columns))
-    return LaunchColumns(0, math.inf)
+        launches = math.ceil(dim / columns)
+        found = LaunchColumns(columns, plan.cost * launches)
+        best = min(best, found, key=lambda each: each.cost)
+        if isinstance(plan, BackwardPlan) or which == "tangent":
+            break
+        # The products of one launch more, which computes all scores again.
+        at = plan.quantities
+        macs = at["factors"] * ((launches + 1) * spec.head_dim + dim)
+        if macs / at["tensor_rate"] >= best.cost:
+            break
+    return best
+
+
+def _planned(
+    spec: AttentionSpec, arch: str, which: str, tangents: tuple[str, ...], sram: int | None
+) -> Plan | BackwardPlan:
+    """The plan of a pass; arguments as of `columns_of_launch`."""
+    if which == "forward":
+        return plan_forward(PlanRequest(spec, arch, sram, access_bytes=16))
+    if which == "tangent":
+        return plan_tangent(TangentPlanRequest(spec, arch, tangents, sram))
+    return plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")

@@ -181,7 +181,9 @@ WIDE = replace(
     smem_bound=Formula(
         "block_k", f"(({_WIDE_ROOM})/e - block_q*depth)/(stages*depth + stages_v*depth_v)"
     ),
-    registers=Formula("registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra + {_MORE}"),
+    registers=Formula(
+        "registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra + {_MORE}"
+    ),
     register_bound=Formula(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2 - {_MORE})/({_PER_KEY})",
