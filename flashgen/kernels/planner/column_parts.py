@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flashgen.kernels.planner.api import plan_backward, plan_forward
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.layout_share import share_of_scores
 from flashgen.kernels.planner.plan_errors import columns_of_parts
 from flashgen.kernels.planner.requests import PlanRequest, TangentPlanRequest
 from flashgen.kernels.planner.tangent_pass import plan_tangent
@@ -44,8 +45,9 @@ def columns_of_launch(
 ) -> LaunchColumns:
     """All columns of V, or a part of them, of two to four.
 
-    A forward pass has the columns of least predicted cost; the other passes have the most columns
-    that a tile holds.
+    A forward pass has the columns of least predicted cost. The other passes have the most columns
+    that a tile holds; so has a forward pass of calls that are served, as those with few rows take
+    the time to read the keys, which each launch reads.
 
     Args:
         which: "forward", "backward", "deterministic" or "tangent".
@@ -53,7 +55,7 @@ def columns_of_launch(
     """
     dim = spec.head_dim_v
     assert dim is not None, "that of a call"
-    best = LaunchColumns(0, math.inf)
+    best, least = LaunchColumns(0, math.inf), math.inf
     for columns in (dim, *columns_of_parts(dim)):
         part = spec if columns == dim else with_columns(spec, columns)
         try:
@@ -62,13 +64,16 @@ def columns_of_launch(
             continue
         launches = math.ceil(dim / columns)
         found = LaunchColumns(columns, plan.cost * launches)
-        best = min(best, found, key=lambda each: each.cost)
-        if isinstance(plan, BackwardPlan) or which == "tangent":
-            break
+        if isinstance(plan, BackwardPlan) or which == "tangent" or spec.is_served:
+            return found
+        gathered = spec.block_sparse if plan.gathers else None
+        share = share_of_scores(gathered, plan.queries_per_tile) if gathered else 1.0
+        if found.cost * share < least:
+            best, least = found, found.cost * share
         # The products of one launch more, which computes all scores again.
         at = plan.quantities
         macs = at["factors"] * ((launches + 1) * spec.head_dim + dim)
-        if macs / at["tensor_rate"] >= best.cost:
+        if not gathered and macs / at["tensor_rate"] >= least:
             break
     return best
 

@@ -125,8 +125,8 @@ FORWARD = KernelModel(
     other_warps=PRODUCER_WARPS,
 )
 
-# Two warpgroups may own the same rows, each with half of the columns of O; each of them computes all
-# scores of the rows.
+# Two warpgroups may own the same rows, each with half of the columns of O; each of them computes
+# all scores of the rows.
 SHARING = ((1, 1), (2, 1))
 OF_SHARED_ROWS = {
     "products": f"column_warps*({FORWARD.cost_steps[0].text})",
