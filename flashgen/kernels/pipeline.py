@@ -37,7 +37,6 @@ from flashgen.shared.errors import CompileError, PlanError, SpecError, called_by
 from flashgen.shared.launch_facts import Sizes
 from flashgen.spec.analysis import Analysis, analyse
 from flashgen.spec.analysis.intervals import WalkedAxis
-from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.signature import with_options
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -147,10 +146,10 @@ def emit(
         PlanError: no tile fits the architecture, or no tile has this number of heads.
         RenderError: a template and the plan disagree.
     """
-    spec = of_kernels(spec)
     request = PlanRequest(
         spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
     )
+    spec = request.spec
     forward = _emit_forward(request)
     return Kernels(
         analysed(spec, codegen.walk_of_kernel("forward")),
@@ -262,7 +261,7 @@ def build(
         CompileError: NVRTC is missing or rejects the source.
     """
     request = PlanRequest(
-        *(of_kernels(spec), arch, sram, policy, access_bytes),
+        *(spec, arch, sram, policy, access_bytes),
         tile=tile,
         heads_per_tile=heads_per_tile,
         few_rows=few_rows,

@@ -18,7 +18,7 @@ from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
-from tests.support.examples import spec_path, values_of
+from tests.support.examples import COVERING, spec_path, values_of
 from tests.support.judged import FEW_BYTES, Call, check_gates, dropping, equal, sized
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import SERVED
@@ -28,18 +28,6 @@ from tests.support.tiers import slow
 
 DIMS = ((64, 64), (128, 64), (192, 128), (576, 512))
 WIDE = (576, 512)
-# With every feature between them, and their dropout.
-COVERING = {
-    "causal": 0.0,
-    "sliding_window": 0.0,
-    "document": 0.0,
-    "softcap": 0.0,
-    "relative_bias": 0.0,
-    "sink": 0.0,
-    "packed_causal": 0.0,
-    "block_sparse": 0.0,
-    "full": 0.17,
-}
 
 
 def shared(name: str, case: Case, arch: str, dropout_p: float = 0.0, **how: Any) -> Call:

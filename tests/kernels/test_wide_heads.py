@@ -10,26 +10,20 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.calls.ops import ForwardRun
+from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
-from tests.support.examples import spec_path
-from tests.support.judged import FEW_BYTES, Call, check_gates, example, forward_verdicts
+from flashgen.tools.profile.run import profile_forward
+from tests.support.examples import COVERING, spec_path
+from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, forward_verdicts
 from tests.support.paged_calls import Paged, Sequences
-from tests.support.paged_specs import CAUSAL
+from tests.support.paged_specs import CAUSAL, SERVED
+from tests.support.planted import planted
 from tests.support.shapes import Case
+from tests.support.tiers import slow
 
 DIMS = ((320, 320), (264, 264), (320, 256))
-# With every feature between them, and their dropout; grouped heads are those of the cases.
-COVERING = {
-    "causal": 0.0,
-    "sliding_window": 0.0,
-    "document": 0.0,
-    "softcap": 0.0,
-    "relative_bias": 0.0,
-    "sink": 0.0,
-    "packed_causal": 0.0,
-    "full": 0.17,
-}
 
 
 def wide(name: str, turn: int, arch: str, dims: tuple[int, int]) -> Call:
@@ -119,11 +113,11 @@ def in_parts(call: Call, forward: int, backward: int, *, deterministic: bool = F
 
 @pytest.mark.parametrize("arch", PATHS)
 def test_values_that_no_tile_holds_are_computed_in_parts(arch: str) -> None:
-    in_parts(wide("causal", 1, arch, (512, 512)), 2, 2 if arch == "sm_90a" else 1)
+    in_parts(wide("causal", 1, arch, (512, 504)), 2, 2 if arch == "sm_90a" else 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (576, 392), (64, 512)])
+@pytest.mark.parametrize("dims", [(512, 504), (576, 504), (576, 392), (64, 512)])
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", COVERING)
 def test_parts_of_covering_specs_meet_the_error_rule(
@@ -132,7 +126,7 @@ def test_parts_of_covering_specs_meet_the_error_rule(
     turn = list(COVERING).index(name)
     call = wide(name, turn, arch, dims)
     run = call.judged_forward()
-    assert run.report.others
+    assert run.report.others or dims == (64, 512)  # one launch, where it costs less
     if COVERING[name] and dims[0] > 512:  # dQ leaves no registers for the mask of dropout
         with pytest.raises(fg.PlanError, match="no tile fits"):
             call.backward(run, deterministic=bool(turn % 2))
@@ -143,7 +137,7 @@ def test_parts_of_covering_specs_meet_the_error_rule(
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("name", ["softcap", "alibi", "relative_bias"])
-@pytest.mark.parametrize("dims", [(320, 320), (512, 512)])
+@pytest.mark.parametrize("dims", [(320, 320), (512, 504)])
 def test_paged_and_split_calls_in_parts_meet_the_error_rule(
     name: str, arch: str, dims: tuple[int, int]
 ) -> None:
@@ -173,6 +167,94 @@ def test_a_module_computes_parts_through_the_operator_and_autograd() -> None:
     assert all(verdicts.values()), verdicts
 
 
+# ---- values of which two warpgroups hold half each ----------------------------------------------
+
+SHARES = ((384, 384), (448, 448), (512, 512), (576, 512))
+
+
+def in_shares(run: ForwardRun) -> None:
+    """A forward pass in one launch, whose kernel spills nothing."""
+    assert run.report.kernel is not None
+    assert (run.report.others, run.report.kernel.plan.column_warps) == ((), 2)
+    check_gates(run.report.kernel)
+
+
+@pytest.mark.parametrize("dims", [(448, 448), *(slow(each) for each in SHARES if each[0] != 448)])
+@pytest.mark.parametrize("name", ["causal", slow("full")])
+def test_two_warpgroups_hold_the_columns_of_one_launch(name: str, dims: tuple[int, int]) -> None:
+    in_shares(wide(name, 1, "sm_90a", dims).judged_forward())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", SHARES)
+@pytest.mark.parametrize("name", [*COVERING, "sigmoid", "alibi"])
+def test_shares_of_covering_specs_meet_the_error_rule(name: str, dims: tuple[int, int]) -> None:
+    turn = list(COVERING).index(name) if name in COVERING else 1
+    in_shares(wide(name, turn, "sm_90a", dims).judged_forward())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", SHARES)
+@pytest.mark.parametrize("name", ["causal", "softcap", "sink", "packed_causal"])
+def test_split_calls_in_shares_meet_the_error_rule(name: str, dims: tuple[int, int]) -> None:
+    in_shares(wide(name, 1, "sm_90a", dims).judged_forward(split_size=64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [4, 16, 64])
+@pytest.mark.parametrize("name", ["causal", "window", "softcap"])
+@pytest.mark.parametrize("dims", [(448, 448), (576, 512)])
+def test_paged_calls_in_shares_meet_the_error_rule(
+    name: str, dims: tuple[int, int], page: int
+) -> None:
+    spec = SERVED[name].replace(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16")
+    of = Sequences.of((2, 2), (130, 47), heads=(4, 1), dims=dims, dtype="bfloat16")
+    in_shares(Paged(spec, of, page, how={"arch": "sm_90a", "split_size": 64}).judged())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "sink"])
+def test_folded_splits_in_shares_have_the_bits_of_merged_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, found = wide(name, 1, "sm_90a", (512, 512)), []
+    for folds in (False, True):
+        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+        found.append(call.judged_forward(split_size=64))
+        assert found[-1].report.kernel is not None
+        assert found[-1].report.kernel.plan.column_warps == 2
+        assert found[-1].report.kernel.plan.folds == folds
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("dims", [(448, 448), slow((576, 512))])
+def test_keys_and_values_of_shares_are_read_once_as_predicted(dims: tuple[int, int]) -> None:
+    call = wide("causal", 1, "sm_90a", dims)
+    for profile in profile_forward(call.spec, *call.qkv, arch="sm_90a")[1]:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "old", "new"),
+    [
+        ("V is copied into the tile that is read",
+         "barrier_wait(v_empty[before.index], before.parity ^ 1);", ""),
+        ("both warpgroups multiply the first columns of V",
+         "+ group / (ROW_WARPS / 4) * (O_COLUMNS / PANEL_V)", "+ 0"),
+        ("both warpgroups write the first columns",
+         "uniform(writer / WARPGROUP) / (ROW_WARPS / 4) * O_COLUMNS", "0"),
+    ],
+)  # fmt: skip
+def test_bugs_of_shares_are_caught(bug: str, old: str, new: str) -> None:
+    case = Case(33, 300, 1, 2, 1, "bfloat16", 512, 512)
+    call = example(spec_path("causal"), case, arch="sm_90a")
+    call.numbers["q_offset"] = 267
+    with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        call.judged_forward()
+
+
 @pytest.mark.parametrize("arch", PATHS)
 def test_calls_on_the_cpu_need_no_tile_of_the_given_architecture(arch: str) -> None:
     call = wide("causal", 1, arch, (512, 512))
@@ -194,7 +276,7 @@ def test_batch_invariant_calls_in_parts_have_the_bits_of_decoding(arch: str) -> 
 
 @pytest.mark.parametrize("arch", PATHS)
 def test_a_plan_names_the_kernel_of_a_part(arch: str) -> None:
-    whole = fg.load(spec_path("causal")).replace(head_dim=576, head_dim_v=512)
+    whole = fg.load(spec_path("causal")).replace(head_dim=576, head_dim_v=504)
     with pytest.raises(fg.PlanError, match="no tile fits") as caught:
         fg.plan(whole, arch)
     assert "head_dim_v=256, the kernel of a part of the columns of v" in caught.value.way_out

@@ -115,7 +115,7 @@ def kernel(
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
-    shares_rows = plan.one_tensor and plan.column_warps > 1
+    shares_rows = plan.kernel == "forward" and plan.column_warps > 1
     return rendered(
         template,
         spec,
@@ -155,6 +155,8 @@ def kernel(
         codes=codes,
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
+        two_shares=shares_rows and not plan.one_tensor,
+        single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,
         row_warpgroups="(ROW_WARPS / 4)" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",

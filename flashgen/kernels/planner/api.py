@@ -90,8 +90,7 @@ def plan(
     """
     return plan_forward(
         PlanRequest(
-            *(of_kernels(spec), arch, sram, policy, access_bytes, spare_registers, tile),
-            heads_per_tile,
+            *(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile),
             few_rows=few_rows,
         )
     )
@@ -185,7 +184,7 @@ def plan_backward(
         SpecError: the spec is a partial result, which has no backward pass.
     """
     pairs = tuple(sorted(spare_registers.items())), tuple(sorted(tiles.items()))
-    return plan_schemes(BackwardPlanRequest(of_kernels(spec), arch, sram, deterministic, *pairs))
+    return plan_schemes(BackwardPlanRequest(spec, arch, sram, deterministic, *pairs))
 
 
 def feasible(

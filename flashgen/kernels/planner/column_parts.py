@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flashgen.kernels.planner.api import plan_backward, plan_forward
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.layout_share import share_of_scores
 from flashgen.kernels.planner.plan_errors import columns_of_parts
 from flashgen.kernels.planner.requests import (
     BackwardPlanRequest,
@@ -47,8 +48,11 @@ def columns_of_launch(
     tangents: tuple[str, ...] = (),
     sram: int | None = None,
 ) -> LaunchColumns:
-    """All columns of V, or where no tile holds these, the largest part that tiles hold, of two to
-    four.
+    """All columns of V, or a part of them, of two to four.
+
+    A forward pass has the columns of least predicted cost. The other passes have the most columns
+    that a tile holds; so has a forward pass of calls that are served, as those with few rows take
+    the time to read the keys, which each launch reads.
 
     Args:
         which: "forward", "backward", "deterministic", "queries" or "tangent".
@@ -56,20 +60,37 @@ def columns_of_launch(
     """
     dim = spec.head_dim_v
     assert dim is not None, "that of a call"
-    plan: Plan | BackwardPlan
+    best, least = LaunchColumns(0, math.inf), math.inf
     for columns in (dim, *columns_of_parts(dim)):
         part = spec if columns == dim else with_columns(spec, columns)
         try:
-            if which == "forward":
-                plan = plan_forward(PlanRequest(part, arch, sram, access_bytes=16))
-            elif which == "tangent":
-                plan = plan_tangent(TangentPlanRequest(part, arch, tangents, sram))
-            elif which == "queries":
-                plan = plan_schemes(BackwardPlanRequest(part, arch, sram, queries_alone=True))
-            else:
-                fixed = which == "deterministic"
-                plan = plan_backward(part, arch, sram=sram, deterministic=fixed)
+            plan = _planned(part, arch, which, tangents, sram)
         except PlanError:
             continue
-        return LaunchColumns(columns, plan.cost * math.ceil(dim / columns))
-    return LaunchColumns(0, math.inf)
+        launches = math.ceil(dim / columns)
+        found = LaunchColumns(columns, plan.cost * launches)
+        if isinstance(plan, BackwardPlan) or which == "tangent" or spec.is_served:
+            return found
+        gathered = spec.block_sparse if plan.gathers else None
+        share = share_of_scores(gathered, plan.queries_per_tile) if gathered else 1.0
+        if found.cost * share < least:
+            best, least = found, found.cost * share
+        # The products of one launch more, which computes all scores again.
+        at = plan.quantities
+        macs = at["factors"] * ((launches + 1) * spec.head_dim + dim)
+        if not gathered and macs / at["tensor_rate"] >= least:
+            break
+    return best
+
+
+def _planned(
+    spec: AttentionSpec, arch: str, which: str, tangents: tuple[str, ...], sram: int | None
+) -> Plan | BackwardPlan:
+    """The plan of a pass; arguments as of `columns_of_launch`."""
+    if which == "forward":
+        return plan_forward(PlanRequest(spec, arch, sram, access_bytes=16))
+    if which == "tangent":
+        return plan_tangent(TangentPlanRequest(spec, arch, tangents, sram))
+    if which == "queries":
+        return plan_schemes(BackwardPlanRequest(spec, arch, sram, queries_alone=True))
+    return plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")

@@ -194,6 +194,11 @@ class Plan(LaunchRules):
         return self.head_dim_v // self.column_warps
 
     @property
+    def stages_v(self) -> int:
+        """Buffers for V."""
+        return int(self.quantities.get("stages_v", self.stages))
+
+    @property
     def kv_itemsize(self) -> int:
         """Bytes per element of K and V in memory."""
         return int(self.quantities.get("e_kv", self.itemsize))
@@ -315,8 +320,7 @@ class Plan(LaunchRules):
     def model(self) -> KernelModel:
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
-        if self.one_tensor and model.one_tensor:
-            return model.one_tensor
+        model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
         if self.kv_itemsize != self.itemsize:
             return of_codes(model)
         return model.other_form if self.in_passes and model.other_form else model
@@ -495,8 +499,9 @@ class Plan(LaunchRules):
             title = _TITLES.get(name, name)
             if self.one_tensor and name == "smem_k":
                 title = "K and V"
-            if self.kernel == "forward" and self.stages > 1 and name in ("smem_k", "smem_v"):
-                title += f" ({self.stages} buffers)"
+            buffers = {"smem_k": self.stages, "smem_v": self.stages_v}.get(name, 1)
+            if self.kernel == "forward" and buffers > 1:
+                title += f" ({buffers} buffers)"
             if size:
                 found.append(SmemRegion(title, end, size))
             end += size
@@ -569,6 +574,8 @@ class Plan(LaunchRules):
             parts.insert(1, f"heads_per_tile {self.heads_per_tile}")
         if self.kernel == "forward":
             parts.append(f"stages {self.stages}")
+            if self.stages_v != self.stages:
+                parts.append(f"stages_v {self.stages_v}")
         else:
             parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
         if self.column_warps > 1:

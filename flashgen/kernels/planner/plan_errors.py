@@ -144,10 +144,9 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
             yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
             break
     two = problem.of_two_tensors()
-    whole = () if two is problem else (int(d_v),)
-    for columns in (*whole, *columns_of_parts(int(d_v))):
+    for columns in columns_of_parts(int(d_v)):
         if not smallest(two.given_as(d_v=columns)).excesses:
-            also = "shared_kv=False, " if whole else ""
+            also = "" if two is problem else "shared_kv=False, "
             yield (
                 f"{also}head_dim_v={columns}, the kernel of a part of the columns of v: "
                 "a call computes them part by part"

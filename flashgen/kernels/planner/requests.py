@@ -9,6 +9,7 @@ from types import MappingProxyType
 from flashgen.kernels.planner.tile_problem import Tile
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.errors import PlanError
+from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.spec import AttentionSpec
 
 POLICIES = ("derived", "paper")
@@ -37,6 +38,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
+        object.__setattr__(self, "spec", of_kernels(self.spec))
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise PlanError(
                 "there is no such planning policy",
@@ -93,6 +95,7 @@ class BackwardPlanRequest:
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
+        object.__setattr__(self, "spec", of_kernels(self.spec))
         _check_sram(self.sram)
         for name, tile in self.tiles:
             _check_tile(tile, f"tiles[{name!r}]")

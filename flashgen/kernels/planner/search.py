@@ -24,6 +24,7 @@ from flashgen.kernels.planner.layout_share import share_of_queries, share_of_sco
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
@@ -70,12 +71,10 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "warps": tile.warps,
         "row_groups": tile.row_groups,
         "blocks": tile.blocks,
+        "column_warps": tile.column_warps,
     }
-    if "one_tensor" in at:
-        at["column_warps"] = tile.column_warps
     if problem.kernel != "forward":
         at |= {
-            "column_warps": tile.column_warps,
             "score_warps": tile.score_warps,
             "repeats": tile.column_warps // tile.score_warps,
             "exchanged": tile.exchanged,
@@ -200,8 +199,9 @@ def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool
     if problem.kernel != "forward" or column_warps == 1:
         return True
     groups = warps * MMA_ROWS // problem.path.group_rows
-    row = int(problem.given["e"] * problem.given["d_v"])
-    return groups % column_warps == 0 and row % (SWIZZLED * column_warps) == 0
+    # Columns of keys are those of whole swizzle patterns; a tile of V has panels of its own.
+    unit = SWIZZLED // int(problem.given["e"]) if "one_tensor" in problem.given else DEPTH_STEP
+    return groups % column_warps == 0 and problem.given["d_v"] % (unit * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:

@@ -45,7 +45,7 @@ class Tile:
         warps: computing warps per thread block.
         row_groups: groups of 16 rows per warp, of the side that the block owns.
         blocks: resident blocks per SM.
-        column_warps: warps that own the same rows, each with a share of the gradients' columns.
+        column_warps: warps that own the same rows, each with a share of the columns of its sums.
         score_warps: the number of these warps that share their scores; 1 where each warp computes
             all scores.
     """
@@ -113,11 +113,7 @@ class TileProblem:
     def model(self) -> KernelModel:
         """The cost model of the kernel, of its first form where it has two."""
         model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
-        if "one_tensor" in self.given:
-            assert model.one_tensor is not None, "only the forward kernel has one tile of both"
-            return model.one_tensor
-        if model.wide and self.given["d_v"] > model.wide[0]:
-            model = model.wide[1]
+        model = model.of_values(int(self.given["d_v"]), one_tensor="one_tensor" in self.given)
         return of_codes(model) if "e_kv" in self.given else model
 
     def of_two_tensors(self) -> TileProblem:

@@ -121,6 +121,9 @@ TANGENT_INSTRUCTIONS = 6
 
 # ---- time, assumed -------------------------------------------------------------------------------
 
+# From the start of a TMA copy until its first bytes arrive from L2.
+COPY_CLOCKS = 600
+
 # A block's start: its launch, its barriers, and its first keys, which nothing overlaps.
 BLOCK_START_CLOCKS = 600
 # Microseconds to clear the work-tile counter: a small kernel between two others.

@@ -125,18 +125,76 @@ FORWARD = KernelModel(
     other_warps=PRODUCER_WARPS,
 )
 
-_MORE = f"max(0, d_v - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
-# Of more columns of O, for which the compiler needs further registers.
+# Two warpgroups may own the same rows, each with half of the columns of O; each of them computes
+# all scores of the rows.
+SHARING = ((1, 1), (2, 1))
+OF_SHARED_ROWS = {
+    "products": f"column_warps*({FORWARD.cost_steps[0].text})",
+    "rest": f"column_warps*({FORWARD.cost_steps[1].text})",
+    "tensor": "(column_warps*depth + d_v)/tensor_rate",
+    "shared": f"e*(column_warps*depth/block_k + (column_warps*depth + d_v)/{GROUP_ROWS}"
+    f" + (depth + depth_v)/block_q)/{SMEM_BYTES_PER_CLOCK}",
+    "special": f"column_warps*(1 - fma_columns/block_k + special_ops)/{SPECIAL_PER_CLOCK}",
+}
+
+
+def _cost_steps(texts: dict[str, str], *more: Formula) -> tuple[Formula, ...]:
+    """The cost of a form: some formulas by their names, and further ones before "pace"."""
+    steps = [Formula(x.name, texts.get(x.name, x.text), x.unit) for x in FORWARD.cost_steps]
+    at = FORWARD.cost_steps.index(PACE)
+    return (*steps[:at], *more, *steps[at:])
+
+
+# Of more columns of O. The compiler needs further registers for those of one warpgroup. V has one
+# buffer where two do not fit. It is in use during its product and the softmax beside that, and then
+# it is filled while the next scores are computed. K is read ahead in any case.
+_OF_OUTPUT = "d_v/column_warps"
+_MORE = (
+    f"max(0, {_OF_OUTPUT} - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
+)
+_WIDE_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + floor(2*warps/column_warps) + records"
+_WIDE_ROOM = f"min(M, M_sm/blocks - reserved) - ({_WIDE_BARRIERS})"
+STAGES_V = Formula(
+    "stages_v",
+    f"max(1, min(stages, floor((({_WIDE_ROOM})/e - block_q*depth - stages*block_k*depth)"
+    "/(block_k*depth_v))))",
+)
+WIDE_SMEM, WIDE_PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages_v*block_k*depth_v",
+        "mbarriers and work tiles": _WIDE_BARRIERS,
+    }
+)
+REFILL = Formula(
+    "refill",
+    f"(stages - stages_v)*(max(d_v/tensor_rate, special + {OWN_ISSUE}) + e*d_v/block_q/l2_rate"
+    f" + {fitted.COPY_CLOCKS}/(block_q*block_k))",
+    "clk",
+)
 WIDE = replace(
     FORWARD,
-    registers=Formula("registers", f"{REGISTERS.text} + {_MORE}"),
-    register_bound=Formula(
-        "block_k", f"(register_limit - {_OWN} - extra - d_v/2 - {_MORE})/({_PER_KEY})"
+    sizes=(*FORWARD.sizes, STAGES_V),
+    smem=WIDE_SMEM,
+    parts=WIDE_PARTS,
+    smem_bound=Formula(
+        "block_k", f"(({_WIDE_ROOM})/e - block_q*depth)/(stages*depth + stages_v*depth_v)"
     ),
+    registers=Formula(
+        "registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra + {_MORE}"
+    ),
+    register_bound=Formula(
+        "block_k",
+        f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2 - {_MORE})/({_PER_KEY})",
+    ),
+    cost_steps=_cost_steps(
+        {**OF_SHARED_ROWS, "pace": f"max(refill, {PACE.text.removeprefix('max(')}"}, REFILL
+    ),
+    sharing=SHARING,
 )
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
-# P, a step after the one for S, so that a third buffer is filled meanwhile. Two warpgroups may own
-# the same rows, each with half of the columns of O; each of them computes all scores of the rows.
+# P, a step after the one for S, so that a third buffer is filled meanwhile.
 _ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + floor(2*warps/column_warps) + records"
 ONE_SMEM, ONE_PARTS = sum_of(
     {
@@ -146,13 +204,10 @@ ONE_SMEM, ONE_PARTS = sum_of(
     }
 )
 OF_ONE_TENSOR = {
-    "products": f"column_warps*({FORWARD.cost_steps[0].text})",
-    "rest": f"column_warps*({FORWARD.cost_steps[1].text})",
-    "tensor": "(column_warps*depth + d_v)/tensor_rate",
+    **OF_SHARED_ROWS,
     "shared": f"e*(column_warps*depth/block_k + (column_warps*depth + d_v)/{GROUP_ROWS}"
     f" + depth/block_q)/{SMEM_BYTES_PER_CLOCK}",
     "l2": "e*d_qk/block_q/l2_rate",
-    "special": f"column_warps*(1 - fma_columns/block_k + special_ops)/{SPECIAL_PER_CLOCK}",
 }
 ONE = replace(
     FORWARD,
@@ -169,12 +224,9 @@ ONE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {ONE_TENSOR.of_output}/2)/({_PER_KEY})",
     ),
-    cost_steps=tuple(
-        Formula(each.name, OF_ONE_TENSOR.get(each.name, each.text), each.unit)
-        for each in FORWARD.cost_steps
-    ),
+    cost_steps=_cost_steps(OF_ONE_TENSOR),
     stages=3,
-    sharing=((1, 1), (2, 1)),
+    sharing=SHARING,
 )
 
 MODELS = {

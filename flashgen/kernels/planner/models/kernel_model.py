@@ -217,6 +217,12 @@ class KernelModel:
         """The block size of the side that the main loop walks: "block_k" or "block_q"."""
         return sides(self.name)[1]
 
+    def of_values(self, columns: int, *, one_tensor: bool) -> KernelModel:
+        """The model for so many columns of V, or for those that are columns of the keys."""
+        if one_tensor and self.one_tensor is not None:
+            return self.one_tensor
+        return self.wide[1] if self.wide and columns > self.wide[0] else self
+
     @functools.cached_property
     def divides_exponentials(self) -> bool:
         """Whether the kernel can compute exponentials of some columns on FMA units."""
