@@ -100,7 +100,7 @@ list; int32 [batch, most], the blocks in its
 list; and run-time scalars, the position of the first query of the call that is computed, its sizes,
 the query heads of a key head, and the rows of a group of queries."""
 
-LENGTHS, FIRST_QUERIES, ROW_SINK = "choice_lengths", "choice_q_offset", "row_sink"
+LENGTHS, FIRST_QUERIES, ROW_SINK = "choice_lengths", "choice_q_offset", "choice_sink"
 """Of these calls too: the lengths of the sequences and the positions of the first queries, where
 they are tensors, and the logit of the sink of each row."""
 

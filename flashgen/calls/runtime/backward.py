@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -307,18 +306,11 @@ class PreparedBackward(PreparedCall):
 class ChosenBackward(ChosenPass):
     """A backward call, of which gradients and record are those of `PreparedBackward`."""
 
-    def __init__(
-        self, *checked: Any, operands: Operands, needed: tuple[bool, ...], **rest: Any
-    ) -> None:
-        """
-        Args:
-            needed: as for `flashgen.calls.runtime.backward.prepare`.
-        """
+    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
         super().__init__(*checked, operands=operands, **rest)
         self.deterministic = True  # sums are in the order of the lists
         program, call, target, launch = checked
-        learned = zip(self.signature.learned, needed or itertools.repeat(True), strict=False)
-        others = [x for x, wanted in learned if wanted and x != self.signature.sink]
+        others = [x for x in self.signature.learned if x != self.signature.sink]
         if target.backend != "tiled" and not (call.is_empty or others):
             self._chosen = ChosenCall(program, call, operands, self._options, launch)
 
@@ -443,15 +435,15 @@ def prepare(
     check_gradients(operands.q, operands.v, gradients)
     target = program.target(options.backend, options.arch, operands.q.device)
     deterministic = queries_alone or settled(options.deterministic)
-    if signature.choice is not None:
-        again = functools.partial(prepare, launch=launch, needed=needed)
-        given: Any = {"operands": operands, "options": options, "prepare": again}
-        return ChosenBackward(program, call, target, launch, needed=needed, **given)
     if queries_alone:
         program = program.learning(frozenset())
     elif not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
         program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
+    if signature.choice is not None:
+        again = functools.partial(prepare, launch=launch)
+        given: Any = {"operands": operands, "options": options, "prepare": again}
+        return ChosenBackward(program, call, target, launch, **given)
     invariant = options.split_size == INVARIANT
     passes = {
         "deterministic": deterministic,

@@ -129,6 +129,8 @@ def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
             f"on {blocks.device}",
             "a count for each list: kv_num_blocks.shape == kv_indices.shape[:3]",
         )
+    if known(blocks.shape[3] == 0):  # no list has a block
+        blocks = blocks.new_full((*blocks.shape[:3], 1), -1)
     return ListedBlocks(counts, blocks)
 
 
@@ -306,6 +308,24 @@ def _check_groups(signature: CallSignature, captured: Sequence[Tensor], seq_q: i
             f"queries in groups of {choice.block_q}: {groups:,} groups",
             f"lists for {groups:,} groups: [batch or 1, heads_kv or 1, {groups}, most]",
         )
+
+
+def refuse_parts_of_choice(k_offset: object, h_offset: object, whole: object) -> None:
+    """Refuses a call with lists that is a part of a whole.
+
+    Raises:
+        InputError: one of these arguments is given.
+    """
+    given = {"k_offset": k_offset, "h_offset": h_offset, "whole": whole}
+    for name, value in given.items():
+        if isinstance(value, Tensor) or (value is not None and value != 0):
+            refuse(
+                "queries that choose their keys are a call of their own, with all heads and keys",
+                f"argument {name}",
+                f"given {shown(value)}",
+                f"no {name}: lists of the blocks of these keys; and where mods read positions or "
+                "heads of a whole, those that they read from a Tensor of the spec",
+            )
 
 
 def check_choice(

@@ -43,7 +43,6 @@ from flashgen.shared.signature import (
     PAGE_NAMES,
     ROW_SINK,
     ROWS,
-    WHOLE,
     BlockLayoutFacts,
     CallSignature,
 )
@@ -93,6 +92,11 @@ def with_layout(
         seq_k *= captured[PAGE_NAMES[0]].shape[1]
     group = operands.q.shape[1] // max(operands.k.shape[1], 1)
     live = live_blocks(choice, [captured.pop(name) for name in LISTS], seq_k, group)
+    if not signature.paged:  # whatever rows contain that no group lists: 0 * NaN is NaN
+        operands = operands._replace(
+            k=_listed_rows(operands.k, live, choice.block_k),
+            v=_listed_rows(operands.v, live, choice.block_k),
+        )
     captured |= dict(zip(LAYOUT_NAMES, Layout.of(live), strict=True))
     first, scalars = options.q_offset, options.scalars
     if OFFSETS[0] in captured:
@@ -122,6 +126,12 @@ def live_blocks(
     # Entries that are not listed are written to an extra column.
     live = live.scatter_(-1, torch.where(listed, blocks, columns).long(), True)[..., :columns]
     return live.repeat_interleave(group, 1) if live.shape[1] > 1 else live
+
+
+def _listed_rows(x: Tensor, live: Tensor, block_k: int) -> Tensor:
+    """Keys or values with zeros in the rows that no group of any key head lists."""
+    listed = live.any(1, keepdim=True).any(2).repeat_interleave(block_k, 2)[..., : x.shape[2], None]
+    return x.masked_fill(~listed, 0)
 
 
 def _spec(program: CallProgram) -> AttentionSpec:
@@ -331,6 +341,7 @@ class ChosenCall:
         sizes, spec, given, options = self.sizes, *self.by_groups(operands)
         rest = options._replace(split_size=0), self._launch
         out, lse, dout = (sizes.by_groups(x) for x in gradients[:3])
+        dout = dout.contiguous()  # gradients of sums are expanded tensors
         dlse = None if gradients.dlse is None else sizes.by_groups(gradients.dlse)
         rows = OutputGradients(out, lse, dout, dlse)
         call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
@@ -495,14 +506,6 @@ class ChosenPass(PreparedCall):
                 and options.
         """
         super().__init__(*checked)
-        offset = options.k_offset
-        if offset or OFFSETS[1] in self.signature.offsets or WHOLE[0] in self.call.scalars:
-            refuse(
-                "queries that choose their keys are a call of their own, with all heads and keys",
-                "arguments k_offset, h_offset and whole",
-                f"k_offset {offset}; scalars: {', '.join(self.call.scalars) or 'none'}",
-                "lists of the blocks of these keys, and positions that mods read from a Tensor",
-            )
         self._options = options
         self._prepare = prepare
         self._chosen: ChosenCall | None = None

@@ -52,6 +52,7 @@ from flashgen.calls.runtime.block_layouts import (
     check_choice,
     check_layout,
     check_lists,
+    refuse_parts_of_choice,
     with_layout,
 )
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
@@ -122,6 +123,8 @@ class Call(NamedTuple):
             if signature.dtype is None:
                 dtype = None
         packs = signature.paged and BOUNDARIES[0] in captures
+        if signature.choice is not None:
+            refuse_parts_of_choice(k_offset, h_offset, whole)
         part = scalars_of_part(h_offset, whole, q, k, captures)
         offsets = offset_tensors(q_offset, k_offset)
         if dtype is not None or offsets or part or packs:

@@ -1,0 +1,180 @@
+"""Queries that choose their keys, from the public interface: arguments, autograd, compilation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.shared.errors import InputError, SpecError
+from tests.support.chosen_lists import random_lists, spec_of
+from tests.support.judged import normal
+
+Tensor = torch.Tensor
+SIZES = (2, 4, 2, 10, 40)
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, heads_kv, seq_q, seq_k = SIZES
+    return (
+        normal((batch, heads, seq_q, 32), dtype, 1),
+        normal((batch, heads_kv, seq_k, 32), dtype, 2),
+        normal((batch, heads_kv, seq_k, 32), dtype, 3),
+    )
+
+
+def lists_of(spec: fg.AttentionSpec, seed: int = 0) -> dict[str, Tensor]:
+    return random_lists(spec, (SIZES[0], SIZES[2]), SIZES[3:], 3, seed)
+
+
+def layout_of(lists: dict[str, Tensor]) -> Any:
+    return fg.Layout.from_lists(*lists.values())
+
+
+SPEC = spec_of(2, 8, head_dim=32, dtype="float32")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_rows_that_no_group_lists_have_no_effect(backend: str) -> None:
+    op = fg.attention(SPEC)
+    q, k, v = operands()
+    lists = lists_of(SPEC)
+    lists["kv_indices"] = lists["kv_indices"].where(lists["kv_indices"] != 2, -1)
+    expected = op(q, k, v, layout=layout_of(lists), backend=backend)
+    for x in (k, v):
+        x[:, :, 16:24] = torch.nan
+        x.requires_grad_()
+    out = op(q, k, v, layout=layout_of(lists), backend=backend)
+    assert torch.equal(out, expected)
+    for gradient in torch.autograd.grad(out.sum(), (k, v)):
+        assert not gradient[:, :, 16:24].any()
+        assert not gradient.isnan().any()
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+@pytest.mark.parametrize("needed", [True, False])
+def test_learned_tensors_have_gradients_where_they_are_needed(needed: bool, backend: str) -> None:
+    bias = fg.Tensor("bias", ("heads", "seq_q", "seq_k"), "float32", grad=True)
+    spec = SPEC.replace(score_mod=lambda s, b, h, q, k: s + bias[h, q, k])
+    lists = lists_of(spec)
+    given = [x.requires_grad_() for x in operands()]
+    table = normal((4, 10, 40), torch.float32, 4).requires_grad_(needed)
+    out = fg.attention(spec)(*given, layout=layout_of(lists), bias=table, backend=backend)
+    wanted = [*given, table] if needed else given
+    found = torch.autograd.grad(out.sum(), wanted)
+    exact = reference.gradients(
+        spec, *(x.detach() for x in given), torch.ones_like(out), tensors={**lists, "bias": table}
+    )
+    for one, other in zip(found, exact, strict=False):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_calls_compile_to_one_graph_with_lists_of_any_length() -> None:
+    op = fg.attention(SPEC)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: Tensor) -> Tensor:
+        return op(q, k, v, layout=fg.Layout.from_lists(counts, blocks))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seed in (0, 1):
+        lists = lists_of(SPEC, seed)
+        given = [x.requires_grad_() for x in operands()]
+        out, expected = (f(*given, *lists.values()) for f in (compiled, call))
+        assert torch.equal(out, expected)
+        gradients = (torch.autograd.grad(x.sum(), given) for x in (out, expected))
+        assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_forward_mode_and_second_derivatives() -> None:
+    op, layout = fg.attention(SPEC), layout_of(lists_of(SPEC))
+    q, k, v = (x.requires_grad_() for x in operands())
+
+    def call(q: Tensor) -> Tensor:
+        return op(q, k, v, layout=layout)
+
+    out, tangent = torch.func.jvp(call, (q,), (k.repeat_interleave(2, 1)[:, :, :10],))
+    assert tangent.shape == out.shape
+    (gradient,) = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+    assert torch.autograd.grad(gradient.square().sum(), k)[0].shape == k.shape
+
+
+def test_statistics_of_rows_are_those_of_the_listed_keys() -> None:
+    op, layout = fg.attention(SPEC), layout_of(lists_of(SPEC))
+    request = fg.AuxRequest(lse=True, max_scores=True, entropy=True, block_mass=8)
+    found = [
+        op(*operands(), layout=layout, return_aux=request, backend=backend)[1]
+        for backend in ("tiled", "emulator")
+    ]
+    for name in ("lse", "max_scores", "entropy", "block_mass"):
+        one, other = (getattr(each, name) for each in found)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(InputError, match="no statistics of keys"):
+        op(*operands(), layout=layout, return_aux=fg.AuxRequest(key_mass=True))
+
+
+def test_lists_without_entries_are_lists_without_blocks() -> None:
+    lists = lists_of(SPEC)
+    empty = fg.Layout.from_lists(lists["kv_num_blocks"] * 0, lists["kv_indices"][..., :0])
+    assert not fg.attention(SPEC)(*operands(), layout=empty).any()
+
+
+def test_operators_and_lists_can_be_copied_and_pickled() -> None:
+    op, layout = fg.attention(SPEC), layout_of(lists_of(SPEC))
+    expected = op(*operands(), layout=layout)
+    for made in (pickle.loads(pickle.dumps(op)), copy.deepcopy(op)):
+        found = made(*operands(), layout=pickle.loads(pickle.dumps(layout)))
+        assert torch.equal(found, expected)
+    assert SPEC.replace(block_sparse=fg.BlockSparse(block_q=2, block_k=8)) != SPEC
+
+
+LISTS = lists_of(SPEC)
+COUNTS, BLOCKS = LISTS.values()
+WRONG: dict[str, tuple[str, Callable[[], object]]] = {
+    "no layout": ("have lists of blocks", lambda: {}),
+    "a mask": ("have lists of blocks", lambda: {"layout": torch.ones(1, 1, 5, 5).bool()}),
+    "other groups": (
+        "not those of the groups",
+        lambda: {"layout": fg.Layout.from_lists(COUNTS[..., :4], BLOCKS[:, :, :4])},
+    ),
+    "no block": (
+        "no block of the keys",
+        lambda: {"layout": fg.Layout.from_lists(COUNTS, BLOCKS + 9)},
+    ),
+    "a block twice": (
+        "has a block twice",
+        lambda: {"layout": fg.Layout.from_lists(COUNTS.clamp(2), BLOCKS * 0)},
+    ),
+    "a length": (
+        "a length that is none",
+        lambda: {"layout": fg.Layout.from_lists(COUNTS + 9, BLOCKS)},
+    ),
+    "ranks": ("no int32 tensor", lambda: {"layout": fg.Layout.from_lists(BLOCKS, BLOCKS)}),
+    "int64": ("no int32 tensor", lambda: {"layout": fg.Layout.from_lists(COUNTS.long(), BLOCKS)}),
+    "k_offset": ("a call of their own", lambda: {"layout": layout_of(LISTS), "k_offset": 3}),
+    "h_offset": ("a call of their own", lambda: {"layout": layout_of(LISTS), "h_offset": 2}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name: str) -> None:
+    what, options = WRONG[name]
+    with pytest.raises(InputError, match=what):
+        fg.attention(SPEC)(*operands(), **options())  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("option", [{"packed": True}, {"dropout": True}])
+def test_specs_that_cannot_have_lists_are_refused(option: dict[str, bool]) -> None:
+    with pytest.raises(SpecError, match="choose their keys cannot have"):
+        SPEC.replace(**option)
+
+
+def test_lists_for_a_layout_of_all_heads_are_refused() -> None:
+    spec = SPEC.replace(block_sparse=fg.BlockSparse(block_q=2, block_k=8))
+    with pytest.raises(InputError, match="another kind of layout"):
+        fg.attention(spec)(*operands(), layout=layout_of(LISTS))
