@@ -13,11 +13,11 @@ first columns are the values. The indexer learns the weights that attention give
 
 Both learn the text of coriolanus.txt in float32, from the same weights and batches, once with
 flashgen operators and once with eager attention, which has the matrix of all scores. The second
-training sees the keys that the first one chose, because a rounding error can exchange two keys of
-nearly the same score, and later losses then differ as those of any two models; the table has the
-share of the choices that it would have made otherwise. Losses may differ by 1 part in 10,000 at
-every step, and gradients of the first step by as much of a parameter's largest element, else the
-exit status is 1.
+training sees the keys that the first one chose: a rounding error can exchange two keys of nearly
+the same score, or turn off a ReLU of an indexer, and later losses then differ as those of any two
+trainings. The table has the share of lists that the second one would have made otherwise. Losses
+may differ by 1 part in 10,000 at every step, and gradients of the first step by as much of a
+parameter's largest element, else the exit status is 1. Both differ by less than a millionth here.
 
 Sources: Yuan et al., "Native Sparse Attention", 2025, arXiv 2502.11089; DeepSeek-AI,
 "DeepSeek-V3.2", 2025, arXiv 2512.02556, in its sparse stage, without the dense warm-up.
