@@ -153,6 +153,13 @@ def _deepseek() -> TinyModel:
     )
 
 
+def _gemma_512() -> TinyModel:
+    """Heads of 512, whose output takes more registers than a thread has."""
+    return _text(
+        "Gemma", head_dim=512, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+
+
 def _gemma3() -> TinyModel:
     kinds = ["sliding_attention", "full_attention"]
     config = hf.Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=11, layer_types=kinds)
@@ -176,6 +183,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "deepseek_v3": _deepseek,
     "bert": _bert,
     "vit": _vit,
+    "gemma_512": _gemma_512,
 }
 
 
