@@ -127,11 +127,7 @@ def test_parts_of_covering_specs_meet_the_error_rule(
     call = wide(name, turn, arch, dims)
     run = call.judged_forward()
     assert run.report.others or dims == (64, 512)  # one launch, where it costs less
-    if COVERING[name] and dims[0] > 512:  # dQ leaves no registers for the mask of dropout
-        with pytest.raises(fg.PlanError, match="no tile fits"):
-            call.backward(run, deterministic=bool(turn % 2))
-    else:
-        call.judged_backward(run, deterministic=bool(turn % 2))
+    call.judged_backward(run, deterministic=bool(turn % 2))
 
 
 @pytest.mark.slow
