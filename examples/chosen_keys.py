@@ -17,7 +17,7 @@ training sees the keys that the first one chose: a rounding error can exchange t
 the same score, or turn off a ReLU of an indexer, and later losses then differ as those of any two
 trainings. The table has the share of lists that the second one would have made otherwise. Losses
 may differ by 1 part in 10,000 at every step, and gradients of the first step by as much of a
-parameter's largest element, else the exit status is 1. Both differ by less than a millionth here.
+parameter's largest element, else the exit status is 1. Both are about 1 part in a million.
 
 Sources: Yuan et al., "Native Sparse Attention", 2025, arXiv 2502.11089; DeepSeek-AI,
 "DeepSeek-V3.2", 2025, arXiv 2512.02556, in its sparse stage, without the dense warm-up.
@@ -70,7 +70,7 @@ def near(b, h, q, k):
     return (q >= k) & (q - k < WINDOW)
 
 
-def operator(mask, head_dim: int = HEAD_DIM, **options) -> fg.Attention:
+def operator(mask, head_dim: int = HEAD_DIM, **options):
     return fg.attention(fg.AttentionSpec(mask, head_dim=head_dim, dtype="float32", **options))
 
 
@@ -91,7 +91,7 @@ to_latents = operator(
 )
 
 
-def listed(blocks: Tensor) -> fg.ListedBlocks:
+def listed(blocks: Tensor):
     """Lists [batch, heads_kv, queries, most], in which -1 is no block."""
     counts = torch.full(blocks.shape[:3], blocks.shape[3], dtype=torch.int32, device=blocks.device)
     return fg.Layout.from_lists(counts, blocks)

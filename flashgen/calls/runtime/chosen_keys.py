@@ -278,13 +278,6 @@ class ChosenCall:
         self._launch = launch
         self._prepared: dict[str, Any] = {}
         self._call_pages, _, per_page, _ = operands.k.shape
-        if signature.paged and per_page % choice.block_k:
-            refuse(
-                "the blocks that queries choose are parts of pages",
-                "argument k",
-                f"pages of {per_page} keys, blocks of {choice.block_k}",
-                f"pages of a multiple of {choice.block_k} keys",
-            )
         self._per_page = per_page // choice.block_k  # blocks
         self.sizes = _Sizes(
             call.batch,
@@ -506,6 +499,15 @@ class ChosenPass(PreparedCall):
                 and options.
         """
         super().__init__(*checked)
+        choice, page = self.signature.choice, operands.k.shape[2]
+        assert choice is not None, "asked for calls with lists"
+        if self.signature.paged and page % choice.block_k:
+            refuse(
+                "the blocks that queries choose are parts of pages",
+                "argument k",
+                f"pages of {page} keys, blocks of {choice.block_k}",
+                f"pages of a multiple of {choice.block_k} keys",
+            )
         self._options = options
         self._prepare = prepare
         self._chosen: ChosenCall | None = None
