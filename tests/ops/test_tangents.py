@@ -405,9 +405,12 @@ def test_tangents_of_every_spec_meet_the_error_rule(path: Path) -> None:
     check_rule(spec, case, values_of(path, case) | dropping(drops))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), one_in(3, [(name, dtype) for dtype in DTYPES for name in WEIGHTS])
-)
+IN_RANGE = [  # float16 does not hold the fourth powers of small scores
+    (name, dtype) for dtype in DTYPES for name in WEIGHTS if (name, dtype) != ("power", "float16")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_in(3, IN_RANGE))
 def test_tangents_of_other_weights_meet_the_error_rule(name: str, dtype: str) -> None:
     case = Case(113, 90, 2, 4, 2, dtype, 40)
     spec = spec_of(name, 40, dtype)
