@@ -33,8 +33,8 @@ from flashgen.frontends.flex.operation_results import transforms
 from flashgen.frontends.flex.recorded_mods import Record
 from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
-from flashgen.kernels.planner import plan, plan_backward
-from flashgen.shared.arch import paths_of
+from flashgen.kernels.planner import columns_of_launch, plan, plan_backward
+from flashgen.shared.arch import paths_of, portable
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, PlanError, SpecError, called_by_users
 from flashgen.spec.language.block_layout import BlockSparse
@@ -224,13 +224,16 @@ def _check_served(tensors: Sequence[Tensor], scale: float, kernel_options: dict[
 
 @functools.lru_cache
 def why_no_tile(d_qk: int, d_v: int, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-    """Why no tile of these head dims fits a GPU, forward or backward; "" where tiles do."""
+    """Why no tile of these head dims fits a GPU, forward or backward; "" where tiles of all columns
+    of V do, or of a part of them."""
     dims = [dim + -dim % HEAD_DIM_STEP for dim in (d_qk, d_v)]
     spec = AttentionSpec(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype)
     try:
         arch = paths_of("sm_{}{}".format(*capability))[0]
-        plan(spec, arch)
-        plan_backward(spec, arch)
+        for which, planned in (("forward", plan), ("backward", plan_backward)):
+            paths = dict.fromkeys((arch, portable(arch)))
+            if not any(columns_of_launch(spec, path, which).columns for path in paths):
+                planned(spec, portable(arch))
     except PlanError as error:
         return f"{error.what}: {error.where}, {error.numbers.splitlines()[0]}"
     return ""
