@@ -16,7 +16,8 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.runtime.arguments.call import Call, check
-from flashgen.calls.runtime.chosen_keys import FEWEST_ROWS, ChosenCall
+from flashgen.calls.runtime.chosen_keys import ChosenCall
+from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS
 from flashgen.calls.runtime.programs import program_of
 from flashgen.kernels.planner import (
     BackwardPlanRequest,
@@ -41,7 +42,7 @@ class Choice:
     Attributes:
         heads, heads_kv: query heads and key heads.
         most: the keys that a group lists, at most.
-        queries, keys: those of the predicted call; the emulated one has `QUERIES` and `KEYS`.
+        queries: of the predicted call, of as many keys; the emulated one has `QUERIES` and `KEYS`.
     """
 
     name: str
@@ -101,7 +102,7 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
     )
     call = check(program.signature, operands, options)
     chosen = ChosenCall(program, call, operands, options, DEFAULT_LAUNCH)
-    spec, given, options = chosen.by_groups(operands)
+    spec, given, options = chosen.by_groups(operands, chosen.read(operands))
     signature = program_of(spec).signature
     tensors = dict(zip((x.name for x in signature.tensors), given.captured, strict=True))
     scalars = dict(zip((x.name for x in signature.scalars), options.scalars, strict=True))

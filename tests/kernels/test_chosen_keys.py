@@ -9,7 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import run_forward
-from flashgen.calls.runtime.chosen_keys import _KeyRows
+from flashgen.calls.runtime.chosen_lists import KeyRows
 from flashgen.shared.errors import EmulatorError
 from flashgen.shared.paths import PATHS
 from tests.support.chosen_lists import call_of, spec_of
@@ -221,7 +221,7 @@ def test_gradients_have_the_same_bits_in_every_order_of_blocks(arch: str) -> Non
 
 
 def test_long_lists_are_cut_and_their_parts_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashgen.calls.runtime.chosen_keys.MOST_OF_LIST", 8)
+    monkeypatch.setattr("flashgen.calls.runtime.chosen_lists.MOST_OF_LIST", 8)
     spec = spec_of(1, 16, None, head_dim=32)
     lists = {
         "kv_num_blocks": torch.ones(1, 1, 50, dtype=torch.int32),
@@ -233,7 +233,7 @@ def test_long_lists_are_cut_and_their_parts_added(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("arch", PATHS)
 def test_a_block_that_is_none_makes_its_group_nan(arch: str, monkeypatch: Any) -> None:
-    """Where nobody reads the lists first, as on a GPU."""
+    """Where lists are not checked first, as on a GPU."""
     monkeypatch.setattr("flashgen.calls.runtime.arguments.call.check_choice", lambda *given: None)
     monkeypatch.setattr("flashgen.calls.runtime.arguments.call.check_pages", lambda *given: None)
     spec = spec_of(1, 16, None, head_dim=32)
@@ -251,13 +251,13 @@ def test_a_block_that_is_none_makes_its_group_nan(arch: str, monkeypatch: Any) -
 def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(spec_of(1, 16, None, head_dim=32), (1, 2, 1, 20, 64), "sm_80")
     run = call.forward()
-    lists_of = _KeyRows.of_blocks_of
+    lists_of = KeyRows.of_blocks_of
 
-    def short(*given: Any) -> _KeyRows:
+    def short(*given: Any) -> KeyRows:
         made = lists_of(*given)
         return made._replace(lengths=(made.lengths - 1).clamp_min(0))
 
-    monkeypatch.setattr(_KeyRows, "of_blocks_of", short)
+    monkeypatch.setattr(KeyRows, "of_blocks_of", short)
     verdicts = call.verdicts(call.backward(run))
     assert not verdicts["dk"].ok
     assert not verdicts["dv"].ok

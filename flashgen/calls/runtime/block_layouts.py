@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashgen.calls.runtime.arguments.positions import tensors_named
 from flashgen.calls.runtime.arguments.refusals import (
     check_dense,
     known,
@@ -82,9 +83,9 @@ class Layout(NamedTuple):
             kv_num_blocks: int32 [batch or 1, heads_kv or 1, groups], the length of each list.
             kv_indices: int32 [batch or 1, heads_kv or 1, groups, most], the lists; what follows a
                 list's length is not read. A block that is no block of the keys, and one that a
-                list has twice, is an InputError of the call on the CPU. On a GPU, where nobody
-                reads the lists first, the former makes the rows of the group NaN, and the latter
-                counts twice.
+                list has twice, is an InputError of the call on the CPU. On a GPU lists are
+                not checked: the former makes the rows of the group NaN, and the latter counts
+                twice.
 
         Raises:
             InputError: another rank, dtype or device, or lists of different groups.
@@ -227,14 +228,15 @@ def blocks_of(sparse: BlockLayoutFacts, block_mask: Any) -> Tensor:
 def dense_blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
     """The partial and the full blocks of a torch BlockMask, bool [B, H, rows, columns] each."""
     columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
-    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
+    partial = dense_lists(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_num_blocks is None:
         return partial, torch.zeros_like(partial)
-    return partial, _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+    return partial, dense_lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
 
 
-def _dense(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
-    """Lists of blocks as bools: the first ``counts`` entries of each line of ``blocks``."""
+def dense_lists(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
+    """Lists of blocks as bools: the first ``counts`` entries of each line of ``blocks``, but for
+    those that are ``columns``."""
     listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
     # Entries that are not listed are scattered to an extra column.
     places = torch.where(listed, blocks, columns).long()
@@ -296,9 +298,8 @@ def check_layout(
 def _check_groups(signature: CallSignature, captured: Sequence[Tensor], seq_q: int) -> None:
     """Checks that there is a list for each group of queries."""
     choice = signature.choice
-    assert choice is not None, "asked before"
-    names = [tensor.name for tensor in signature.tensors]
-    counts, blocks = (captured[names.index(name)] for name in LISTS)
+    assert choice is not None, "a call with lists"
+    counts, blocks = tensors_named(signature, captured, LISTS)
     groups = -(-seq_q // choice.block_q)
     if counts.shape[2] != groups or counts.shape != blocks.shape[:3]:
         refuse(
@@ -398,7 +399,7 @@ def check_lists(captured: Mapping[str, Tensor]) -> None:
             (names[1], ~inside.all(-1) | (steps <= 0).any(-1)),
         ]
         if not any(bool(lines.any()) for _, lines in wrong):
-            wrong.append((names[1], (_dense(counts, blocks, width) != live).any(-1)))
+            wrong.append((names[1], (dense_lists(counts, blocks, width) != live).any(-1)))
         for name, lines in wrong:
             if lines.any():
                 place = tuple(lines.nonzero()[0].tolist())

@@ -196,7 +196,7 @@ class CallProgram(abc.ABC):
         self, arch: str, launch: LaunchOptions, ranges: CallRanges
     ) -> tuple[LaunchableKernel, ...]:
         """The kernels that compute the gradient of q alone, in the order of their launches."""
-        raise NotImplementedError("this program refuses such a call")
+        raise AssertionError("only of specs, whose programs refuse no such call")
 
     @abc.abstractmethod
     def tangent(

@@ -32,7 +32,7 @@ from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.signature import of_expressions, partial, with_options
 from flashgen.spec.language.spec import PAGES, AttentionSpec
-from flashgen.spec.language.statistic_specs import share_of
+from flashgen.spec.language.statistic_specs import share_of, without_sink
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor import SIZES, Tensor
@@ -111,22 +111,18 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool) -> 
     sparse = _lists(spec)
     rows = ROWS_OF_GROUP.expr
     row = K if of_groups else FloorMod(K, rows)
-    group, block = (
-        (_owned(2), _listed(sparse.block_k, Q))
-        if of_groups
-        else (
-            _listed(rows),
-            _owned(2),
-        )
-    )
-    key = block * sparse.block_k + (FloorMod(Q, sparse.block_k) if of_groups else Q)
+    if of_groups:
+        group, block, offset = _owned(2), _listed(sparse.block_k, Q), FloorMod(Q, sparse.block_k)
+    else:
+        group, block, offset = _listed(rows), _owned(2), Q
+    key = block * sparse.block_k + offset
     query = group * sparse.block_q + FloorDiv(row, GROUP.expr)
     options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
     moved = with_options(spec, **options)
     lse = Element(_LSE.symbol, _owned(3), group, row)
     score = weighed(moved.modified, share_of(moved, lse, divides=True))
-    given = (_LSE,) if lse in score.atoms(Element) or _LSE.symbol in score.free_symbols else ()
+    given = (_LSE,) if _LSE.symbol in score.free_symbols else ()
     return with_options(
         moved,
         score=score,
@@ -222,11 +218,7 @@ def _moved(
     # A block that is no block of the call has no keys.
     mask = sympy.And(*bounds, options["mask"])
     own = {*(each.name for each in CHOSEN), *PAGE_NAMES, *OFFSETS}
-    if spec.sink is not None and spec.sink.symbol not in spec.mask.free_symbols | (
-        spec.modified.free_symbols
-    ):
-        own.add(spec.sink.name)
-    tensors = (_renamed(tensor) for tensor in spec.tensors if tensor.name not in own)
+    tensors = (_renamed(x) for x in without_sink(spec).tensors if x.name not in own)
     return options | {
         "mask": mask,
         "block_sparse": None,

@@ -313,7 +313,7 @@ def refuse_backward(spec: AttentionSpec, *, queries_alone: bool = False) -> None
     """Raises SpecError for a variant that has no backward pass.
 
     Args:
-        queries_alone: whether only the gradient of q is asked for, which does not need that the
+        queries_alone: whether only the gradient of q is computed, which does not need that the
             keys of a sequence lie one after another.
     """
     if spec.paged and not queries_alone:

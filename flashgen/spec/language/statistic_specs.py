@@ -72,7 +72,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
     score = weighed(spec.modified, substituted(weight, {WEIGHT: share}), removed)
     read = score.free_symbols
     made = with_options(
-        _without_sink(spec),
+        without_sink(spec),
         score=score,
         modified=score,
         weight=SCORE,
@@ -135,7 +135,8 @@ def _reads_of_rows(
     return (Value(entry), Value(H), Value(row)), (batch, heads, "rows"), scalars
 
 
-def _without_sink(spec: AttentionSpec) -> AttentionSpec:
+def without_sink(spec: AttentionSpec) -> AttentionSpec:
+    """The spec without the tensor of its sink, unless mods read it too."""
     sink = spec.sink
     if sink is None or sink.symbol in spec.mask.free_symbols | spec.modified.free_symbols:
         return spec

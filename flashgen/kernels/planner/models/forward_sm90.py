@@ -36,14 +36,20 @@ DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 # For each buffer a "full" and an "empty" barrier, the same for the next work tile's number, and
 # that number; and for each warpgroup a barrier for its Q.
 _BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps + records"
-SMEM, PARTS = sum_of(
-    {
-        "smem_q": "e*block_q*depth",
-        "smem_k": "e*stages*block_k*depth",
-        "smem_v": "e*stages*block_k*depth_v",
-        "mbarriers and work tiles": _BARRIERS,
-    }
-)
+
+
+def _smem(stages_v: str, barriers: str) -> tuple[Formula, tuple[Formula, ...]]:
+    return sum_of(
+        {
+            "smem_q": "e*block_q*depth",
+            "smem_k": "e*stages*block_k*depth",
+            "smem_v": f"e*{stages_v}*block_k*depth_v",
+            "mbarriers and work tiles": barriers,
+        }
+    )
+
+
+SMEM, PARTS = _smem("stages", _BARRIERS)
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
@@ -159,14 +165,7 @@ STAGES_V = Formula(
     f"max(1, min(stages, floor((({_WIDE_ROOM})/e - block_q*depth - stages*block_k*depth)"
     "/(block_k*depth_v))))",
 )
-WIDE_SMEM, WIDE_PARTS = sum_of(
-    {
-        "smem_q": "e*block_q*depth",
-        "smem_k": "e*stages*block_k*depth",
-        "smem_v": "e*stages_v*block_k*depth_v",
-        "mbarriers and work tiles": _WIDE_BARRIERS,
-    }
-)
+WIDE_SMEM, WIDE_PARTS = _smem("stages_v", _WIDE_BARRIERS)
 REFILL = Formula(
     "refill",
     f"(stages - stages_v)*(max(d_v/tensor_rate, special + {OWN_ISSUE}) + e*d_v/block_q/l2_rate"

@@ -1,0 +1,264 @@
+"""The lists of a call whose queries choose their keys, as the page tables of sequences.
+
+All of it is made on the device of the lists, without waiting for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from flashgen.shared.signature import LISTED, OFFSETS, OWNED, PAGE_NAMES
+
+Tensor = torch.Tensor
+
+MOST_OF_LIST = 1024
+"""Groups in a list of a block of keys: longer ones are cut, so that no thread block has to walk the
+groups of a block that all of them chose. The gradients of the parts are added."""
+
+FEWEST_ROWS = 16
+"""Keys of a block that are the rows of a sequence, at least. The keys of smaller blocks are rows of
+the groups that list them: a small block would fill few of the 64 rows or more of a tile."""
+
+MOST_ROWS = 1 << 18
+"""Rows of keys at once, each with its key, value and gradients in memory."""
+
+
+class Pages(NamedTuple):
+    """Rows of a tensor [batch, heads, length, columns] as the pages of a cache, without a copy.
+
+    Attributes:
+        cache: [pages, 1, rows of a page, columns]; pages overlap.
+        entry, head, step: how many pages the next batch entry, head and block of rows are further.
+    """
+
+    cache: Tensor
+    entry: int
+    head: int
+    step: int
+
+    @staticmethod
+    def of(x: Tensor, rows: int) -> Pages:
+        batch, heads, length, columns = x.shape
+        moves = [
+            stride if size > 1 else 0
+            for size, stride in zip(
+                (batch, heads, length // rows),
+                (x.stride(0), x.stride(1), rows * x.stride(2)),
+                strict=True,
+            )
+        ]
+        unit = math.gcd(*moves) or columns
+        entry, head, step = (move // unit for move in moves)
+        last = (batch - 1) * entry + (heads - 1) * head + (length // rows - 1) * step
+        size, stride = (last + 1, 1, rows, columns), (unit, unit, x.stride(2), 1)
+        return Pages(x.as_strided(size, stride, x.storage_offset()), entry, head, step)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call with lists.
+
+    Attributes:
+        batch, heads: batch entries and key heads.
+        group: query heads of a key head.
+        groups: groups of queries; of block_q each.
+        blocks: blocks of keys in a batch entry; of block_k each.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    groups: int
+    blocks: int
+    block_q: int
+    block_k: int
+    seq_q: int
+    seq_k: int
+
+    @property
+    def ragged(self) -> tuple[bool, bool]:
+        return self.seq_q % self.block_q > 0, self.seq_k % self.block_k > 0
+
+    @property
+    def rows(self) -> int:
+        """The rows of a group of queries."""
+        return self.group * self.block_q
+
+    def by_groups(self, x: Tensor) -> Tensor:
+        """Rows [batch, heads_q, seq_q, ...] as [sequences, 1, rows, ...]: groups of queries."""
+        lacking = self.groups * self.block_q - self.seq_q
+        if lacking:
+            x = torch.cat([x, x.new_zeros(*x.shape[:2], lacking, *x.shape[3:])], 2)
+        rest = x.shape[3:]
+        x = x.reshape(self.batch, self.heads, self.group, self.groups, self.block_q, *rest)
+        x = x.permute(0, 1, 3, 4, 2, *range(5, x.dim()))
+        return x.reshape(-1, 1, self.rows, *rest)
+
+    def of_groups(self, x: Tensor) -> Tensor:
+        """What `by_groups` undoes: [batch, heads_q, seq_q, ...], a view."""
+        rest = x.shape[3:]
+        x = x.view(self.batch, self.heads, self.groups, self.block_q, self.group, *rest)
+        x = x.permute(0, 1, 4, 2, 3, *range(5, x.dim()))
+        return x.reshape(self.batch, -1, self.groups * self.block_q, *rest)[:, :, : self.seq_q]
+
+    def by_blocks(self, x: Tensor) -> Tensor:
+        """Keys [batch, heads, seq_k, columns], with rows of zeros up to the end of a block."""
+        lacking = self.blocks * self.block_k - self.seq_k
+        return torch.nn.functional.pad(x, (0, 0, 0, lacking)) if lacking else x
+
+    def in_blocks(self, x: Tensor) -> Tensor:
+        """Keys [batch, heads, seq_k, columns] as [blocks of all key heads, block_k, columns]."""
+        return self.by_blocks(x).reshape(-1, self.block_k, x.shape[3])
+
+    def of_blocks(self, x: Tensor) -> Tensor:
+        """What `in_blocks` undoes."""
+        return x.view(self.batch, self.heads, -1, x.shape[2])[:, :, : self.seq_k]
+
+    def owners(self, lines: Tensor, own: Tensor) -> Tensor:
+        """Int32 [sequences, 4]: batch entries, first query heads, own blocks and key heads.
+
+        Args:
+            lines: key heads, counted over all batch entries.
+        """
+        heads = lines % self.heads * self.group
+        return torch.stack([lines // self.heads, heads, own, lines], -1).to(torch.int32)
+
+
+def lists_of(sizes: Sizes, counts: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and lengths of the lists of each key head, without entries that are no block."""
+    shape = sizes.batch, sizes.heads, sizes.groups
+    place = torch.arange(blocks.shape[-1], device=blocks.device)
+    none = (place >= counts[..., None]) | (blocks == -1)
+    kept = blocks.gather(-1, none.to(torch.uint8).argsort(dim=-1, stable=True)).long()
+    lengths = none.logical_not().sum(-1)
+    kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
+    return kept, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)
+
+
+class KeyRows(NamedTuple):
+    """Sequences whose rows are keys, for the gradients of keys and values.
+
+    Attributes:
+        of_groups: whether a sequence has the keys in the list of a group; else it has a block of
+            keys, and its list names groups that chose it. Long lists of this kind are cut.
+        owners: int32 [sequences, 4], as `Sizes.owners`.
+        listed: int32 [sequences, most], the blocks of its list, or the groups.
+        pages: int32 [sequences, most or 1], the groups among those of all key heads.
+        lengths: int32 [sequences], how many of these there are.
+        places: int64 [sequences, blocks of rows], the blocks of keys that its rows are, among those
+            of all key heads; their number for one that is none.
+    """
+
+    sizes: Sizes
+    of_groups: bool
+    owners: Tensor
+    listed: Tensor
+    pages: Tensor
+    lengths: Tensor
+    places: Tensor
+
+    @property
+    def ragged(self) -> tuple[bool, bool]:
+        """As `Sizes.ragged`; the rows of a list may be none, beyond all keys."""
+        of_queries, of_keys = self.sizes.ragged
+        return of_queries, of_keys or self.of_groups
+
+    @staticmethod
+    def of_groups_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+        """The keys that each group lists; each key is a row as often as it is listed.
+
+        Args:
+            blocks, lengths: the lists, as `lists_of` gives them.
+        """
+        lines, groups, _ = blocks.shape
+        device = blocks.device
+        group = torch.arange(lines * groups, device=device)
+        listed = _in_lists(sizes, blocks, lengths).flatten(0, 1)
+        kept = torch.where(listed, blocks.flatten(0, 1), sizes.blocks)
+        line = (group // groups)[:, None]
+        places = torch.where(listed, line * sizes.blocks + kept, lines * sizes.blocks)
+        return KeyRows(
+            sizes,
+            True,
+            sizes.owners(group // groups, group % groups),
+            kept.to(torch.int32),
+            group[:, None].to(torch.int32),
+            torch.ones_like(group, dtype=torch.int32),
+            places,
+        )
+
+    @staticmethod
+    def of_blocks_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+        """The blocks of keys, with the groups that chose each in ascending order.
+
+        Args:
+            blocks, lengths: the lists, as `lists_of` gives them.
+        """
+        lines, groups, most = blocks.shape
+        device, total = blocks.device, lines * sizes.blocks
+        line = torch.arange(lines, device=device)[:, None, None]
+        listed = _in_lists(sizes, blocks, lengths)
+        chosen = torch.where(listed, line * sizes.blocks + blocks, total).flatten()
+        chosen, order = chosen.sort(stable=True)
+        group = order // most  # among those of all key heads
+        starts = torch.searchsorted(chosen, torch.arange(total + 1, device=device))
+        counts = starts.diff()
+        # Twice the mean length, so that most lists are whole and the table stays small.
+        width = min(1 << (2 * len(chosen) // total).bit_length(), MOST_OF_LIST, groups)
+        cuts = torch.nn.functional.pad((-(-counts // width)).clamp_min(1).cumsum(0), (1, 0))
+        sequences = total + len(chosen) // width  # the most that there can be
+        rank = torch.arange(len(chosen), device=device) - starts[chosen]
+        own = (cuts[chosen] + rank // width).where(chosen < total, sequences)
+        table = group.new_zeros((sequences + 1, width))
+        table[own, (rank % width).where(chosen < total, 0)] = group
+        pages = table[:-1]
+        number = torch.arange(sequences, device=device)
+        places = (torch.searchsorted(cuts, number, right=True) - 1).clamp(0, total - 1)
+        rest = counts[places] - (number - cuts[places]) * width
+        return KeyRows(
+            sizes,
+            False,
+            sizes.owners(places // sizes.blocks, places % sizes.blocks),
+            (pages % groups).to(torch.int32),
+            pages.to(torch.int32),
+            rest.clamp(0, width).to(torch.int32),
+            places[:, None],
+        )
+
+    def parts(self) -> Iterator[KeyRows]:
+        """Some of the sequences each, whose rows fit in memory."""
+        many = max(MOST_ROWS // (self.places.shape[1] * self.sizes.block_k), 1)
+        for first in range(0, len(self.owners), many):
+            yield KeyRows(*self[:2], *(x[first : first + many] for x in self[2:]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The captured tensors of the calls, by name."""
+        return {
+            OWNED: self.owners,
+            LISTED: self.listed,
+            PAGE_NAMES[0]: self.pages,
+            PAGE_NAMES[1]: self.lengths * self.sizes.rows,
+            OFFSETS[0]: self.lengths.new_zeros(1),
+        }
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The rows [sequences, 1, rows, columns] of x [blocks, block_k, columns]."""
+        taken: Tensor = x[self.places.clamp(max=len(x) - 1)]
+        return taken.flatten(1, 2)[:, None]
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Adds rows to those of total [blocks, block_k, columns], in the order of the sequences."""
+        inside = (self.places < len(total)).flatten()
+        rows = x[:, 0].reshape(-1, *total.shape[1:]).float()
+        rows = rows.masked_fill(~inside[:, None, None], 0)
+        places = self.places.flatten().clamp(max=len(total) - 1)
+        total.index_put_((places,), rows, accumulate=True)
+
+
+def _in_lists(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:
+    """Which entries of the lists of groups are blocks of the keys."""
+    listed = torch.arange(blocks.shape[-1], device=blocks.device) < lengths[..., None]
+    return listed & (blocks >= 0) & (blocks < sizes.blocks)
