@@ -149,7 +149,8 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         heads_per_tile=request.heads_per_tile,
     ).given_as(**quantities_of(request.spec.kv_dtype, arch))
     found = [evaluated(problem, plain.tile)]
-    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
+    least = plain.column_warps if plain.exchanges else warps_to_copy(problem)
+    warps = max(problem.model.warps_of_few_rows, least)
     while request.few_rows and request.tile is None and warps <= plain.warps:
         tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
         found += [each for each in occupancies(problem, tile) if not each.excesses]

@@ -321,9 +321,19 @@ class Plan(LaunchRules):
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
         model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
-        if self.kv_itemsize != self.itemsize:
-            return of_codes(model)
-        return model.other_form if self.in_passes and model.other_form else model
+        if model.other_form and (self.in_passes or self.exchanges):
+            model = model.other_form
+        return of_codes(model) if self.kv_itemsize != self.itemsize else model
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether warps of "forward" share the scores of their rows, and exchange P."""
+        return self.kernel == "forward" and self.score_warps > 1
+
+    @property
+    def columns_read_again(self) -> int:
+        """Columns of keys that "forward" reads a second time, as the values that they are."""
+        return self.head_dim_v if self.one_tensor and self.exchanges else 0
 
     @property
     def in_passes(self) -> bool:
@@ -359,7 +369,7 @@ class Plan(LaunchRules):
         """Columns of the accumulators of scores for which a lane masks its rows at a time."""
         if self.in_passes:
             return self.pass_keys
-        return self.block_q // self.score_warps if self.owns_keys else self.block_k
+        return (self.block_q if self.owns_keys else self.block_k) // self.score_warps
 
     @property
     def divides_groups(self) -> bool:
@@ -499,6 +509,9 @@ class Plan(LaunchRules):
             title = _TITLES.get(name, name)
             if self.one_tensor and name == "smem_k":
                 title = "K and V"
+            if self.exchanges:
+                more = {"smem_k": "panels of K and V", "smem_rows": "maxima and sums of warps"}
+                title = more.get(name, title)
             buffers = {"smem_k": self.stages, "smem_v": self.stages_v}.get(name, 1)
             if self.kernel == "forward" and buffers > 1:
                 title += f" ({buffers} buffers)"
