@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.kernels.planner import paper_policy
@@ -149,12 +149,9 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         heads_per_tile=request.heads_per_tile,
     ).given_as(**quantities_of(request.spec.kv_dtype, arch))
     found = [evaluated(problem, plain.tile)]
-    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
-    while request.few_rows and request.tile is None and warps <= plain.warps:
-        tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
-        found += [each for each in occupancies(problem, tile) if not each.excesses]
-        warps *= 2
-    chosen = min(found, key=lambda each: each.cost * each.tile.owned)
+    if request.few_rows and request.tile is None:
+        found += _tiles_of_few_rows(problem, plain.tile)
+    chosen = min(found, key=_clocks_of_a_key)
     note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
     return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
 
@@ -239,20 +236,27 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
 
 
 def _of_few_rows(problem: TileProblem, wide: Evaluated) -> Evaluated:
-    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself.
-
-    The one that takes fewer clocks for its keys: rows that a call does not have are computed too.
-    """
-    model = problem.model
-    if not model.warps_of_few_rows:
-        return wide
+    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself."""
     found = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
-    for each in occupancies(problem, replace(wide.tile, warps=model.warps_of_few_rows, blocks=1)):
-        at = model.costs({**each.quantities, **columns})
+    for each in _tiles_of_few_rows(problem, wide.tile):
+        at = problem.model.costs({**each.quantities, **columns})
         found.append(replace(each, quantities=at, cost=float(at["cost"])))
-    fitting = (each for each in found if not each.excesses)
-    return min(fitting, key=lambda each: each.cost * each.tile.owned)
+    return min(found, key=_clocks_of_a_key)
+
+
+def _tiles_of_few_rows(problem: TileProblem, wide: Tile) -> Iterator[Evaluated]:
+    """The tiles that fit, with the keys of a tile and fewer rows."""
+    warps = max(problem.model.warps_of_few_rows * wide.column_warps, warps_to_copy(problem))
+    while warps < wide.warps:
+        tile = replace(wide, warps=warps, row_groups=1, blocks=1)
+        yield from (each for each in occupancies(problem, tile) if not each.excesses)
+        warps *= 2
+
+
+def _clocks_of_a_key(each: Evaluated) -> float:
+    """Clocks that a tile takes for one key: rows that a call does not have are computed too."""
+    return each.cost * each.tile.owned
 
 
 def _check_heads(problem: TileProblem) -> None:
