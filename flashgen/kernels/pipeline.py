@@ -230,7 +230,7 @@ def build(
     access_bytes: int | None = None,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
-    few_rows: bool = False,
+    few_rows: int = 0,
     ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.

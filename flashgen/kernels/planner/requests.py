@@ -34,7 +34,7 @@ class PlanRequest:
     spare_registers: int = 0
     tile: Tile | None = None
     heads_per_tile: int = 1
-    few_rows: bool = False
+    few_rows: int = 0
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
