@@ -142,9 +142,9 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
     forward = cheapest(of_queries, arch, "forward", few_rows=rows)
     kernels = {
         "forward": (forward, by_group),
-        "dq": (cheapest(of_queries, arch, "queries"), by_group),
+        "dq": (cheapest(of_queries, arch, "queries", few_rows=rows), by_group),
         "dv": (cheapest(of_values, arch, "forward", few_rows=by_key[1]), by_key),
-        "dk": (cheapest(of_keys, arch, "queries"), by_key),
+        "dk": (cheapest(of_keys, arch, "queries", few_rows=by_key[1]), by_key),
     }
     machine, found = facts(arch), {}
     for name, ((parts, kernel), (sequences, of_q, of_k)) in kernels.items():
@@ -156,17 +156,17 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
     return forward[0] * forward[1].cost, groups * rows * choice.most / computed, found
 
 
-def cheapest(spec: fg.AttentionSpec, arch: str, which: str, **options: int) -> tuple[int, Plan]:
+def cheapest(spec: fg.AttentionSpec, arch: str, which: str, few_rows: int) -> tuple[int, Plan]:
     """How many launches have some columns of V each, and the plan of the kernel of one; on the path
     of all architectures where no tile of the architecture's own fits."""
     columns = columns_of_launch(spec, arch, which).columns
     if not columns:
-        return cheapest(spec, portable(arch), which, **options)
+        return cheapest(spec, portable(arch), which, few_rows)
     part = spec if columns == spec.head_dim_v else with_columns(spec, columns)
     parts = -(-int(spec.head_dim_v or 0) // columns)
     if which == "forward":
-        return parts, plan(part, arch, **options)
-    request = BackwardPlanRequest(part, arch, queries_alone=True)
+        return parts, plan(part, arch, few_rows=few_rows)
+    request = BackwardPlanRequest(part, arch, queries_alone=True, few_rows=few_rows)
     return parts, plan_schemes(request).kernels[-1]
 
 
