@@ -334,6 +334,8 @@ def test_codes_that_exchange_have_the_bits_of_elements(kv_dtype: str, queries: i
     spec = SERVED["causal"].replace(head_dim=384, head_dim_v=384, kv_dtype=kv_dtype)
     call = Coded.of(spec, queries=queries)
     found, expected = call.run(), call.of_elements()
+    assert found.plan is not None
+    assert expected.plan is not None
     assert (found.plan.exchanges, found.plan.block_k) == (True, expected.plan.block_k)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
@@ -366,6 +368,8 @@ def test_unaligned_operands_and_statistics_of_kernels_that_exchange() -> None:
     ]
     (out, aux), (again, aux_again) = results
     assert torch.equal(out, again)
+    assert aux.max_scores is not None
+    assert aux_again.max_scores is not None
     assert torch.equal(aux.max_scores, aux_again.max_scores)
     floats = fg.attention(spec.replace(dtype="float32"))
     expected, aux_expected = floats(q.float(), k.float(), v.float(), return_aux=request)

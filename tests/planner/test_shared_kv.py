@@ -48,9 +48,12 @@ def test_keys_and_values_are_read_once(arch: str) -> None:
     assert of_two.compulsory - moved.compulsory == 200 * 64 * 2
 
 
-@pytest.mark.parametrize("dims", [(448, 448), (576, 576)])
-def test_what_does_not_fit_names_the_kernel_of_a_part(dims: Dims, arch: str = "sm_90a") -> None:
-    """No two shares of these columns have whole multiples of 128 bytes."""
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [("sm_80", (448, 400)), *(("sm_90a", dims) for dims in ((448, 448), (576, 576)))],
+)
+def test_what_does_not_fit_names_the_kernel_of_a_part(arch: str, dims: Dims) -> None:
+    """No two shares of these columns have whole multiples of 128 bytes, or of a panel."""
     spec = spec_of(dims)
     with pytest.raises(fg.PlanError, match="no tile fits in the registers") as caught:
         fg.plan(spec, arch)

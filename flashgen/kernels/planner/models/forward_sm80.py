@@ -131,7 +131,8 @@ def _exchanging(form: KernelModel) -> KernelModel:
         parts=EXCHANGED_PARTS,
         smem_bound=Formula(
             "block_k",
-            f"({_ROOM} - block_q*(e*max(d_qk, d_v) + 4*column_warps))/(e*(block_q + {2 * PANEL}*panels))",
+            f"({_ROOM} - block_q*(e*max(d_qk, d_v) + 4*column_warps))"
+            f"/(e*(block_q + {2 * PANEL}*panels))",
         ),
         registers=Formula("registers", f"{_OF_EXCHANGE} + {_OWN_OF_EXCHANGE}"),
         register_bound=Formula(
@@ -190,6 +191,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
             f"/(row_groups*(1/2 + {pending}))",
         ),
         registers_of=registers_sm80,
+        warps_of_few_rows=1,
         cost_steps=(
             Formula("products", _products(itemsize, d_qk)),
             Formula("rest", rest),
