@@ -10,7 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.calls.ops import ForwardRun
+from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
@@ -385,6 +385,26 @@ def test_keys_and_values_that_are_copied_in_panels_are_read_once_as_predicted(
     for profile in profile_forward(call.spec, *call.qkv, arch="sm_80")[1]:
         for tensor in profile.tensors:
             assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(448, 448), (576, 512)])
+def test_tiles_of_few_rows_that_exchange_have_the_bits_of_many(dims: tuple[int, int]) -> None:
+    spec = fg.load(spec_path("causal")).replace(
+        head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16"
+    )
+    q, k, v = Case(40, 150, 1, 2, 1, "bfloat16", *dims).tensors(seed=3)
+    how = {"backend": "emulator", "arch": "sm_80", "split_size": 128}
+    many = run_forward(spec, q, k, v, q_offset=110, **how)  # type: ignore[arg-type]
+    few = run_forward(spec, q[:, :, -1:], k, v, q_offset=149, **how)  # type: ignore[arg-type]
+    rows = []
+    for run in (many, few):
+        assert run.report.kernel is not None
+        assert run.report.kernel.plan.exchanges
+        rows.append(run.report.kernel.plan.block_q)
+    assert rows == [64, 16]
+    assert torch.equal(many.out[:, :, -1:], few.out)
+    assert torch.equal(many.lse[:, :, -1:], few.lse)
 
 
 @pytest.mark.slow

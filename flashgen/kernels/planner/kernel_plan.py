@@ -99,7 +99,8 @@ class Plan(LaunchRules):
             other block owns block_q queries and walks the keys in steps of block_k. 0 where there
             is no such tile.
         warps: computing warps per thread block; each owns 16 * row_groups rows.
-        column_warps: warps that own the same rows, each with a share of the gradient's columns.
+        column_warps: warps that own the same rows, each with a share of the columns of O or of a
+            gradient.
         score_warps: equal to column_warps where those warps share their scores (each computes some
             of them, and P and dS pass through shared memory); 1 where each of them computes all
             scores and nothing is exchanged.
@@ -111,7 +112,8 @@ class Plan(LaunchRules):
         smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
         smem_q_tangent, smem_k_tangent, smem_v_tangent: those of their tangents, in "tangent".
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
-            of P and dS, [block_k, block_q]; 0 where the kernel has no such tile.
+            of P and dS, [block_k, block_q]; 0 where the kernel has no such tile. In a "forward"
+            that `exchanges`, of a number per query row and warp, and of P, [block_q, block_k].
         smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
             without them.
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
