@@ -157,7 +157,7 @@ def kernel(
         shares_rows=shares_rows,
         two_shares=shares_rows and not plan.one_tensor,
         single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,
-        row_warpgroups="(ROW_WARPS / 4)" if shares_rows else "CONSUMERS",
+        row_warpgroups="1" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),

@@ -24,7 +24,7 @@ from flashgen.kernels.planner.layout_share import share_of_queries, share_of_sco
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
-from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
@@ -189,9 +189,18 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                 if warps % column_warps or not _divides_output(problem, warps, column_warps):
                     continue
                 for row_groups in model.row_groups:
-                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
+                    unit = unit_of(model, score_warps)
                     for step in range(unit, model.max_step + 1, unit):
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+
+
+def unit_of(model: KernelModel, score_warps: int) -> int:
+    """The number of rows of which a step is a multiple.
+
+    Warps that share scores each compute those of some rows of a step, but for the forward kernel,
+    where one computes all. Warps of a warpgroup share 64 queries; warpgroups share the keys.
+    """
+    return STEP if model.name == "forward" else min(STEP * score_warps, GROUP_ROWS)
 
 
 def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool:
@@ -263,7 +272,7 @@ def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
     model, tile = found.model, found.tile
     owns, walks = model.owns, model.walks
     rows = "rows" if owns == "block_q" else "keys"
-    longer = replace(tile, step=tile.step + tile.unit, blocks=1)
+    longer = replace(tile, step=tile.step + unit_of(model, tile.score_warps), blocks=1)
     yield f"{walks} {longer.step}", longer
     if tile.row_groups < max(model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)

@@ -54,6 +54,8 @@ FORWARD_STEP_INSTRUCTIONS = 45
 FORWARD_WGMMA_INSTRUCTIONS = 3.7
 # Per score element: a maximum, a multiply-add, an exponential, a sum, and half of a rounding.
 FORWARD_INSTRUCTIONS = 4.5
+# Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
+EXCHANGE_INSTRUCTIONS = 0.25
 # The further ones of an exponential on FMA units instead of special-function units.
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.
