@@ -156,6 +156,7 @@ def kernel(
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
         two_shares=shares_rows and not plan.one_tensor,
+        two_parts=shares_rows and plan.one_tensor,
         single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,
         row_warpgroups="1" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",

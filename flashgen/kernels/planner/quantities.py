@@ -120,7 +120,7 @@ QUANTITIES = {
     "occupied": "share of the schedulers that have a warp",
     "barriers": "clocks lost at barriers per score element",
     "chain": "clocks per score element of the warpgroup that computes the scores for another too",
-    "refill": "clocks per score element for which V's one buffer is in use, or filled again",
+    "refill": "clocks per score element for which a buffer, or a part, is in use, or filled again",
     "waits": "clocks per score element of waits for a single buffer to be filled",
     "cost": "clocks of one SM per score element; per row for delta, convert_dq and merge",
     "busy": "predicted share of the time in which the tensor cores multiply",

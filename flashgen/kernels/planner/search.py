@@ -73,6 +73,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "blocks": tile.blocks,
         "column_warps": tile.column_warps,
     }
+    if tile.column_warps > 1 and model.stages_of_shares:
+        at["stages"] = model.stages_of_shares
     if problem.kernel != "forward":
         at |= {
             "score_warps": tile.score_warps,

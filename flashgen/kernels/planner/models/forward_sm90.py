@@ -217,8 +217,21 @@ WIDE = replace(
     sharing=SHARING,
 )
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
-# P, a step after the one for S, so that a third buffer is filled meanwhile.
-_ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + floor(2*warps/column_warps) + records"
+# P, a step after the one for S, so that a third buffer is filled meanwhile. Where two warpgroups
+# share rows, two buffers suffice: a tile has two parts. That of the second warpgroup's values is
+# free early in the step after, as their product is the first, and that of the first one's at its
+# end; the former is then multiplied first.
+_ONE_BARRIERS = (
+    f"{BARRIER_BYTES}*(3 + 2*column_warps*stages) + floor(2*warps/column_warps) + records"
+)
+_LATENCY = f"{fitted.COPY_CLOCKS}/(block_q*block_k)"
+REFILL_PARTS = Formula(
+    "refill",
+    f"{_SENDS}*(max(2*{_OF_OUTPUT}/tensor_rate + e*(d_qk - {_OF_OUTPUT})/block_q/l2_rate,"
+    f" {_OF_OUTPUT}/tensor_rate + max({_OF_OUTPUT}/tensor_rate, special + {OWN_ISSUE})"
+    f" + e*{_OF_OUTPUT}/block_q/l2_rate) + {_LATENCY})",
+    "clk",
+)
 ONE_SMEM, ONE_PARTS = sum_of(
     {
         "smem_q": "e*block_q*depth",
@@ -243,8 +256,9 @@ ONE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2)/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps("depth", l2="e*d_qk/block_q/l2_rate"),
+    cost_steps=_cost_steps("depth", REFILL_PARTS, l2="e*d_qk/block_q/l2_rate"),
     stages=3,
+    stages_of_shares=2,
     sharing=SHARING,
 )
 
