@@ -12,7 +12,6 @@ from flashgen.kernels.planner.models import fitted_sm80, spec_terms
 from flashgen.kernels.planner.models.codes_sm80 import of_codes
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
-from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS

@@ -161,7 +161,7 @@ def _cost_steps(copied: str, *more: Formula, **texts: str) -> tuple[Formula, ...
         # P is written and read.
         "shared": f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + {copied}/block_q"
         f" + 2*{_SENDS})/{SMEM_BYTES_PER_CLOCK}",
-        "pace": f"max({', '.join(x.name for x in (*more, CHAIN))}, {PACE.text.removeprefix('max(')}",
+        "pace": f"max({', '.join(x.name for x in (*more, CHAIN))}, {PACE.text})",
     }
     steps = [Formula(x.name, texts.get(x.name, x.text), x.unit) for x in FORWARD.cost_steps]
     at = FORWARD.cost_steps.index(PACE)
@@ -249,9 +249,7 @@ ONE = replace(
         f"((min(M, M_sm/blocks - reserved) - ({_ONE_BARRIERS}) - {FACTORS})/e - block_q*depth)"
         f"/(stages*depth + {_SENDS}*block_q)",
     ),
-    registers=Formula(
-        "registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra"
-    ),
+    registers=Formula("registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra"),
     register_bound=Formula(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2)/({_PER_KEY})",
