@@ -172,13 +172,17 @@ PLANTED = {
         ("the other buffer is read", "    buffer ^= K_BYTES;\n", "", ""),
     ],
     "sm_90a": [
-        ("keys are given back before P V has read them", "      pin(s[0]);\n",
+        ("values are given back before P V has read them", "      pin(s[0]);\n",
          "      pin(s[0]);\n"
-         "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[k.index]);\n", ""),
+         "      if (thread % WARPGROUP == 0) barrier_arrive(front_empty[k.index]);\n", ""),
+        ("values are given back by those who do not read them",
+         "barrier_init(k_empty[i], CONSUMERS);", "barrier_init(k_empty[i], 1);", ""),
         ("keys are never given back",
-         "      if (thread % WARPGROUP == 0) barrier_arrive(k_empty[v.index]);\n", "", "Deadlock"),
+         "      if (thread % WARPGROUP == 0) barrier_arrive(read);\n", "", "Deadlock"),
+        ("the columns that are copied last are not awaited",
+         "barrier_wait(front_full[k.index], k.parity);", "", ""),
         ("both warpgroups have the first columns",
-         "uniform(writer / WARPGROUP) / (ROW_WARPS / 4) * O_COLUMNS", "0", ""),
+         "uniform(writer / WARPGROUP) * O_COLUMNS", "0", ""),
     ],
 }  # fmt: skip
 

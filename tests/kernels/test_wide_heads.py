@@ -239,17 +239,43 @@ def test_keys_and_values_of_shares_are_read_once_as_predicted(dims: tuple[int, i
         ("V is copied into the tile that is read",
          "barrier_wait(v_empty[before.index], before.parity ^ 1);", ""),
         ("both warpgroups multiply the first columns of V",
-         "+ group / (ROW_WARPS / 4) * (O_COLUMNS / PANEL_V)", "+ 0"),
+         "+ group * (O_COLUMNS / PANEL_V)", "+ 0"),
         ("both warpgroups write the first columns",
-         "uniform(writer / WARPGROUP) / (ROW_WARPS / 4) * O_COLUMNS", "0"),
+         "uniform(writer / WARPGROUP) * O_COLUMNS", "0"),
+        ("P is read before it is written",
+         "named_wait(BARRIER_P_FULL, THREADS);\n      UNROLL",
+         "named_arrive(BARRIER_P_FULL, THREADS);\n      UNROLL"),
+        ("P is overwritten before it was read",
+         "named_wait(BARRIER_P_EMPTY, THREADS);\n      UNROLL",
+         "named_arrive(BARRIER_P_EMPTY, THREADS);\n      UNROLL"),
+        ("the factor of O is that of the tile before",
+         "      *sent_factors = rescale ? make_float2(by[0][0], by[0][1])\n"
+         "                              : make_float2(1.0f, 1.0f);\n"
+         "      named_arrive(BARRIER_P_FULL, THREADS);",
+         "      named_arrive(BARRIER_P_FULL, THREADS);\n"
+         "      *sent_factors = rescale ? make_float2(by[0][0], by[0][1])\n"
+         "                              : make_float2(1.0f, 1.0f);"),
+        ("the factors of O are not sent", "send(rescale);", "send(false);"),
     ],
 )  # fmt: skip
 def test_bugs_of_shares_are_caught(bug: str, old: str, new: str) -> None:
     case = Case(33, 300, 1, 2, 1, "bfloat16", 512, 512)
-    call = example(spec_path("causal"), case, arch="sm_90a")
-    call.numbers["q_offset"] = 267
+    call = rising(case, 267)
     with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
         call.judged_forward()
+
+
+def rising(case: Case, q_offset: int) -> Call:
+    """A causal call whose scores rise with the keys, so that O is rescaled in later tiles too."""
+    call = example(spec_path("causal"), case, arch="sm_90a")
+    q, k, v = call.qkv
+    grows = torch.linspace(0.1, 3.0, case.seq_k)[:, None]
+    qkv = q.abs(), (k.abs() * grows).to(k.dtype), v
+    return Call(call.spec, qkv, {**call.numbers, "q_offset": q_offset}, arch="sm_90a")
+
+
+def test_both_warpgroups_rescale_their_columns() -> None:
+    in_shares(rising(Case(33, 300, 1, 2, 1, "bfloat16", 384, 384), 267).judged_forward())
 
 
 @pytest.mark.parametrize("arch", PATHS)

@@ -101,9 +101,9 @@ class Plan(LaunchRules):
         warps: computing warps per thread block; each owns 16 * row_groups rows.
         column_warps: warps that own the same rows, each with a share of the columns of O or of a
             gradient.
-        score_warps: equal to column_warps where those warps share their scores (each computes some
-            of them, and P and dS pass through shared memory); 1 where each of them computes all
-            scores and nothing is exchanged.
+        score_warps: equal to column_warps where those warps share their scores: each computes some
+            of them, or, in "forward" of path "sm_90a", one all of them, and P (and dS) pass through
+            shared memory; 1 where each of them computes all scores and nothing is exchanged.
         stages: buffers for each of K and V in "forward", and for each of the two operands of a step
             in the backward kernels of path "sm_90a"; where warps of that path share scores, dO has
             one. Backward kernels of path "sm_80" have a fixed number: two for the operand that a

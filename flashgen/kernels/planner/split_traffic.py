@@ -243,8 +243,8 @@ def _count(
         else:
             # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
             keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
-            if one:
-                keys, reads = valid, boxes + valid % box_rows * vectors
+            if one:  # a tile has a part for each warpgroup that shares its rows
+                keys, reads = valid, plan.column_warps * boxes + valid % box_rows * vectors
         values = 0 if one and not again else values
         for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
             counts[name] += shared * count

@@ -31,7 +31,8 @@ SEARCH_BY_TENSORS_REGISTERS = 16
 
 # The head dims of v for which calls with split keys or pages need no more registers of consumers
 # than others. With another, or a score function that reads an element of a tensor for each score,
-# they need as many more as on sm_80; and as many again with a block layout.
+# they need as many more as on sm_80; and as many again with a block layout. Of more columns than
+# FORWARD_WIDE_COLUMNS, which two warpgroups have, only those with a block layout need more.
 SERVED_HEAD_DIMS = (*range(25), *range(49, 129))
 # Those that consumers leave to a producer that searches for tiles whose keys are in pages.
 PAGED_SEARCH_REGISTERS = 8
@@ -54,6 +55,8 @@ FORWARD_STEP_INSTRUCTIONS = 45
 FORWARD_WGMMA_INSTRUCTIONS = 3.7
 # Per score element: a maximum, a multiply-add, an exponential, a sum, and half of a rounding.
 FORWARD_INSTRUCTIONS = 4.5
+# Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
+EXCHANGE_INSTRUCTIONS = 0.25
 # The further ones of an exponential on FMA units instead of special-function units.
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.

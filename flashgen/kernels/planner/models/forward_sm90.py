@@ -16,7 +16,6 @@ from dataclasses import replace
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.kernel_model import (
-    ONE_TENSOR,
     KernelModel,
     rates,
     sum_of,
@@ -24,10 +23,11 @@ from flashgen.kernels.planner.models.kernel_model import (
 )
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
-from flashgen.shared.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, SPECIAL_PER_CLOCK, WARP
+from flashgen.shared.arch import SCHEDULERS, SMEM_BYTES_PER_CLOCK, WARP
 
 PRODUCER_WARPS = 4
 BARRIER_BYTES = 8
+GROUP_THREADS = 128  # of a warpgroup
 
 # ---- what a tile needs ---------------------------------------------------------------------------
 
@@ -38,18 +38,14 @@ DEPTH_V = Formula("depth_v", f"{DEPTH_STEP}*ceil(d_v/{DEPTH_STEP})")
 _BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + 2*warps + records"
 
 
-def _smem(stages_v: str, barriers: str) -> tuple[Formula, tuple[Formula, ...]]:
-    return sum_of(
-        {
-            "smem_q": "e*block_q*depth",
-            "smem_k": "e*stages*block_k*depth",
-            "smem_v": f"e*{stages_v}*block_k*depth_v",
-            "mbarriers and work tiles": barriers,
-        }
-    )
-
-
-SMEM, PARTS = _smem("stages", _BARRIERS)
+SMEM, PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages*block_k*depth_v",
+        "mbarriers and work tiles": _BARRIERS,
+    }
+)
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
     f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
@@ -131,30 +127,50 @@ FORWARD = KernelModel(
     other_warps=PRODUCER_WARPS,
 )
 
-# Two warpgroups may own the same rows, each with half of the columns of O; each of them computes
-# all scores of the rows.
-SHARING = ((1, 1), (2, 1))
-OF_SHARED_ROWS = {
-    "products": f"column_warps*({FORWARD.cost_steps[0].text})",
-    "rest": f"column_warps*({FORWARD.cost_steps[1].text})",
-    "tensor": "(column_warps*depth + d_v)/tensor_rate",
-    "shared": f"e*(column_warps*depth/block_k + (column_warps*depth + d_v)/{GROUP_ROWS}"
-    f" + (depth + depth_v)/block_q)/{SMEM_BYTES_PER_CLOCK}",
-    "special": f"column_warps*(1 - fma_columns/block_k + special_ops)/{SPECIAL_PER_CLOCK}",
-}
+# Two warpgroups may own the same rows, each with half of the columns of O. One of them computes the
+# scores, and sends P, and a factor of O for each row, to the other one, a thread to a thread.
+SHARING = ((1, 1), (2, 2))
+_SENDS = "(column_warps - 1)"
+FACTORS = f"{_SENDS}*{8 * GROUP_THREADS}"
+SENT = f"{_SENDS}*e*block_q*block_k + {FACTORS}"
+_OF_OUTPUT = "d_v/column_warps"
+# The warpgroup of the scores computes those of a tile beside the product with V of the other one,
+# then the softmax beside its own: nothing of the next tile is computed before.
+CHAIN = Formula(
+    "chain",
+    f"{_SENDS}*(max((depth + {_OF_OUTPUT})/tensor_rate, e*(depth/block_k + (depth + {_OF_OUTPUT})"
+    f"/{GROUP_ROWS})/{SMEM_BYTES_PER_CLOCK}) + special + {OWN_ISSUE}"
+    f" + handover/({GROUP_ROWS}*block_k))",
+    "clk",
+)
 
 
-def _cost_steps(texts: dict[str, str], *more: Formula) -> tuple[Formula, ...]:
-    """The cost of a form: some formulas by their names, and further ones before "pace"."""
+def _cost_steps(copied: str, *more: Formula, **texts: str) -> tuple[Formula, ...]:
+    """The cost of a form whose warpgroups may share rows.
+
+    Args:
+        copied: the columns of a key, and of its value, that TMA writes.
+        more: limits of the pace besides "chain".
+        texts: further formulas by their names.
+    """
+    texts |= {
+        "products": f"(column_warps*{fitted.FORWARD_STEP_INSTRUCTIONS}"
+        f" + {fitted.FORWARD_WGMMA_INSTRUCTIONS}*(depth + column_warps*block_k)/{DEPTH_STEP})"
+        "/(block_k/2)",
+        "rest": f"{FORWARD.cost_steps[1].text} + {fitted.EXCHANGE_INSTRUCTIONS}*{_SENDS}",
+        # P is written and read.
+        "shared": f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + {copied}/block_q"
+        f" + 2*{_SENDS})/{SMEM_BYTES_PER_CLOCK}",
+        "pace": f"max({', '.join(x.name for x in (*more, CHAIN))}, {PACE.text})",
+    }
     steps = [Formula(x.name, texts.get(x.name, x.text), x.unit) for x in FORWARD.cost_steps]
     at = FORWARD.cost_steps.index(PACE)
-    return (*steps[:at], *more, *steps[at:])
+    return (*steps[:at], *more, CHAIN, *steps[at:])
 
 
 # Of more columns of O. The compiler needs further registers for those of one warpgroup. V has one
 # buffer where two do not fit. It is in use during its product and the softmax beside that, and then
 # it is filled while the next scores are computed. K is read ahead in any case.
-_OF_OUTPUT = "d_v/column_warps"
 _MORE = (
     f"max(0, {_OF_OUTPUT} - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
 )
@@ -162,10 +178,18 @@ _WIDE_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + floor(2*warps/column_warps) 
 _WIDE_ROOM = f"min(M, M_sm/blocks - reserved) - ({_WIDE_BARRIERS})"
 STAGES_V = Formula(
     "stages_v",
-    f"max(1, min(stages, floor((({_WIDE_ROOM})/e - block_q*depth - stages*block_k*depth)"
+    f"max(1, min(stages, floor((({_WIDE_ROOM} - ({SENT}))/e - block_q*depth - stages*block_k*depth)"
     "/(block_k*depth_v))))",
 )
-WIDE_SMEM, WIDE_PARTS = _smem("stages_v", _WIDE_BARRIERS)
+WIDE_SMEM, WIDE_PARTS = sum_of(
+    {
+        "smem_q": "e*block_q*depth",
+        "smem_k": "e*stages*block_k*depth",
+        "smem_v": "e*stages_v*block_k*depth_v",
+        "smem_p": SENT,
+        "mbarriers and work tiles": _WIDE_BARRIERS,
+    }
+)
 REFILL = Formula(
     "refill",
     f"(stages - stages_v)*(max(d_v/tensor_rate, special + {OWN_ISSUE}) + e*d_v/block_q/l2_rate"
@@ -178,7 +202,9 @@ WIDE = replace(
     smem=WIDE_SMEM,
     parts=WIDE_PARTS,
     smem_bound=Formula(
-        "block_k", f"(({_WIDE_ROOM})/e - block_q*depth)/(stages*depth + stages_v*depth_v)"
+        "block_k",
+        f"(({_WIDE_ROOM} - {FACTORS})/e - block_q*depth)"
+        f"/(stages*depth + stages_v*depth_v + {_SENDS}*block_q)",
     ),
     registers=Formula(
         "registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra + {_MORE}"
@@ -187,44 +213,50 @@ WIDE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2 - {_MORE})/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps(
-        {**OF_SHARED_ROWS, "pace": f"max(refill, {PACE.text.removeprefix('max(')}"}, REFILL
-    ),
+    cost_steps=_cost_steps("(depth + depth_v)", REFILL),
     sharing=SHARING,
 )
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
-# P, a step after the one for S, so that a third buffer is filled meanwhile.
-_ONE_BARRIERS = f"{BARRIER_BYTES}*(3 + 2*stages) + floor(2*warps/column_warps) + records"
+# P, a step after the one for S, so that a third buffer is filled meanwhile. Where two warpgroups
+# share rows, two buffers suffice: a tile has two parts. That of the second warpgroup's values is
+# free early in the step after, as their product is the first, and that of the first one's at its
+# end; the former is then multiplied first.
+_ONE_BARRIERS = (
+    f"{BARRIER_BYTES}*(3 + 2*column_warps*stages) + floor(2*warps/column_warps) + records"
+)
+_LATENCY = f"{fitted.COPY_CLOCKS}/(block_q*block_k)"
+REFILL_PARTS = Formula(
+    "refill",
+    f"{_SENDS}*(max(2*{_OF_OUTPUT}/tensor_rate + e*(d_qk - {_OF_OUTPUT})/block_q/l2_rate,"
+    f" {_OF_OUTPUT}/tensor_rate + max({_OF_OUTPUT}/tensor_rate, special + {OWN_ISSUE})"
+    f" + e*{_OF_OUTPUT}/block_q/l2_rate) + {_LATENCY})",
+    "clk",
+)
 ONE_SMEM, ONE_PARTS = sum_of(
     {
         "smem_q": "e*block_q*depth",
         "smem_k": "e*stages*block_k*depth",
+        "smem_p": SENT,
         "mbarriers and work tiles": _ONE_BARRIERS,
     }
 )
-OF_ONE_TENSOR = {
-    **OF_SHARED_ROWS,
-    "shared": f"e*(column_warps*depth/block_k + (column_warps*depth + d_v)/{GROUP_ROWS}"
-    f" + depth/block_q)/{SMEM_BYTES_PER_CLOCK}",
-    "l2": "e*d_qk/block_q/l2_rate",
-}
 ONE = replace(
     FORWARD,
     smem=ONE_SMEM,
     parts=ONE_PARTS,
     smem_bound=Formula(
         "block_k",
-        f"((min(M, M_sm/blocks - reserved) - ({_ONE_BARRIERS}))/e - block_q*depth)/(stages*depth)",
+        f"((min(M, M_sm/blocks - reserved) - ({_ONE_BARRIERS}) - {FACTORS})/e - block_q*depth)"
+        f"/(stages*depth + {_SENDS}*block_q)",
     ),
-    registers=Formula(
-        "registers", f"block_k*{_PER_KEY} + {ONE_TENSOR.of_output}/2 + {_OWN} + extra"
-    ),
+    registers=Formula("registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra"),
     register_bound=Formula(
         "block_k",
-        f"(register_limit - {_OWN} - extra - {ONE_TENSOR.of_output}/2)/({_PER_KEY})",
+        f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2)/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps(OF_ONE_TENSOR),
+    cost_steps=_cost_steps("depth", REFILL_PARTS, l2="e*d_qk/block_q/l2_rate"),
     stages=3,
+    stages_of_shares=2,
     sharing=SHARING,
 )
 

@@ -173,6 +173,7 @@ class KernelModel:
         of_limit: quantities that follow from it, before ``registers``.
         sharing: pairs (column_warps, score_warps) that the template supports.
         stages: number of buffers, where the kernel has a choice.
+        stages_of_shares: the same where warps share rows, if it is another one; else 0.
         warp_counts: numbers of computing warps that the template supports.
         warps_of_few_rows: fewest computing warps of a tile for few rows of calls with split keys; 0
             where there is none.
@@ -198,6 +199,7 @@ class KernelModel:
     of_limit: tuple[Formula, ...] = ()
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
     stages: int = 1
+    stages_of_shares: int = 0
     warp_counts: tuple[int, ...] = WARP_COUNTS
     warps_of_few_rows: int = 0
     row_groups: tuple[int, ...] = ROW_GROUPS

@@ -215,7 +215,10 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
         return 0
     if not PATHS[path].copies_by_tma:
         return fitted_sm80.FORWARD_SERVED_REGISTERS
-    usual = (spec.head_dim_v or spec.head_dim) in fitted_sm90.SERVED_HEAD_DIMS
+    columns = spec.head_dim_v or spec.head_dim
+    if columns > fitted_sm90.FORWARD_WIDE_COLUMNS and spec.block_sparse is None:
+        return 0
+    usual = columns in fitted_sm90.SERVED_HEAD_DIMS
     reads = _reads_for_each_score(spec)
     # Elements and the values of a weight function are alive together.
     needed = (not usual or reads) + (reads and not spec.is_softmax)
