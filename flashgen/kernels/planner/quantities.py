@@ -24,6 +24,7 @@ QUANTITIES = {
     "repeats": "the number of times that each score is computed",
     "room": "registers of a thread beside its gradients and addresses",
     "fitting": "groups of 8 keys whose scores fit in these registers",
+    "ring": "panels for which the ring of a kernel has space whose tiles come panel by panel",
     "passes": "passes in which a warpgroup computes its scores of a step",
     "pass_keys": "keys of such a pass",
     "columns": "columns of dK and dV, or of dQ, that a warp accumulates",

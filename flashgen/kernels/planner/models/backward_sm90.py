@@ -21,7 +21,7 @@ one.
 from __future__ import annotations
 
 from flashgen.kernels.planner.formulas import Formula
-from flashgen.kernels.planner.models import backward_columns_sm90
+from flashgen.kernels.planner.models import backward_columns_sm90, streamed_sm90
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.backward_columns_sm90 import TILE_BYTES, time_of_step
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
@@ -203,7 +203,7 @@ def _model(kernel: str) -> KernelModel:
         warp_counts=(8,),  # two consumer warpgroups
         row_groups=(1,),
         other_warps=PRODUCER_WARPS,
-        other_form=backward_columns_sm90.MODELS.get(kernel),
+        other_form=backward_columns_sm90.MODELS.get(kernel) or streamed_sm90.MODELS.get(kernel),
     )
 
 

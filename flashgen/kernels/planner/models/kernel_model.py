@@ -181,6 +181,7 @@ class KernelModel:
         other_warps: warps of a block that do not compute (the producer warpgroup).
         other_form: the model of the kernel's other form, where it has two; the pairs of its
             ``sharing`` are other ones.
+        beyond: head dims of q and k, or of v, up to which this form is not considered.
         wide: columns of V, and the model of the kernel for more of them, where it is another one.
         one_tensor: the model where the values are the first columns of the keys.
     """
@@ -204,6 +205,7 @@ class KernelModel:
     max_step: int = MAX_STEP
     other_warps: int = 0
     other_form: KernelModel | None = None
+    beyond: int = 0
     wide: tuple[int, KernelModel] | None = None
     one_tensor: KernelModel | None = None
 
