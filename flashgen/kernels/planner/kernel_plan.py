@@ -326,8 +326,7 @@ class Plan(LaunchRules):
         model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
         if self.kv_itemsize != self.itemsize:
             return of_codes(model)
-        other = self.in_passes or self.streamed
-        return model.other_form if other and model.other_form else model
+        return model.form_of(self.column_warps, self.score_warps)
 
     @property
     def in_passes(self) -> bool:
@@ -373,7 +372,7 @@ class Plan(LaunchRules):
         """Columns of the accumulators of scores for which a lane masks its rows at a time."""
         if self.in_passes:
             return self.pass_keys
-        return self.block_q // self.score_warps if self.owns_keys else self.block_k
+        return (self.block_q if self.owns_keys else self.block_k) // self.score_warps
 
     @property
     def divides_groups(self) -> bool:

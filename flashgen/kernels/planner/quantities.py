@@ -111,6 +111,7 @@ QUANTITIES = {
     "tensor": "clocks of the tensor cores per score element",
     "shared": "clocks of shared memory per score element",
     "l2": "clocks of the path from L2 per score element",
+    "shared_v": "those of the walk for dV, where dK and dV have a walk each",
     "atomics": "clocks of the atomic additions to dQ per score element",
     "special": "clocks of the special-function units per score element",
     "issue": "clocks of the instruction schedulers per score element",

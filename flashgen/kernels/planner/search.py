@@ -183,7 +183,7 @@ def obstacles_to_sharing(
 def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
     widest = max(problem.given["d_qk"], problem.given["d_v"])
-    for model in filter(None, (problem.model, problem.model.other_form)):
+    for model in (problem.model, *problem.model.other_forms):
         if widest <= model.beyond:
             continue
         for column_warps, score_warps in model.sharing:

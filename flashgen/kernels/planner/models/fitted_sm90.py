@@ -72,7 +72,7 @@ COLUMNS_REGISTERS = 12
 COLUMNS_DQ_REGISTERS = 29
 
 # Where tiles come panel by panel: addresses, descriptors, and the place in the ring.
-STREAMED_REGISTERS = 30
+STREAMED_REGISTERS = 38
 # Chosen. Up to this head dim whole tiles fit, of which those up to 256 were timed.
 STREAMED_BEYOND = 320
 
