@@ -339,6 +339,11 @@ class Plan(LaunchRules):
         return "ring" in self.quantities
 
     @property
+    def walks(self) -> int:
+        """How often a block walks its tiles: once, or for dV and for dK."""
+        return 2 if self.streamed and self.owns_keys else 1
+
+    @property
     def ring(self) -> int:
         """Panels for which the ring of such a kernel has space."""
         return int(self.quantities["ring"])

@@ -71,8 +71,10 @@ WIDE_COLUMNS_PER_REGISTER = 10
 COLUMNS_REGISTERS = 12
 COLUMNS_DQ_REGISTERS = 29
 
-# Where tiles come panel by panel: addresses, descriptors, and the place in the ring.
-STREAMED_REGISTERS = 38
+# Where tiles come panel by panel: addresses, descriptors, and the place in the ring; and for each
+# row of a step the operands that two warpgroups have of it.
+STREAMED_REGISTERS = 6
+STREAMED_REGISTERS_PER_ROW = Fraction(1, 2)
 # Chosen. Up to this head dim whole tiles fit, of which those up to 256 were timed.
 STREAMED_BEYOND = 320
 

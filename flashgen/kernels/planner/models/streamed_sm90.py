@@ -92,7 +92,7 @@ def _model(kernel: str) -> KernelModel:
     )
     fixed = f"min(M, M_sm/blocks - reserved) - {mine} - stages*{TILE_BYTES} - {barriers} + 2*ring)"
     per_row = f"e*{owned} + ring*e*{GROUP_ROWS}" + (f" + stages*{ROW_BYTES}" if by_keys else "")
-    # S and dP of half of a step.
+    # S and dP of half of a step, and dS of both halves.
     own = f"{fitted.STREAMED_REGISTERS} + extra + columns/2"
     return KernelModel(
         kernel,
@@ -107,7 +107,9 @@ def _model(kernel: str) -> KernelModel:
         smem,
         parts,
         Formula(walked, f"({fixed})/({per_row})"),
-        *solved_registers(kernel, own, f"((1 + pending)/{GROUPS})"),
+        *solved_registers(
+            kernel, own, f"((1 + pending)/{GROUPS} + {fitted.STREAMED_REGISTERS_PER_ROW})"
+        ),
         registers_sm90,
         _cost_steps(kernel),
         register_limit=CONSUMER,
