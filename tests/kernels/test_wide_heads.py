@@ -14,11 +14,12 @@ from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
-from flashgen.tools.profile.run import profile_forward
+from flashgen.tools.profile.run import profile_backward, profile_forward
 from tests.support.codes import Coded
 from tests.support.examples import COVERING, spec_path
 from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, forward_verdicts
 from tests.support.paged_calls import Paged, Sequences
+from tests.support.paged_gradients import PagedGradient
 from tests.support.paged_specs import CAUSAL, SERVED
 from tests.support.planted import caught, planted
 from tests.support.shapes import Case
@@ -114,7 +115,7 @@ def in_parts(call: Call, forward: int, backward: int, *, deterministic: bool = F
 
 @pytest.mark.parametrize("arch", PATHS)
 def test_values_that_no_tile_holds_are_computed_in_parts(arch: str) -> None:
-    in_parts(wide("causal", 1, arch, (512, 504)), 2, 2 if arch == "sm_90a" else 1)
+    in_parts(wide("causal", 1, arch, (512, 504)), 2, 1)
 
 
 @pytest.mark.slow
@@ -276,6 +277,101 @@ def rising(case: Case, q_offset: int) -> Call:
 
 def test_both_warpgroups_rescale_their_columns() -> None:
     in_shares(rising(Case(33, 300, 1, 2, 1, "bfloat16", 384, 384), 267).judged_forward())
+
+
+# ---- gradients whose tiles come panel by panel --------------------------------------------------
+
+STREAMED = ((328, 328), (384, 384), (448, 448), (512, 512), (576, 512))
+
+
+def streamed(call: Call) -> None:
+    """A backward pass in one launch of each kernel; those of panels spill nothing."""
+    reports = call.judged_backward(call.judged_forward(), deterministic=True).reports
+    built = {report.kernel.plan.kernel: report.kernel for report in reports if report.kernel}
+    assert [built[name].plan.streamed for name in ("dkdv", "dq")] == [True, True]
+    for each in built.values():
+        check_gates(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("causal", (448, 448)),
+        *(slow("causal", each) for each in STREAMED if each[0] != 448),
+        *(slow(name, (384, 384)) for name in COVERING if name != "causal"),
+        *(slow(name, (512, 512)) for name in COVERING if name not in ("causal", "relative_bias")),
+        *(slow(name, (576, 512)) for name in ("sliding_window", "softcap", "sink", "full")),
+        *(slow(name, (384, 384)) for name in ("sigmoid", "alibi", "retention")),
+    ],
+)
+def test_gradients_of_panels_meet_the_error_rule(name: str, dims: tuple[int, int]) -> None:
+    turn = list(COVERING).index(name) if name in COVERING else 1
+    streamed(wide(name, turn, "sm_90a", dims))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(448, 328), (328, 448)])
+def test_unequal_head_dims_of_panels_meet_the_error_rule(dims: tuple[int, int]) -> None:
+    streamed(wide("causal", 1, "sm_90a", dims))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("dims", [(384, 384), (512, 512), (576, 512)])
+def test_gradients_of_pages_come_panel_by_panel(dims: tuple[int, int], page: int) -> None:
+    spec = CAUSAL.replace(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16")
+    of = Sequences.of((9, 9, 9), (37, 0, 200), dims=dims, dtype="bfloat16")
+    call = PagedGradient(Paged(spec, of, page, how={"arch": "sm_90a"}))
+    dq, outputs, record = call.run()
+    call.judge(dq, outputs)
+    of_queries = record.launches[1].build
+    assert of_queries.plan.streamed
+    check_gates(of_queries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "block_sparse"])
+def test_panels_are_read_as_often_as_predicted(name: str) -> None:
+    call = example(spec_path(name), Case(70, 150, 1, 2, 1, "bfloat16", 384), arch="sm_90a")
+    given = (call.spec, *call.qkv, *call.results, *call.gradients)
+    _, profiles = profile_backward(*given, arch="sm_90a", deterministic=True, **call.numbers)
+    assert [each.plan.streamed for each in profiles if each.plan.kernel in ("dkdv", "dq")] == [
+        True,
+        True,
+    ]
+    for profile in profiles:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, (profile.kernel, tensor.name)
+
+
+HANDED_OVER = "  named_wait(BARRIER_CONSUMERS, THREADS);\n"
+READS = '  UNROLL for (int n = 0; n < N; ++n) {\n    asm volatile("ld'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
+@pytest.mark.parametrize(
+    ("bug", "old", "new"),
+    [
+        ("dS is read before it is written",
+         HANDED_OVER + READS, READS),
+        ("the dS of the former step is handed over",
+         "to + n * BYTES), \"r\"(mine[n][0])", "to + n * BYTES), \"r\"(theirs[n][0])"),
+        ("a panel is given back before its product has begun",
+         "slots.wait(ring);\n", "slots.wait(ring);\n    if (!KEEPS) slots.give_back(ring);\n"),
+        ("panels that are kept are given back", "if (KEEPS == (c == 0)) slots", "slots"),
+        ("both warpgroups multiply the same panels", "min(2 * i + warpgroup, COUNT - 1)",
+         "min(2 * i, COUNT - 1)"),
+        ("a warpgroup takes its own dS for that of the other", "(1 - thread / WARPGROUP) * (N",
+         "(thread / WARPGROUP) * (N"),
+    ],
+)  # fmt: skip
+def test_bugs_of_panels_are_caught(bug: str, old: str, new: str, kernel: str) -> None:
+    call = example(spec_path("causal"), Case(70, 200, 1, 2, 1, "bfloat16", 448), arch="sm_90a")
+    call.numbers["q_offset"] = 130
+    run = call.judged_forward()
+    with planted(kernel, old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        call.judged_backward(run, deterministic=True)
 
 
 @pytest.mark.parametrize("arch", PATHS)

@@ -52,7 +52,9 @@ def backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     folded = None if plan.in_passes else folded_score(spec, plan.kernel)
     score = ScoreCode.of(functions, folded, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, plan, **renamed)
-    exchanges = "P and dS" if plan.score_warps > 1 else "dS" if plan.kernel == "fused" else None
+    exchanges = "dS" if plan.kernel == "fused" else None
+    if plan.score_warps > 1 and not plan.streamed:
+        exchanges = "P and dS"
     return kernel(
         f"{plan.code_path.templates}/backward_{'dkdv' if plan.owns_keys else 'dq'}.cu.j2",
         spec,

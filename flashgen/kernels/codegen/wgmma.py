@@ -49,7 +49,7 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
     """The fields that only these templates have, for any kernel of scores."""
     sizes = (plan.head_dim, plan.head_dim_v, plan.column_warps)
     (panel, panels), (panel_v, panels_v) = panels_of_kernel(
-        plan.kernel, *sizes, one_tensor=plan.one_tensor
+        plan.kernel, *sizes, one_tensor=plan.one_tensor, streamed=plan.streamed
     )
     sums_tile = plan.sums_tile if plan.gathers else None
     of_tile = queries_of_sums(plan.block_q, plan.head_dim)
@@ -58,6 +58,7 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
             Product(name, columns, name == "multiply_columns" and not plan.in_passes)
             for name, columns in sorted(set(_shapes_of_products(plan)))
         ],
+        "streamed": plan.streamed,
         "panel": panel,
         "panels": panels,
         "panel_v": panel_v,
@@ -73,6 +74,11 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
 
 def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
     """The names of a kernel's products, each with a number of columns."""
+    if plan.streamed:
+        walked = plan.block_q if plan.owns_keys else plan.block_k
+        yield "multiply_rows", walked // 2
+        yield "multiply_columns", PANEL_COLUMNS[0]
+        return
     if not plan.owns_keys:
         yield "multiply_rows", plan.block_k
         if not plan.of_captured:

@@ -47,6 +47,7 @@ _TITLES = {
     "smem_k_tangent": "K's tangent",
     "smem_v_tangent": "V's tangent",
     "smem_do": "dO",
+    "smem_ring": "panels in a ring",
     "smem_rows": "LSE and delta",
     "smem_p": "P",
     "smem_ds": "dS",
@@ -114,6 +115,7 @@ class Plan(LaunchRules):
         smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
             of P and dS, [block_k, block_q]; 0 where the kernel has no such tile. In a "forward"
             that `exchanges`, of a number per query row and warp, and of P, [block_q, block_k].
+        smem_ring: byte offset of the ring of panels, where tiles come panel by panel; else 0.
         smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
             without them.
         smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
@@ -174,6 +176,7 @@ class Plan(LaunchRules):
     smem_rows: int = 0
     smem_p: int = 0
     smem_ds: int = 0
+    smem_ring: int = 0
     smem_windows: int = 0
     smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
     sink_bytes: int = 0
@@ -323,14 +326,14 @@ class Plan(LaunchRules):
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
         model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
-        if model.other_form and (self.in_passes or self.exchanges):
-            model = model.other_form
+        model = model.form_of(self.column_warps, self.score_warps)
         return of_codes(model) if self.kv_itemsize != self.itemsize else model
 
     @property
     def exchanges(self) -> bool:
         """Whether warps of "forward" share the scores of their rows, and exchange P."""
-        return self.kernel == "forward" and self.score_warps > 1
+        shares = self.kernel == "forward" and self.score_warps > 1
+        return shares and not self.code_path.copies_by_tma
 
     @property
     def columns_read_again(self) -> int:
@@ -341,6 +344,21 @@ class Plan(LaunchRules):
     def in_passes(self) -> bool:
         """Whether the kernel has the form of `backward_columns_sm90`, whose warps share keys."""
         return "passes" in self.quantities
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the kernel has the form of `streamed_sm90`, whose tiles come panel by panel."""
+        return "ring" in self.quantities
+
+    @property
+    def walks(self) -> int:
+        """How often a block walks its tiles: once, or for dV and for dK."""
+        return 2 if self.streamed and self.owns_keys else 1
+
+    @property
+    def ring(self) -> int:
+        """Panels for which the ring of such a kernel has space."""
+        return int(self.quantities["ring"])
 
     @property
     def passes(self) -> int:
@@ -480,7 +498,9 @@ class Plan(LaunchRules):
         if not self.code_path.copies_by_tma or self.streams:
             return ()
         sizes = (self.head_dim, self.head_dim_v, self.column_warps)
-        (panel, _), (panel_v, _) = panels_of_kernel(self.kernel, *sizes, one_tensor=self.one_tensor)
+        (panel, _), (panel_v, _) = panels_of_kernel(
+            self.kernel, *sizes, one_tensor=self.one_tensor, streamed=self.streamed
+        )
         rows = self.code_path.group_rows
         # A warpgroup's rows are queries of one head, or the tile's queries of several heads.
         queries, keys = self.units

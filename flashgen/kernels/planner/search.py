@@ -189,7 +189,10 @@ def obstacles_to_sharing(
 
 def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
-    for model in filter(None, (problem.model, problem.model.other_form)):
+    widest = max(problem.given["d_qk"], problem.given["d_v"])
+    for model in (problem.model, *problem.model.other_forms):
+        if widest <= model.beyond:
+            continue
         for column_warps, score_warps in model.sharing:
             few = 0 if problem.layout is None else model.warps_of_few_rows
             for warps in filter(None, (few, *model.warp_counts)):

@@ -117,9 +117,7 @@ class TileProblem:
 
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""
-        other = self.model.other_form
-        pair = tile.column_warps, tile.score_warps
-        return other if other is not None and pair in other.sharing else self.model
+        return self.model.form_of(tile.column_warps, tile.score_warps)
 
     def gathers(self, tile: Tile) -> bool:
         """Whether such tiles consist of boxes with live blocks of the layout."""

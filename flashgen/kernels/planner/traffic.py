@@ -354,12 +354,13 @@ def backward_traffic(
         sums = blocks * count * plan.block_k * SUM_BYTES
         of_keys = {"dk_sums": sums * plan.head_dim, "dv_sums": sums * plan.head_dim_v}
     sums_of_step = walked[0] * plan.sums_tile[1] * SUM_BYTES if plan.sums_tile else 0
+    times_read = times * plan.walks
     return Traffic(
         k=blocks * own_rows * qk_row,
         v=blocks * own_rows * v_row,
-        q=times * walked_rows * qk_row,
-        do=times * walked_rows * v_row,
-        rows_read=times * walked_rows * of_row,
+        q=times_read * walked_rows * qk_row,
+        do=times_read * walked_rows * v_row,
+        rows_read=times_read * walked_rows * of_row,
         **of_keys,
         added=times * sum(map(len, walks)) * sums_of_step,
         scores=scores,

@@ -42,7 +42,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
     for each in heads:
         if each.walk is None or each.listed is None or each.visits is None:
             return {}
-        pairs = each.batch * each.heads_q
+        pairs = each.batch * each.heads_q * plan.walks
         times = pairs // plan.heads_per_tile
         for visit in each.visits:
             reads = _reads_of_lists(each.walk, plan, each.listed, visit)

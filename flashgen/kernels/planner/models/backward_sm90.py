@@ -7,7 +7,8 @@ dkdv and fused: a thread block owns ``block_k`` keys, whose K and V stay in shar
 the query tiles of ``block_q`` rows. Scores are computed transposed, so that P^T and dS^T are used
 as operands directly from registers. Each warpgroup owns 64 of 128 keys with all columns of dK and
 dV. fused also computes dQ^T = K^T dS^T of each step, in blocks of 64 columns of dQ, and adds it in
-global memory. The other form of both, for large head dims, is in `backward_columns_sm90`.
+global memory. The other form of both, for large head dims, is in `backward_columns_sm90`; that of
+dkdv and dq for wide heads in `streamed_sm90`.
 
 dq: a block owns 128 queries and walks the keys in steps of ``block_k``.
 
@@ -21,7 +22,7 @@ one.
 from __future__ import annotations
 
 from flashgen.kernels.planner.formulas import Formula
-from flashgen.kernels.planner.models import backward_columns_sm90
+from flashgen.kernels.planner.models import backward_columns_sm90, streamed_sm90
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.backward_columns_sm90 import TILE_BYTES, time_of_step
 from flashgen.kernels.planner.models.backward_sm80 import ROW_BYTES
@@ -203,7 +204,11 @@ def _model(kernel: str) -> KernelModel:
         warp_counts=(8,),  # two consumer warpgroups
         row_groups=(1,),
         other_warps=PRODUCER_WARPS,
-        other_form=backward_columns_sm90.MODELS.get(kernel),
+        other_forms=tuple(
+            form.MODELS[kernel]
+            for form in (backward_columns_sm90, streamed_sm90)
+            if kernel in form.MODELS
+        ),
     )
 
 

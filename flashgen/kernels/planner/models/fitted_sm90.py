@@ -74,6 +74,13 @@ WIDE_COLUMNS_PER_REGISTER = 10
 COLUMNS_REGISTERS = 12
 COLUMNS_DQ_REGISTERS = 29
 
+# Where tiles come panel by panel: addresses, descriptors, and the place in the ring; and for each
+# row of a step the operands that two warpgroups have of it.
+STREAMED_REGISTERS = 6
+STREAMED_REGISTERS_PER_ROW = Fraction(1, 2)
+# Chosen. Up to this head dim whole tiles fit, of which those up to 256 were timed.
+STREAMED_BEYOND = 320
+
 # Addresses and descriptors of "fused" while it computes S of the next step, and what it then hides
 # of a step, in clocks: the least squares over seven calls at d 64, 96 and 128, 0.95 to 0.99 of the
 # time without (H100, 2026-11-28).
@@ -113,6 +120,10 @@ BACKWARD_WGMMA_INSTRUCTIONS = 3
 COLUMNS_STEP_INSTRUCTIONS = {"dkdv": 90, "fused": 150}
 COLUMNS_WGMMA_INSTRUCTIONS = 5
 PASS_INSTRUCTIONS = 60
+# The same where tiles come panel by panel, and for each panel.
+STREAMED_STEP_INSTRUCTIONS = 90
+STREAMED_WGMMA_INSTRUCTIONS = 3
+STREAMED_PANEL_INSTRUCTIONS = 20
 # Per score element: an exponential, a difference or the start of a sum, two products, two
 # roundings. Where a block owns keys, and where it owns queries.
 BY_KEYS_INSTRUCTIONS = 4.5

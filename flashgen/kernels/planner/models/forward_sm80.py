@@ -210,7 +210,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
             COST,
         ),
     )
-    made = replace(made, other_form=_exchanging(made) if itemsize == 2 else None)
+    made = replace(made, other_forms=(_exchanging(made),) if itemsize == 2 else ())
     if columns is TWO_TENSORS:
         return replace(made, one_tensor=_forward(itemsize, ONE_TENSOR))
     return replace(

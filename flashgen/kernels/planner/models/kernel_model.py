@@ -180,8 +180,9 @@ class KernelModel:
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
-        other_form: the model of the kernel's other form, where it has two; the pairs of its
-            ``sharing`` are other ones.
+        other_forms: the models of the kernel's other forms; the pairs of their ``sharing`` are
+            other ones.
+        beyond: head dims of q and k, or of v, up to which this form is not considered.
         wide: columns of V, and the model of the kernel for more of them, where it is another one.
         one_tensor: the model where the values are the first columns of the keys.
     """
@@ -205,7 +206,8 @@ class KernelModel:
     row_groups: tuple[int, ...] = ROW_GROUPS
     max_step: int = MAX_STEP
     other_warps: int = 0
-    other_form: KernelModel | None = None
+    other_forms: tuple[KernelModel, ...] = ()
+    beyond: int = 0
     wide: tuple[int, KernelModel] | None = None
     one_tensor: KernelModel | None = None
 
@@ -224,6 +226,10 @@ class KernelModel:
         if one_tensor and self.one_tensor is not None:
             return self.one_tensor
         return self.wide[1] if self.wide and columns > self.wide[0] else self
+
+    def form_of(self, *pair: int) -> KernelModel:
+        """The model of the form for such a pair (column_warps, score_warps): by default this one"""
+        return next((form for form in self.other_forms if pair in form.sharing), self)
 
     @functools.cached_property
     def divides_exponentials(self) -> bool:

@@ -19,14 +19,23 @@ def panels_of(dim: int) -> tuple[int, int]:
 
 
 def panels_of_kernel(
-    kernel: str, d_qk: int, d_v: int, column_warps: int, *, one_tensor: bool = False
+    kernel: str,
+    d_qk: int,
+    d_v: int,
+    column_warps: int,
+    *,
+    one_tensor: bool = False,
+    streamed: bool = False,
 ) -> tuple[tuple[int, int], ...]:
     """Columns of a panel and the number of panels in a kernel: (Q and K, V and dO).
 
     Where a block owns keys, dQ^T takes K in blocks of 64 columns. Where warps share the columns of
     dK and dV, so do the products for both. Where a block owns queries, each share of the columns
-    of V has whole panels. V in the tile of K has its panels.
+    of V has whole panels. V in the tile of K has its panels. Tiles that come panel by panel have
+    those of 64 columns.
     """
+    if streamed:
+        return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, GROUP_ROWS))
     if one_tensor:
         panel, count = panels_of(d_qk)
         return (panel, count), (panel, -(-d_v // panel))
