@@ -23,8 +23,9 @@ from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
+from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
-from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
@@ -192,27 +193,23 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
         for column_warps, score_warps in model.sharing:
             few = 0 if problem.layout is None else model.warps_of_few_rows
             for warps in filter(None, (few, *model.warp_counts)):
-                if warps % column_warps or not _divides_output(problem, warps, column_warps):
+                if warps % column_warps:
+                    continue
+                if not _divides_output(problem, warps, column_warps, score_warps):
                     continue
                 for row_groups in model.row_groups:
-                    unit = unit_of(model, score_warps)
+                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
 
 
-def unit_of(model: KernelModel, score_warps: int) -> int:
-    """The number of rows of which a step is a multiple.
-
-    Warps that share scores each compute those of some rows of a step, but for the forward kernel,
-    where one computes all. Warps of a warpgroup share 64 queries; warpgroups share the keys.
-    """
-    return STEP if model.name == "forward" else min(STEP * score_warps, GROUP_ROWS)
-
-
-def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool:
+def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:
     """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
     if problem.kernel != "forward" or column_warps == 1:
         return True
+    if score_warps > 1:
+        d_qk, d_v = int(problem.given["d_qk"]), int(problem.given["d_v"])
+        return d_v > WIDER_THAN and d_qk % PANEL == d_v % PANEL == 0
     groups = warps * MMA_ROWS // problem.path.group_rows
     # Columns of keys are those of whole swizzle patterns; a tile of V has panels of its own.
     unit = SWIZZLED // int(problem.given["e"]) if "one_tensor" in problem.given else DEPTH_STEP
@@ -282,7 +279,7 @@ def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
     model, tile = found.model, found.tile
     owns, walks = model.owns, model.walks
     rows = "rows" if owns == "block_q" else "keys"
-    longer = replace(tile, step=tile.step + unit_of(model, tile.score_warps), blocks=1)
+    longer = replace(tile, step=tile.step + tile.unit, blocks=1)
     yield f"{walks} {longer.step}", longer
     if tile.row_groups < max(model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
