@@ -74,7 +74,7 @@ def test_two_tiles_of_heads_are_few_rows() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_p_and_the_factors_of_o_have_a_place_where_two_warpgroups_share_rows(shared: bool) -> None:
     plan = fg.plan(spec_of((512, 512), shared), "sm_90a")
-    assert (plan.block_q, plan.column_warps, plan.score_warps) == (64, 2, 2)
+    assert (plan.block_q, plan.column_warps, plan.score_warps) == (64, 2, 1)
     regions = {region.title: region.size for region in plan.smem_map}
     assert regions["P"] == 64 * plan.block_k * plan.itemsize + 128 * 8
     assert plan.stages == 2  # a tile of keys and values has two parts instead of a third buffer

@@ -102,9 +102,9 @@ class Plan(LaunchRules):
         warps: computing warps per thread block; each owns 16 * row_groups rows.
         column_warps: warps that own the same rows, each with a share of the columns of O or of a
             gradient.
-        score_warps: equal to column_warps where those warps share their scores: each computes some
-            of them, or, in "forward" of path "sm_90a", one all of them, and P (and dS) pass through
-            shared memory; 1 where each of them computes all scores and nothing is exchanged.
+        score_warps: equal to column_warps where those warps share their scores (each computes some
+            of them, and P and dS pass through shared memory); 1 where each of them computes all
+            scores and nothing is exchanged, or, in "forward" of path "sm_90a", one for the other.
         stages: buffers for each of K and V in "forward", and for each of the two operands of a step
             in the backward kernels of path "sm_90a"; where warps of that path share scores, dO has
             one. Backward kernels of path "sm_80" have a fixed number: two for the operand that a
@@ -332,8 +332,7 @@ class Plan(LaunchRules):
     @property
     def exchanges(self) -> bool:
         """Whether warps of "forward" share the scores of their rows, and exchange P."""
-        shares = self.kernel == "forward" and self.score_warps > 1
-        return shares and not self.code_path.copies_by_tma
+        return self.kernel == "forward" and self.score_warps > 1
 
     @property
     def columns_read_again(self) -> int:

@@ -197,7 +197,7 @@ def _lines(found: Evaluated) -> Iterator[DerivationLine]:
 def _refusals(problem: TileProblem, found: Evaluated) -> tuple[Refusal, ...]:
     """Why each next larger tile was not chosen."""
     refused = []
-    for change, bigger in larger(problem, found):
+    for change, bigger in larger(found):
         best = best_occupancy(problem, bigger)
         if best.excesses:
             refused.append(Refusal(**vars(best.excesses[0]), change=change))

@@ -25,7 +25,7 @@ from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
 from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
-from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
@@ -201,28 +201,16 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                 if not _divides_output(problem, warps, column_warps, score_warps):
                     continue
                 for row_groups in model.row_groups:
-                    unit = unit_of(problem, score_warps)
+                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
-
-
-def unit_of(problem: TileProblem, score_warps: int) -> int:
-    """The number of rows of which a step is a multiple.
-
-    Warps that share scores each compute those of some rows of a step, but for the forward kernel of
-    warpgroups, where one computes all. Warps of a warpgroup share 64 queries; warpgroups share the
-    keys.
-    """
-    if problem.kernel == "forward" and problem.path.copies_by_tma:
-        return STEP
-    return min(STEP * score_warps, GROUP_ROWS)
 
 
 def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:
     """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
     if problem.kernel != "forward" or column_warps == 1:
         return True
-    if score_warps > 1 and not problem.path.copies_by_tma:
+    if score_warps > 1:
         d_qk, d_v = int(problem.given["d_qk"]), int(problem.given["d_v"])
         return d_v > WIDER_THAN and d_qk % PANEL == d_v % PANEL == 0
     groups = warps * MMA_ROWS // problem.path.group_rows
@@ -289,12 +277,12 @@ def cost_in_layout(problem: TileProblem, found: Evaluated) -> float:
     return found.cost * share_of_queries(problem.layout, rows, *boxes)
 
 
-def larger(problem: TileProblem, found: Evaluated) -> Iterator[tuple[str, Tile]]:
+def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
     """The next larger tiles, each with a description of the change."""
     model, tile = found.model, found.tile
     owns, walks = model.owns, model.walks
     rows = "rows" if owns == "block_q" else "keys"
-    longer = replace(tile, step=tile.step + unit_of(problem, tile.score_warps), blocks=1)
+    longer = replace(tile, step=tile.step + tile.unit, blocks=1)
     yield f"{walks} {longer.step}", longer
     if tile.row_groups < max(model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)

@@ -12,6 +12,7 @@ from flashgen.kernels.planner.models import fitted_sm80, spec_terms
 from flashgen.kernels.planner.models.codes_sm80 import of_codes
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
+from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
 from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
@@ -45,8 +46,8 @@ class Tile:
         row_groups: groups of 16 rows per warp, of the side that the block owns.
         blocks: resident blocks per SM.
         column_warps: warps that own the same rows, each with a share of the columns of its sums.
-        score_warps: the number of these warps that share their scores, of which each computes some,
-            or one all of them; 1 where each warp computes all scores.
+        score_warps: the number of these warps that share their scores; 1 where each warp computes
+            all scores, or one warpgroup those of another too.
     """
 
     step: int
@@ -60,6 +61,14 @@ class Tile:
     def owned(self) -> int:
         """Rows of the side that the block owns."""
         return MMA_ROWS * self.row_groups * self.warps // self.column_warps
+
+    @property
+    def unit(self) -> int:
+        """The number of rows of which a step is a multiple.
+
+        Warps of a warpgroup share 64 queries; warpgroups share the keys.
+        """
+        return min(STEP * self.score_warps, GROUP_ROWS)
 
     @property
     def exchanged(self) -> int:

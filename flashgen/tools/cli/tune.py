@@ -183,6 +183,8 @@ def _sharing(plan: Plan) -> str:
     if plan.column_warps == 1:
         return ""
     scores = "share the scores" if plan.score_warps > 1 else "each with all scores"
+    if plan.kernel == "forward" and plan.other_warps:
+        scores = "one with all scores"
     return f", {plan.column_warps} to a row, {scores}"
 
 

@@ -136,7 +136,9 @@ def _reads_of_tiles(
             elements += _blocks_of_rows(walk, plan, listed)
         else:
             elements += _unmasked_elements(walk, plan, visit, tile)
-    return _searching_warps(plan)[1] * shared, plan.column_warps // plan.score_warps * elements
+    one_computes = plan.kernel == "forward" and plan.other_warps > 0
+    repeats = 1 if one_computes else plan.column_warps // plan.score_warps
+    return _searching_warps(plan)[1] * shared, repeats * elements
 
 
 def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit) -> int:

@@ -129,7 +129,7 @@ FORWARD = KernelModel(
 
 # Two warpgroups may own the same rows, each with half of the columns of O. One of them computes the
 # scores, and sends P, and a factor of O for each row, to the other one, a thread to a thread.
-SHARING = ((1, 1), (2, 2))
+SHARING = ((1, 1), (2, 1))
 _SENDS = "(column_warps - 1)"
 FACTORS = f"{_SENDS}*{8 * GROUP_THREADS}"
 SENT = f"{_SENDS}*e*block_q*block_k + {FACTORS}"
