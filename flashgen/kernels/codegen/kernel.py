@@ -153,6 +153,8 @@ def kernel(
         divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,
+        code_tiles=codes is not None and plan.tiles_hold_codes,
+        sums_by_16=version_of(plan.arch)[0] >= 9,
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
         two_shares=shares_rows and not plan.one_tensor,

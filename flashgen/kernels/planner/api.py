@@ -147,16 +147,24 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         request.access_bytes or 16,
         request.spare_registers,
         heads_per_tile=request.heads_per_tile,
-    ).given_as(**quantities_of(request.spec.kv_dtype, arch))
-    found = [evaluated(problem, plain.tile)]
-    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
+    )
+    in_tiles, in_registers = (
+        problem.given_as(**quantities_of(problem, request.spec.kv_dtype, in_registers=form))
+        for form in (False, True)
+    )
+    found = [(in_tiles, evaluated(in_tiles, plain.tile))]
+    warps = max(in_tiles.model.warps_of_few_rows, warps_to_copy(problem))
     while request.few_rows and request.tile is None and warps <= plain.warps:
         tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
-        found += [each for each in occupancies(problem, tile) if not each.excesses]
+        for form in (in_tiles, in_registers) if warps == 1 else (in_tiles,):
+            found += [(form, each) for each in occupancies(form, tile) if not each.excesses]
         warps *= 2
-    chosen = min(found, key=lambda each: each.cost * each.tile.owned)
-    note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
-    return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
+    form, chosen = min(found, key=lambda each: each[1].cost * each[1].tile.owned)
+    converted = "in shared memory, by the thread that copied it"
+    if form is in_registers:
+        converted = "in the registers of its product, as one warp has all rows"
+    note = f"{request.spec.kv_dtype} codes: each is converted once, {converted}"
+    return plan_of_tile(form, chosen, "given", (*plain.notes[1:], note))
 
 
 def plan_backward(

@@ -204,6 +204,11 @@ class Plan(LaunchRules):
         return int(self.quantities.get("e_kv", self.itemsize))
 
     @property
+    def tiles_hold_codes(self) -> bool:
+        """Whether tiles of K and V hold codes, which become elements in registers."""
+        return "k_row" in self.quantities
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize
@@ -322,7 +327,7 @@ class Plan(LaunchRules):
         model = MODELS[self.path][self.kernel, self.itemsize]
         model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
         if self.kv_itemsize != self.itemsize:
-            return of_codes(model)
+            return of_codes(model, in_registers=self.tiles_hold_codes)
         return model.other_form if self.in_passes and model.other_form else model
 
     @property
