@@ -154,7 +154,7 @@ def kernel(
         paged=paged,
         codes=codes,
         code_tiles=codes is not None and plan.tiles_hold_codes,
-        sums_by_16=version_of(plan.arch)[0] >= 9,
+        ordered=plan.orders_queries,
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
         two_shares=shares_rows and not plan.one_tensor,

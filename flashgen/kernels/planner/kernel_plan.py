@@ -209,6 +209,12 @@ class Plan(LaunchRules):
         return "k_row" in self.quantities
 
     @property
+    def orders_queries(self) -> bool:
+        """Whether fragments of Q and of codes have the elements of a step in another order, in which
+        four of a lane are neighbours: tensor cores add all 16 of a step at once."""
+        return self.quantities.get("k_reads") == 1
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner.formulas import Formula
-from flashgen.kernels.planner.models.kernel_model import VECTOR, KernelModel
+from flashgen.kernels.planner.models.kernel_model import STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.quantities import Number
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, version_of
 from flashgen.shared.dtypes import CACHE_DTYPES
@@ -70,7 +70,7 @@ def quantities_of(
         name: VECTOR * math.ceil(problem.given[dim] / VECTOR)
         for name, dim in (("k_row", "d_qk"), ("v_row", "d_v"))
     }
-    apart = version < (9, 0)
+    apart = version < (9, 0) or problem.given["d_qk"] < STEP
     ops = (decoded + _SCALED) / 2 + _OF_COPY / 16 + apart * _OF_BLOCKS_OF_8 / 8
     return {"e_kv": kind.itemsize, "convert_ops": ops, **rows, "k_reads": 1 + apart}
 
