@@ -144,4 +144,7 @@ def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> Spl
     columns = columns_of_launch(parts, arch, "forward").columns
     if columns not in (0, spec.head_dim_v):
         parts = with_columns(parts, columns)
-    return choose_split(plan_forward(PlanRequest(parts, arch)), heads_kv, sms)
+    # Tiles of few rows, as those of decoding calls, have slots of their own where they have codes.
+    coded = spec.kv_dtype is not None
+    plan = plan_forward(PlanRequest(parts, arch, few_rows=coded))
+    return choose_split(plan, heads_kv, sms, plan.kv_itemsize if coded else 0)
