@@ -41,14 +41,14 @@ BLOCK_K_BY_SMEM = Formula(
 
 # ---- instructions of a warp, counted in machine code (benchmarks/NOTES.md) -------------------------
 
-_CONVERTED = {"int8": 3.75, "e5m2": 3.0, "e4m3": 6.0}
+_CONVERTED = {"int8": 3.25, "e5m2": 3.0, "e4m3": 5.5}
 """To make an element of a code in a register: two float16 of two codes (1.25, 0.5 and 3.5 for each
 of them), a float32 of each, its product with the scale, and half of the rounding of a pair."""
 
 _CONVERTED_BY_CVT = 3.0
 """The same for e4m3 where there is an instruction that makes two float16."""
 
-_OF_COPY = 8.0
+_OF_COPY = 7.5
 """To copy 16 codes: two exchanges of the row's address, its sum with the place in the row, the place
 in shared memory, the copy."""
 
