@@ -204,9 +204,7 @@ class SplitPlan:
             )
 
 
-def choose_split(
-    kernel: LaunchRules, heads_kv: int, sms: int, code_bytes: int = 0
-) -> SplitPlan:
+def choose_split(kernel: LaunchRules, heads_kv: int, sms: int, code_bytes: int = 0) -> SplitPlan:
     """The splits of a call that gives no split_size.
 
     Args:

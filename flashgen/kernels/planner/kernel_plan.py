@@ -210,8 +210,8 @@ class Plan(LaunchRules):
 
     @property
     def orders_queries(self) -> bool:
-        """Whether fragments of Q and of codes have the elements of a step in another order, in which
-        four of a lane are neighbours: tensor cores add all 16 of a step at once."""
+        """Whether fragments of Q and of codes have the elements of a step in an order in which a
+        lane has four neighbours: tensor cores add all 16 of a step at once."""
         return self.quantities.get("k_reads") == 1
 
     @property

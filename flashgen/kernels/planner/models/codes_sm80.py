@@ -39,18 +39,18 @@ BLOCK_K_BY_SMEM = Formula(
     "block_k", "(min(M, M_sm/blocks - reserved) - e*block_q*d_qk)/(stages*(k_row + v_row))"
 )
 
-# ---- instructions of a warp, counted in machine code (benchmarks/NOTES.md) -------------------------
+# ---- instructions of a warp, counted in machine code (benchmarks/NOTES.md) -----------------------
 
 _CONVERTED = {"int8": 3.25, "e5m2": 3.0, "e4m3": 5.5}
-"""To make an element of a code in a register: two float16 of two codes (1.25, 0.5 and 3.5 for each
-of them), a float32 of each, its product with the scale, and half of the rounding of a pair."""
+"""To make an element of a code in a register: two float16 of two codes (0.75, 0.5 and 3 for each of
+them), a float32 of each, its product with the scale, and half of the rounding of a pair."""
 
 _CONVERTED_BY_CVT = 3.0
 """The same for e4m3 where there is an instruction that makes two float16."""
 
 _OF_COPY = 7.5
-"""To copy 16 codes: two exchanges of the row's address, its sum with the place in the row, the place
-in shared memory, the copy."""
+"""To copy 16 codes: two exchanges of the row's address, its sum with the place in the row, the
+place in shared memory, the copy; 7.2 on sm_90 and 8.1 on sm_80."""
 
 _OF_ROW = 108 / 32
 """To find a row: its page, slot, scales and addresses, which a warp does for 32 rows at once."""
@@ -64,9 +64,7 @@ _IN_TILE = 28.0
 and exchanges of the row's page, slot and scale."""
 
 
-def quantities_of(
-    problem: TileProblem, kv_dtype: str, *, in_registers: bool
-) -> dict[str, Number]:
+def quantities_of(problem: TileProblem, kv_dtype: str, *, in_registers: bool) -> dict[str, Number]:
     """The quantities of codes: bytes per code, and instructions for one and for a row of them.
 
     Args:
