@@ -3,7 +3,7 @@
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
 Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
 none with few bytes divides it evenly, the one with which the slots are busiest is chosen; where
-values are columns of the keys, whose parts are large, the one that takes the least time.
+values are columns of the keys, whose parts are large, or codes, the one that takes the least time.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class SplitBytes:
 
     @property
     def large_parts(self) -> bool:
-        """Whether parts have the bytes of hundreds of keys, which decide on the time."""
-        return self.heads > GROUP
+        """Whether parts decide on the time: they have the bytes of hundreds of keys, or stand
+        beside codes, whose tiles of one warp have so many slots that few lengths fill them."""
+        return self.heads > GROUP or self.of_codes
 
     def over_bound(self, keys: int) -> float:
         """The bytes of a split over those of its keys and values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.kernels.planner import paper_policy
@@ -54,7 +54,7 @@ def plan(
     spare_registers: int = 0,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
-    few_rows: bool = False,
+    few_rows: int = 0,
 ) -> Plan:
     """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
 
@@ -77,9 +77,9 @@ def plan(
         heads_per_tile: number of query heads that share K and V and one tile, of which each has an
             equal share of the rows. A number that does not divide the rows has the share of the
             next power of two. For a mask and block layout that are the same for all heads.
-        few_rows: whether the rows of a call with split keys or pages fit in a tile of one
-            warpgroup, which is planned then if it takes less time for the keys of a tile. The bits
-            of a row are the same in both tiles.
+        few_rows: rows of a call with split keys or pages, for which a tile of fewer warps is
+            planned where it takes less time for a key; 0 for the tile of all calls. The bits of a
+            row are the same in both tiles.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -139,7 +139,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
     call with few rows has a tile of few warps.
     """
     spec, arch = of_elements(request.spec), facts(portable(request.arch))
-    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=False))
+    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=0))
     problem = problem_of(
         spec,
         arch,
@@ -153,13 +153,11 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         for form in (False, True)
     )
     found = [(in_tiles, evaluated(in_tiles, plain.tile))]
-    warps = max(in_tiles.model.warps_of_few_rows, warps_to_copy(problem))
-    while request.few_rows and request.tile is None and warps <= plain.warps:
-        tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
-        for form in (in_tiles, in_registers) if warps == 1 else (in_tiles,):
-            found += [(form, each) for each in occupancies(form, tile) if not each.excesses]
-        warps *= 2
-    form, chosen = min(found, key=lambda each: each[1].cost * each[1].tile.owned)
+    if request.tile is None:
+        for form in (in_tiles, in_registers):
+            few = _tiles_of_few_rows(form, plain.tile, request.few_rows)
+            found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
+    form, chosen = min(found, key=lambda each: _clocks_of_a_key(each[1]))
     converted = "in shared memory, by the thread that copied it"
     if form is in_registers:
         converted = "in the registers of its product, as one warp has all rows"
@@ -231,8 +229,7 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     if chosen is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     found = given_tile(problem, chosen.tile)
-    if request.few_rows:
-        found = _of_few_rows(problem, found)
+    found = _of_few_rows(problem, found, request.few_rows)
     # The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
     extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
     best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
@@ -246,21 +243,31 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     return plan_of_tile(problem, found, policy, (note,))
 
 
-def _of_few_rows(problem: TileProblem, wide: Evaluated) -> Evaluated:
-    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself.
-
-    The one that takes fewer clocks for its keys: rows that a call does not have are computed too.
-    """
-    model = problem.model
-    if not model.warps_of_few_rows:
-        return wide
+def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
+    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself."""
     found = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
-    for each in occupancies(problem, replace(wide.tile, warps=model.warps_of_few_rows, blocks=1)):
-        at = model.costs({**each.quantities, **columns})
+    for each in _tiles_of_few_rows(problem, wide.tile, rows):
+        at = problem.model.costs({**each.quantities, **columns})
         found.append(replace(each, quantities=at, cost=float(at["cost"])))
-    fitting = (each for each in found if not each.excesses)
-    return min(fitting, key=lambda each: each.cost * each.tile.owned)
+    return min(found, key=_clocks_of_a_key)
+
+
+def _tiles_of_few_rows(problem: TileProblem, wide: Tile, rows: int) -> Iterator[Evaluated]:
+    """The tiles that fit, with the keys of a tile and fewer rows, but not fewer than ``rows``; none
+    for 0 rows."""
+    warps = problem.model.warps_of_few_rows * wide.column_warps
+    while rows and 0 < warps <= wide.warps:
+        for row_groups in sorted({1, wide.row_groups}):
+            tile = replace(wide, warps=warps, row_groups=row_groups, blocks=1)
+            if rows <= tile.owned < wide.owned and warps >= warps_to_copy(problem):
+                yield from (each for each in occupancies(problem, tile) if not each.excesses)
+        warps *= 2
+
+
+def _clocks_of_a_key(each: Evaluated) -> float:
+    """Clocks that a tile takes for one key: rows that a call does not have are computed too."""
+    return each.cost * each.tile.owned
 
 
 def _check_heads(problem: TileProblem) -> None:

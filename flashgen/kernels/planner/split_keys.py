@@ -18,8 +18,9 @@ from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.requests import PlanRequest
-from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
@@ -125,7 +126,7 @@ def _plan_of_heads(
     """The plan of a call, whose tiles have rows of several heads where these share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
-    few = fits_few_rows(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    few = few_rows_of(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 
@@ -146,5 +147,5 @@ def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> Spl
         parts = with_columns(parts, columns)
     # Tiles of few rows, as those of decoding calls, have slots of their own where they have codes.
     coded = spec.kv_dtype is not None
-    plan = plan_forward(PlanRequest(parts, arch, few_rows=coded))
+    plan = plan_forward(PlanRequest(parts, arch, few_rows=MMA_ROWS if coded else 0))
     return choose_split(plan, heads_kv, sms, plan.kv_itemsize if coded else 0)
