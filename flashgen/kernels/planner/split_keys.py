@@ -1,6 +1,7 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic, or 6 %
+where the keys are codes.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
