@@ -154,7 +154,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
     )
     found = [(in_tiles, evaluated(in_tiles, plain.tile))]
     if request.tile is None:
-        for form in (in_tiles, in_registers):
+        for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
             few = _tiles_of_few_rows(form, plain.tile, request.few_rows)
             found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
     form, chosen = min(found, key=lambda each: _clocks_of_a_key(each[1]))
@@ -248,7 +248,7 @@ def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
     found = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
     for each in _tiles_of_few_rows(problem, wide.tile, rows):
-        at = problem.model.costs({**each.quantities, **columns})
+        at = each.model.costs({**each.quantities, **columns})
         found.append(replace(each, quantities=at, cost=float(at["cost"])))
     return min(found, key=_clocks_of_a_key)
 

@@ -125,5 +125,6 @@ def of_codes(model: KernelModel, *, in_registers: bool) -> KernelModel:
         steps.append(Formula(formula.name, text, formula.unit))
     changed = replace(model, cost_steps=tuple(steps), warps_of_few_rows=WARPS_OF_FEW_ROWS)
     if not in_registers:
-        return changed
-    return replace(changed, smem=SMEM, parts=PARTS, smem_bound=BLOCK_K_BY_SMEM)
+        other = of_codes(model.other_form, in_registers=False) if model.other_form else None
+        return replace(changed, other_form=other)
+    return replace(changed, smem=SMEM, parts=PARTS, smem_bound=BLOCK_K_BY_SMEM, other_form=None)
