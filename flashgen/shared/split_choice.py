@@ -3,7 +3,7 @@
 Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
 Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
 none with few bytes divides it evenly, the one with which the slots are busiest is chosen; where
-values are columns of the keys, whose parts are large, the one that takes the least time.
+values are columns of the keys, whose parts are large, or codes, the one that takes the least time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ keys of a tile do not reach 0.9 for 8 key heads on 132 SMs."""
 
 MOST_OVER_BOUND = 1.05
 """The bytes of a split over those of its keys and values, at most."""
+
+MOST_OVER_BOUND_OF_CODES = 1.06
+"""The same where a cache has codes: what a split has beside its keys weighs twice as much. Numbers
+and scales of pages are counted with it."""
+
+OF_PAGE = 12
+"""Bytes of the number of a page of codes and of its scales."""
+
+PAGE = 16
+"""Keys of a page for which they are counted: those of many servers."""
 
 GROUP = 4
 """Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
@@ -56,20 +66,33 @@ class SplitBytes:
         of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
             are written and read, and the warps of a block read the length of the sequence.
         heads: query heads of a key head for which times are compared.
+        of_codes: whether keys and values are codes of a cache.
     """
 
     of_key: int
     of_part: int
     heads: int
+    of_codes: bool = False
 
     @property
     def large_parts(self) -> bool:
-        """Whether parts have the bytes of hundreds of keys, which decide on the time."""
-        return self.heads > GROUP
+        """Whether parts decide on the time: they have the bytes of hundreds of keys, or stand
+        beside codes, whose tiles of one warp have so many slots that few lengths fill them."""
+        return self.heads > GROUP or self.of_codes
 
     def over_bound(self, keys: int) -> float:
         """The bytes of a split over those of its keys and values."""
-        return 1 + self.of_part / (keys * self.of_key)
+        return 1 + self.of_part / (keys * self.of_key) + self.of_pages
+
+    @property
+    def of_pages(self) -> float:
+        """The bytes of the numbers and scales of pages over those of keys and values."""
+        return OF_PAGE / (PAGE * self.of_key) if self.of_codes else 0
+
+    @property
+    def most(self) -> float:
+        """The largest `over_bound` of a choice."""
+        return MOST_OVER_BOUND_OF_CODES if self.of_codes else MOST_OVER_BOUND
 
 
 @dataclass(frozen=True)
@@ -169,9 +192,11 @@ class SplitPlan:
             )
         least, where = self.least_busy
         yield f"  between them busy is least at {where:,} keys: {least:.1%}"
+        pages = f" + {OF_PAGE}/({PAGE}*{self.bytes.of_key})" if self.bytes.of_codes else ""
         yield (
             f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
-            f"({self.size}*{self.bytes.of_key}) = {self.over_bound:.3f}, at most {MOST_OVER_BOUND}"
+            f"({self.size}*{self.bytes.of_key}){pages} = {self.over_bound:.3f}, "
+            f"at most {self.bytes.most}"
         )
         if self.bytes.large_parts and not self.suffices:
             yield (
@@ -180,21 +205,22 @@ class SplitPlan:
             )
 
 
-def choose_split(kernel: LaunchRules, heads_kv: int, sms: int) -> SplitPlan:
+def choose_split(kernel: LaunchRules, heads_kv: int, sms: int, code_bytes: int = 0) -> SplitPlan:
     """The splits of a call that gives no split_size.
 
     Args:
         kernel: the plan or the facts of the forward kernel, with one query head in a tile.
         heads_kv: key heads.
         sms: SMs of the GPU.
+        code_bytes: those of a code of the cache; 0 where it has elements.
     """
-    of_split, slots = _bytes_of(kernel), sms * kernel.blocks_per_sm
+    of_split, slots = _bytes_of(kernel, code_bytes), sms * kernel.blocks_per_sm
     few_rows = kernel.block_q * (2 if kernel.one_tensor else 1)
     step = math.lcm(STEP, kernel.block_k)
     few_bytes = [
         SplitPlan(size, few_rows, kernel.block_k, heads_kv, slots, of_split)
         for size in range(2 * step, _MOST_KEYS, step)
-        if of_split.over_bound(size) <= MOST_OVER_BOUND
+        if of_split.over_bound(size) <= of_split.most
     ]
     busy = [each for each in few_bytes if each.suffices]
     if not busy:  # few key heads, or so many SMs that no split suffices
@@ -209,9 +235,11 @@ def usual_heads_kv(*, one_tensor: bool) -> int:
     return HEADS_KV_OF_ONE if one_tensor else HEADS_KV
 
 
-def _bytes_of(kernel: LaunchRules) -> SplitBytes:
+def _bytes_of(kernel: LaunchRules, code_bytes: int) -> SplitBytes:
     d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
     part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
     lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    of_key, of_part = e * (d_qk + kernel.own_columns_of_v), GROUP * (e * d_qk + part) + lengths
-    return SplitBytes(of_key, of_part, GROUP_OF_ONE if kernel.one_tensor else GROUP)
+    of_key = (code_bytes or e) * (d_qk + kernel.own_columns_of_v)
+    of_part = GROUP * (e * d_qk + part) + lengths
+    heads = GROUP_OF_ONE if kernel.one_tensor else GROUP
+    return SplitBytes(of_key, of_part, heads, of_codes=code_bytes > 0)

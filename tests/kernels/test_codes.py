@@ -44,14 +44,24 @@ def test_the_bits_are_those_on_the_decoded_cache(
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
     assert found.out.isfinite().all()
+    assert found.plan.tiles_hold_codes
+
+
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_several_warps_convert_codes_once_in_shared_memory(arch: str) -> None:
+    call = Coded.of(coded("int8"), queries=40)
+    found = call.run(arch=arch)
+    assert not found.plan.tiles_hold_codes
+    assert torch.equal(found.out, call.of_elements(arch=arch.rstrip("a")).out)
 
 
 @pytest.mark.parametrize(
-    "dims", [(40, 96), *(slow((d, d_v)) for d, d_v in ((128, 128), (256, 64), (8, 8)))]
+    "dims", [(40, 96), *(slow((d, d_v)) for d, d_v in ((128, 128), (256, 64), (96, 40), (8, 8)))]
 )
-def test_any_head_dims(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", slow("sm_90a")])
+def test_any_head_dims(dims: tuple[int, int], arch: str) -> None:
     call = Coded.of(coded("int8", head_dim=dims[0], head_dim_v=dims[1]))
-    found, expected = call.run(), call.of_elements()
+    found, expected = call.run(arch=arch), call.of_elements(arch=arch.rstrip("a"))
     assert torch.equal(found.out, expected.out)
 
 
@@ -78,10 +88,11 @@ def test_all_codes_are_decoded_also_those_of_nan_and_infinity(kv_dtype: str) -> 
 
 
 @pytest.mark.parametrize(
-    "scale", [0.0, slow(math.inf), slow(math.nan), 1e-40, slow(3e38), slow(300.0)]
+    "scale", [0.0, slow(math.inf), slow(math.nan), 1e-40, slow(1e30), slow(3e38), slow(-300.0)]
 )
-def test_scales_of_any_number_mean_their_product(scale: float) -> None:
-    call = Coded.of(coded("float8_e4m3fn", "bfloat16"), (3, 0))
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", slow("int8")])
+def test_scales_of_any_number_mean_their_product(scale: float, kv_dtype: str) -> None:
+    call = Coded.of(coded(kv_dtype, "bfloat16"), (3, 0))
     k_scale = call.k_scale.clone()
     k_scale[1, :, 3] = scale
     for own in (replace(call, k_scale=k_scale), replace(call, v_scale=torch.tensor(scale))):
@@ -111,6 +122,21 @@ def test_slots_behind_the_length_have_no_effect() -> None:
     assert torch.equal(own.run().out, call.run().out)
 
 
+def test_integer_codes_are_all_decoded_with_small_and_with_large_scales() -> None:
+    call = Coded.of(coded("int8", "bfloat16"), (0, 0))
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, call.v.shape[3])
+    zeros = torch.zeros_like(call.k)
+    table = torch.tensor([3, 7, 1])
+    for first, scale in ((0, 0.02), (40, 2.0**100), (104, 3e35), (208, 1e-44)):
+        v = call.v.clone()
+        v[table] = (
+            torch.cat([codes, codes])[first : first + 48].view(torch.int8).reshape(3, 1, 16, -1)
+        )
+        own = replace(call, v=v, k=zeros, v_scale=torch.tensor(scale))
+        found, expected = own.run(), own.of_elements()
+        assert same(found.out, expected.out)
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_conversion_of_each_architecture_has_one_place(kv_dtype: str) -> None:
     for arch, has in (("sm_80", False), ("sm_89", True), ("sm_90a", True)):
@@ -138,13 +164,20 @@ def planted(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
     ("was", "becomes"),
     [
         ("v_scales + page * p", "v_scales + (page ^ 1) * p"),
+        ("rows.v_scale[i] = known ? v", "rows.v_scale[i] = known ? k"),
+        slow("copy_wait_all();\n    __syncthreads();", "__syncthreads();"),
         slow("copy_wait_all();\n    convert_codes", "convert_codes"),
     ],
-    ids=["scale of the neighbouring page", "conversion before its copy"],
+    ids=[
+        "of the neighbouring page",
+        "of K",
+        "products before copies",
+        "conversion before its copy",
+    ],
 )
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
-    spec = coded("int8", scale=0.03 if "scales" in was else 0.04)
-    call = Coded.of(spec)
+    spec = coded("int8", scale=0.03 + 0.001 * len(was))
+    call = Coded.of(spec, queries=40 if "convert" in was else 1)
     expected = call.of_elements()
     planted(monkeypatch, was, becomes)
     try:

@@ -242,3 +242,18 @@ def test_the_plan_says_that_calls_are_batch_invariant() -> None:
     assert "batch-invariant: the split_size of all calls" in str(found)
     assert "batch-invariant" not in str(free)
     assert found.split_size == found.chosen.size != free.split_size
+
+
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_codes_are_predicted_to_take_at_most_055_of_the_time_of_elements(
+    arch: str, kv_dtype: str
+) -> None:
+    for batch, keys in LARGE:
+        sizes = LaunchSizes(batch, 32, 8, 1, keys)
+        elements = plan_decoding(SERVED, arch, sizes, page_size=16).predicted
+        codes = plan_decoding(SERVED, arch, sizes, page_size=16, kv_dtype=kv_dtype).predicted
+        assert elements is not None
+        assert codes is not None
+        assert codes.seconds <= 0.55 * elements.seconds
+        assert codes.traffic.over_bound <= 1.06

@@ -128,8 +128,9 @@ class PreparedForward(PreparedCall):
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         if invariant and self._kernel_arch != path.arch and target.backend != "tiled":
             self._refuse_other_arithmetic(self._aligned_reason)
-        # Codes are copied with the number of elements that 16 bytes of q have.
-        self._narrower = q.element_size() // k.element_size()
+        # Codes are copied 16 at once, or 8 where rows are no multiple of that.
+        coded = q.element_size() != k.element_size()
+        self._narrower = 2 if coded and (q.shape[3] % 16 or v.shape[3] % 16) else 1
         units = (16, 16 // self._narrower, 16 // self._narrower)
         found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), units)
         self._obstacle = next((text for text in found if text), None)

@@ -108,6 +108,7 @@ def kernel(
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
     codes = None if spec.kv_dtype is None or not paged else CACHE_DTYPES[spec.kv_dtype]
+    converts_e4m3 = version_of(plan.arch)[:2] >= (8, 9)
     if codes is not None:  # kernels copy the scales of codes with them
         params += [param for tensor in SCALES for param in params_of_tensor(tensor)]
     params.append(SINK_SUMS)
@@ -154,6 +155,11 @@ def kernel(
         divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,
+        code_tiles=codes is not None and plan.tiles_hold_codes,
+        ordered=plan.orders_queries,
+        small_scales=codes is not None
+        and plan.tiles_hold_codes
+        and (codes.short == "int8" or (codes.short == "e4m3" and not converts_e4m3)),
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
         two_shares=shares_rows and not plan.one_tensor,
@@ -164,7 +170,7 @@ def kernel(
         row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
         score_k="SCORE_K" if plan.exchanges else "BLOCK_K",
         PANEL=PANEL,
-        converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
+        converts_e4m3=converts_e4m3,
         by_entry=by_entry,
         sets_length=any(
             is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars

@@ -147,13 +147,22 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         request.access_bytes or 16,
         request.spare_registers,
         heads_per_tile=request.heads_per_tile,
-    ).given_as(**quantities_of(request.spec.kv_dtype, arch))
-    found = [evaluated(problem, plain.tile)]
+    )
+    in_tiles, in_registers = (
+        problem.given_as(**quantities_of(problem, request.spec.kv_dtype, in_registers=form))
+        for form in (False, True)
+    )
+    found = [(in_tiles, evaluated(in_tiles, plain.tile))]
     if request.tile is None:
-        found += _tiles_of_few_rows(problem, plain.tile, request.few_rows)
-    chosen = min(found, key=_clocks_of_a_key)
-    note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
-    return plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
+        for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
+            few = _tiles_of_few_rows(form, plain.tile, request.few_rows)
+            found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
+    form, chosen = min(found, key=lambda each: _clocks_of_a_key(each[1]))
+    converted = "in shared memory, by the thread that copied it"
+    if form is in_registers:
+        converted = "in the registers of its product, as one warp has all rows"
+    note = f"{request.spec.kv_dtype} codes: each is converted once, {converted}"
+    return plan_of_tile(form, chosen, "given", (*plain.notes[1:], note))
 
 
 def plan_backward(

@@ -209,6 +209,17 @@ class Plan(LaunchRules):
         return int(self.quantities.get("e_kv", self.itemsize))
 
     @property
+    def tiles_hold_codes(self) -> bool:
+        """Whether tiles of K and V hold codes, which become elements in registers."""
+        return "k_row" in self.quantities
+
+    @property
+    def orders_queries(self) -> bool:
+        """Whether fragments of Q and of codes have the elements of a step in an order in which a
+        lane has four neighbours: tensor cores add all 16 of a step at once."""
+        return self.quantities.get("k_reads") == 1
+
+    @property
     def out_itemsize(self) -> int:
         """Bytes per element of O."""
         return 4 if self.partial else self.itemsize
@@ -327,7 +338,9 @@ class Plan(LaunchRules):
         model = MODELS[self.path][self.kernel, self.itemsize]
         model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
         model = model.form_of(self.column_warps, self.score_warps)
-        return of_codes(model) if self.kv_itemsize != self.itemsize else model
+        if self.kv_itemsize == self.itemsize:
+            return model
+        return of_codes(model, in_registers=self.tiles_hold_codes)
 
     @property
     def exchanges(self) -> bool:

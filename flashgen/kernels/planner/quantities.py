@@ -59,7 +59,12 @@ QUANTITIES = {
     "copy_ops": "instructions per access of a copy to shared memory",
     "one_tensor": "1 where the values are the first columns of the keys, in one tile",
     "e_kv": "bytes per code of a cache of codes",
-    "convert_ops": "instructions to copy a code and convert it to an operand element",
+    "convert_ops": "instructions to convert a code to an operand element; to copy it too, where it "
+    "becomes one in shared memory",
+    "row_ops": "instructions of a warp to find a row of codes and its scales",
+    "k_row": "bytes of a row of codes of K in shared memory, where they stay codes there",
+    "v_row": "those of a row of codes of V",
+    "k_reads": "times that each code of K is read from shared memory",
     "scale_reads": "reads of the scales of codes by work tiles, of K and as many of V",
     "scales_read": "bytes of the scales of codes that work tiles read",
     "q_moves": "1 where a call gives the tangent of Q, else 0",

@@ -1,6 +1,7 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
+It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic, or 6 %
+where the keys are codes.
 
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
@@ -18,6 +19,7 @@ from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.shared.arch import facts
@@ -144,4 +146,7 @@ def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> Spl
     columns = columns_of_launch(parts, arch, "forward").columns
     if columns not in (0, spec.head_dim_v):
         parts = with_columns(parts, columns)
-    return choose_split(plan_forward(PlanRequest(parts, arch)), heads_kv, sms)
+    # Tiles of few rows, as those of decoding calls, have slots of their own where they have codes.
+    coded = spec.kv_dtype is not None
+    plan = plan_forward(PlanRequest(parts, arch, few_rows=MMA_ROWS if coded else 0))
+    return choose_split(plan, heads_kv, sms, plan.kv_itemsize if coded else 0)

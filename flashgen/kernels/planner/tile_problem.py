@@ -114,7 +114,9 @@ class TileProblem:
         """The cost model of the kernel, of its first form where it has two."""
         model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
         model = model.of_values(int(self.given["d_v"]), one_tensor="one_tensor" in self.given)
-        return of_codes(model) if "e_kv" in self.given else model
+        if "e_kv" in self.given:
+            return of_codes(model, in_registers="k_row" in self.given)
+        return model
 
     def of_two_tensors(self) -> TileProblem:
         """The problem with values that are not columns of the keys: itself, where they are not."""
