@@ -1,7 +1,5 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic.
-
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
 the architecture, its SMs and the number of key heads alone. It cannot depend on the batch or on
@@ -130,18 +128,21 @@ def _plan_of_heads(
 
 
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
-    """The splits of all batch-invariant calls of a spec: `plan_splits` for a usual GPU and model.
+    """The splits of all batch-invariant calls of a spec, for a usual GPU and model.
 
     Args: as for `plan_splits`; the spec's keys may be packed.
     """
     heads_kv = usual_heads_kv(one_tensor=spec.shared_kv)
-    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms)
+    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms, invariant=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
+def _plan_splits(
+    spec: AttentionSpec, arch: str, heads_kv: int, sms: int, *, invariant: bool = False
+) -> SplitPlan:
     parts = split(spec)
     columns = columns_of_launch(parts, arch, "forward").columns
     if columns not in (0, spec.head_dim_v):
         parts = with_columns(parts, columns)
-    return choose_split(plan_forward(PlanRequest(parts, arch)), heads_kv, sms)
+    kernel = plan_forward(PlanRequest(parts, arch))
+    return choose_split(kernel, heads_kv, sms, invariant=invariant)
