@@ -77,7 +77,6 @@ CHOICES = (
     Choice("dsa", 576, 512, 128, 1, 1, 1, 2048, 131_072, shared_kv=True),
 )
 QUERIES, KEYS, LISTED = 8, 512, 128
-FEW_ROWS = 64  # of the tile of a call with few
 
 
 def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
@@ -140,12 +139,12 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
     of_queries, of_values = by_groups(spec, even), value_gradients(spec, even, of_groups)
     of_keys = by_keys(spec, even, of_groups)
     of_keys = with_columns(of_keys, choice.head_dim_v + 8)
-    forward = cheapest(of_queries, arch, "forward", few_rows=rows <= FEW_ROWS)
+    forward = cheapest(of_queries, arch, "forward", few_rows=rows)
     kernels = {
         "forward": (forward, by_group),
-        "dq": (cheapest(of_queries, arch, "queries"), by_group),
-        "dv": (cheapest(of_values, arch, "forward", few_rows=by_key[1] <= FEW_ROWS), by_key),
-        "dk": (cheapest(of_keys, arch, "queries"), by_key),
+        "dq": (cheapest(of_queries, arch, "queries", few_rows=rows), by_group),
+        "dv": (cheapest(of_values, arch, "forward", few_rows=by_key[1]), by_key),
+        "dk": (cheapest(of_keys, arch, "queries", few_rows=by_key[1]), by_key),
     }
     machine, found = facts(arch), {}
     for name, ((parts, kernel), (sequences, of_q, of_k)) in kernels.items():
@@ -157,17 +156,17 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
     return forward[0] * forward[1].cost, groups * rows * choice.most / computed, found
 
 
-def cheapest(spec: fg.AttentionSpec, arch: str, which: str, **options: bool) -> tuple[int, Plan]:
+def cheapest(spec: fg.AttentionSpec, arch: str, which: str, few_rows: int) -> tuple[int, Plan]:
     """How many launches have some columns of V each, and the plan of the kernel of one; on the path
     of all architectures where no tile of the architecture's own fits."""
     columns = columns_of_launch(spec, arch, which).columns
     if not columns:
-        return cheapest(spec, portable(arch), which, **options)
+        return cheapest(spec, portable(arch), which, few_rows)
     part = spec if columns == spec.head_dim_v else with_columns(spec, columns)
     parts = -(-int(spec.head_dim_v or 0) // columns)
     if which == "forward":
-        return parts, plan(part, arch, **options)
-    request = BackwardPlanRequest(part, arch, queries_alone=True)
+        return parts, plan(part, arch, few_rows=few_rows)
+    request = BackwardPlanRequest(part, arch, queries_alone=True, few_rows=few_rows)
     return parts, plan_schemes(request).kernels[-1]
 
 

@@ -230,7 +230,7 @@ def build(
     access_bytes: int | None = None,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
-    few_rows: bool = False,
+    few_rows: int = 0,
     ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
@@ -407,6 +407,7 @@ def build_backward(
     sizes: Sizes | None = None,
     memory: GpuMemory | None = None,
     queries_alone: bool = False,
+    few_rows: int = 0,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
@@ -414,13 +415,17 @@ def build_backward(
 
     Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
     groups of query heads may be divided; ``memory`` as for ``divides_groups``. With
-    ``queries_alone``, only the gradient of q is computed: the keys may be in the pages of a cache.
+    ``queries_alone``, only the gradient of q is computed: the keys may be in the pages of a cache,
+    and sequences may have ``few_rows``, for which the tile is planned.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
     request = BackwardPlanRequest(
-        *(spec, arch, sram, deterministic), tiles=_pairs(tiles), queries_alone=queries_alone
+        *(spec, arch, sram, deterministic),
+        tiles=_pairs(tiles),
+        queries_alone=queries_alone,
+        few_rows=few_rows,
     )
     if sizes is not None and not queries_alone:
         request = replace(request, in_parts=divides_groups(request, sizes, memory))

@@ -51,12 +51,13 @@ class HeadsPerTile:
     Attributes:
         heads: query heads per tile.
         reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
-        few_rows: whether the rows of a call fit in a tile of one warpgroup.
+        few_rows: rows of the smallest tile in which the rows of a call fit; 0: the tile of all
+            calls.
     """
 
     heads: int
     reason: str
-    few_rows: bool = False
+    few_rows: int = 0
 
 
 @dataclass(frozen=True)

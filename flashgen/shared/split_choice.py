@@ -33,6 +33,10 @@ LOADS = (
 )
 """The calls whose times decide."""
 
+LOADS_OF_ONE = LOADS[2:]
+"""The same where values are columns of the keys: one key head of a short sequence has the bytes of
+a few microseconds, whatever its splits."""
+
 GROUP = 4
 """Query heads for each key head in these calls. The choice cannot depend on the call, and 4 is the
 group of many models; fewer have fewer bytes beside the keys."""
@@ -129,12 +133,18 @@ class SplitPlan:
         return self.size if paged or few else 0
 
     @property
+    def loads(self) -> tuple[Load, ...]:
+        """The calls whose times decide."""
+        return LOADS if self.group == GROUP else LOADS_OF_ONE
+
+    @property
     def mean(self) -> float:
-        """The geometric mean of the times of `LOADS` over the HBM bound.
+        """The geometric mean of the times of `loads` over the HBM bound.
 
         A load weighs as much as another one whose time changes by the same factor.
         """
-        return math.prod(self.predicted(load).over_bound for load in LOADS) ** (1 / len(LOADS))
+        times = [self.predicted(load).over_bound for load in self.loads]
+        return math.prod(times) ** (1 / len(times))
 
     @property
     def of_prefill(self) -> float:
@@ -199,7 +209,7 @@ class SplitPlan:
             f"  of {self.group} heads for each of {self.heads_kv} key heads, {slots} slots; "
             "over the HBM bound = bytes + idle + merge"
         )
-        for load in LOADS:
+        for load in self.loads:
             found = self.predicted(load)
             yield (
                 f"  {load.batch:>4} x {load.keys:>7,} keys   {found.work_tiles:>5,} tiles, "

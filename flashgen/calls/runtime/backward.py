@@ -234,7 +234,7 @@ class PreparedBackward(PreparedCall):
         ranges = ranges_of(call, self.signature)
         memory = self.target.memory if call.group > 1 else None  # which decides on parts of groups
         if self.queries_alone:
-            builds = self.program.queries(self._kernel_arch, launch, ranges)
+            builds = self.program.queries(self._kernel_arch, launch, ranges, call.seq_q)
         else:
             builds = self.program.backward(
                 self._kernel_arch, deterministic, launch, ranges, call.sizes, memory

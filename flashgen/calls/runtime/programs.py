@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+MANY_ROWS = 256
+"""Rows of a sequence from which on the empty rows of its last tile do not choose the tile."""
+
 
 class LaunchableKernel(Protocol):
     """A compiled kernel with the facts of its launches: a `kernels.pipeline.Build`, for one."""
@@ -193,7 +196,7 @@ class CallProgram(abc.ABC):
         """
 
     def queries(
-        self, arch: str, launch: LaunchOptions, ranges: CallRanges
+        self, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
         """The kernels that compute the gradient of q alone, in the order of their launches."""
         raise AssertionError("only of specs, whose programs refuse no such call")
@@ -414,10 +417,11 @@ class SpecProgram(CallProgram):
         )
 
     def queries(
-        self, arch: str, launch: LaunchOptions, ranges: CallRanges
+        self, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_backward
 
+        rows = 1 << max(seq_q - 1, 0).bit_length()  # a power of two, so that kernels are few
         return build_backward(
             self._of_others,
             arch,
@@ -425,6 +429,7 @@ class SpecProgram(CallProgram):
             tiles=launch.tiles,
             ranges=ranges,
             queries_alone=True,
+            few_rows=rows if rows < MANY_ROWS else 0,
         )
 
     def tangent(

@@ -16,7 +16,7 @@ from flashgen.kernels.planner.requests import (
     TangentPlanRequest,
     tangents_of,
 )
-from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.kernels.planner.split_keys import (
     folds_splits,
     invariant_splits,
@@ -48,7 +48,7 @@ __all__ = [
     "choose_heads",
     "columns_of_launch",
     "feasible",
-    "fits_few_rows",
+    "few_rows_of",
     "folds_splits",
     "forward_traffic",
     "invariant_splits",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.kernels.planner import paper_policy
@@ -43,7 +43,12 @@ from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
 from flashgen.shared.launch_facts import DecodingTile
-from flashgen.shared.split_choice import choose_split, usual_heads_kv
+from flashgen.shared.split_choice import (
+    GROUP,
+    GROUP_OF_ONE,
+    choose_split,
+    usual_heads_kv,
+)
 from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.signature import of_elements
 from flashgen.spec.language.spec import AttentionSpec
@@ -64,7 +69,7 @@ def plan(
     spare_registers: int = 0,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
-    few_rows: bool = False,
+    few_rows: int = 0,
 ) -> Plan:
     """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
 
@@ -87,9 +92,9 @@ def plan(
         heads_per_tile: number of query heads that share K and V and one tile, of which each has an
             equal share of the rows. A number that does not divide the rows has the share of the
             next power of two. For a mask and block layout that are the same for all heads.
-        few_rows: whether the rows of a call with split keys or pages fit in a tile of one
-            warpgroup, which is planned then if it takes less time for the keys of a tile. The bits
-            of a row are the same in both tiles.
+        few_rows: rows of a call with split keys or pages, for which a tile of fewer warps is
+            planned where it takes less time for a key; 0 for the tile of all calls. The bits of a
+            row are the same in both tiles.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -149,7 +154,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
     call with few rows has a tile of few warps.
     """
     spec, arch = of_elements(request.spec), facts(portable(request.arch))
-    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=False))
+    plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=0))
     problem = problem_of(
         spec,
         arch,
@@ -159,17 +164,16 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         heads_per_tile=request.heads_per_tile,
     ).given_as(**quantities_of(request.spec.kv_dtype, arch))
     wide = evaluated(problem, plain.tile)
-    found = [wide]
-    warps = max(problem.model.warps_of_few_rows, warps_to_copy(problem))
-    while request.tile is None and warps <= plain.warps:
-        tile = replace(plain.tile, warps=warps, row_groups=1, blocks=1)
-        found += [each for each in occupancies(problem, tile) if not each.excesses]
-        warps *= 2
-    few = min(found, key=lambda each: each.cost * each.tile.owned)
-    decoding = _decoding_tile(problem, few, wide.cost, wide.cost)
+
+    def of_rows(rows: int) -> Evaluated:
+        few = () if request.tile else _tiles_of_few_rows(problem, plain.tile, rows)
+        found: list[Evaluated] = [wide, *few]
+        return min(found, key=_clocks_of_a_key)
+
+    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
+    decoding = _decoding_tile(problem, of_rows(group), wide.cost, wide.cost)
     note = f"{request.spec.kv_dtype} codes: each is converted once, by the thread that copied it"
-    chosen = few if request.few_rows else wide
-    planned = plan_of_tile(problem, chosen, "given", (*plain.notes[1:], note))
+    planned = plan_of_tile(problem, of_rows(request.few_rows), "given", (*plain.notes[1:], note))
     return replace(planned, decoding=decoding)
 
 
@@ -240,9 +244,7 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     if least is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     tile, decoding = _served_tile(shared, least)
-    found = given_tile(problem, tile)
-    if request.few_rows:
-        found = _of_few_rows(problem, found)
+    found = _of_few_rows(problem, given_tile(problem, tile), request.few_rows)
     extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
     best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
     assert best is not None, "the tile itself can have one head"
@@ -269,13 +271,14 @@ def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, Decoding
     tile.
     """
     found, of_all = [], problem.given_as(**most_registers_served(problem.spec, problem.given))
+    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
     for step in range(least.tile.unit, least.model.max_step + 1, least.tile.unit):
         tile = replace(least.tile, step=step)
         each = evaluated(problem, tile)
         divides = has_whole_boxes(problem, tile) < has_whole_boxes(problem, least.tile)
         if each.excesses or divides or each.cost > MOST_OF_PREFILL * least.cost:
             continue
-        few = _of_few_rows(of_all, each)
+        few = _of_few_rows(of_all, each, group)
         decoding = _decoding_tile(problem, few, each.cost, least.cost)
         plan = replace(plan_of_tile(problem, each, "given"), decoding=decoding)
         heads_kv = usual_heads_kv(one_tensor=plan.one_tensor)
@@ -295,21 +298,31 @@ def _decoding_tile(
     return DecodingTile(rows, blocks, clocks, key_bytes, cost, least_cost)
 
 
-def _of_few_rows(problem: TileProblem, wide: Evaluated) -> Evaluated:
-    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself.
-
-    The one that takes fewer clocks for its keys: rows that a call does not have are computed too.
-    """
-    model = problem.model
-    if not model.warps_of_few_rows:
-        return wide
+def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
+    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself."""
     found = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
-    for each in occupancies(problem, replace(wide.tile, warps=model.warps_of_few_rows, blocks=1)):
-        at = model.costs({**each.quantities, **columns})
+    for each in _tiles_of_few_rows(problem, wide.tile, rows):
+        at = problem.model.costs({**each.quantities, **columns})
         found.append(replace(each, quantities=at, cost=float(at["cost"])))
-    fitting = (each for each in found if not each.excesses)
-    return min(fitting, key=lambda each: each.cost * each.tile.owned)
+    return min(found, key=_clocks_of_a_key)
+
+
+def _tiles_of_few_rows(problem: TileProblem, wide: Tile, rows: int) -> Iterator[Evaluated]:
+    """The tiles that fit, with the keys of a tile and fewer rows, but not fewer than ``rows``; none
+    for 0 rows."""
+    warps = problem.model.warps_of_few_rows * wide.column_warps
+    while rows and 0 < warps <= wide.warps:
+        for row_groups in sorted({1, wide.row_groups}):
+            tile = replace(wide, warps=warps, row_groups=row_groups, blocks=1)
+            if rows <= tile.owned < wide.owned and warps >= warps_to_copy(problem):
+                yield from (each for each in occupancies(problem, tile) if not each.excesses)
+        warps *= 2
+
+
+def _clocks_of_a_key(each: Evaluated) -> float:
+    """Clocks that a tile takes for one key: rows that a call does not have are computed too."""
+    return each.cost * each.tile.owned
 
 
 def _check_heads(problem: TileProblem) -> None:

@@ -129,7 +129,7 @@ def _planned(request: BackwardPlanRequest, kernel: str) -> Plan | PlanError:
     """The plan of a kernel with scores; where no tile fits, the error, as another kernel may do."""
     spare, given = dict(request.spare_registers).get(kernel, 0), dict(request.tiles).get(kernel)
     problem = problem_of(request.spec, facts(request.arch), request.sram, 16, spare, kernel)
-    chosen = cheapest(problem) if given is None else given_tile(problem, given)
+    chosen = cheapest(problem, request.few_rows) if given is None else given_tile(problem, given)
     if chosen is None:
         return no_tile_fits(problem, given_sram=request.sram is not None)
     notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()

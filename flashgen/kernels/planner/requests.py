@@ -34,7 +34,7 @@ class PlanRequest:
     spare_registers: int = 0
     tile: Tile | None = None
     heads_per_tile: int = 1
-    few_rows: bool = False
+    few_rows: int = 0
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
@@ -92,6 +92,7 @@ class BackwardPlanRequest:
     tiles: tuple[tuple[str, Tile], ...] = ()
     in_parts: bool = False  # blocks of "fused", if chosen, own parts of groups of query heads
     queries_alone: bool = False  # the kernels of the gradient of q, and of no other
+    few_rows: int = 0  # of these kernels: the rows of each sequence; 0 for many
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)

@@ -119,12 +119,15 @@ def choose_heads(
     return HeadsPerTile(chosen, f"{of}: {saved}")
 
 
-def fits_few_rows(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> bool:
-    """Whether the queries of so many heads fit in the tile of few rows of calls that are served."""
+def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
+    """Rows of the smallest tile in which the queries of so many heads fit, in calls that are
+    served; 0 where that is the tile of all calls."""
     rows = MMA_ROWS * plan.model.warps_of_few_rows
-    if not spec.is_served or not 0 < rows < plan.block_q or heads > rows:
-        return False
-    return seq_q <= rows // head_places(rows, heads)
+    while spec.is_served and 0 < rows < plan.block_q:
+        if heads <= rows and seq_q <= rows // head_places(rows, heads):
+            return rows
+        rows *= 2
+    return 0
 
 
 def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:

@@ -61,6 +61,10 @@ class Evaluated:
         """The order of the search: by cost, among equals by instructions, and then by size."""
         return self.cost, float(self.quantities["issue"]), self.tile
 
+    def cost_of(self, rows: int) -> float:
+        """Clocks per score of sequences of so many rows, whose last tile has rows of none."""
+        return self.cost * math.ceil(rows / self.tile.owned) * self.tile.owned / rows
+
 
 def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
     """The tile, whether or not it fits."""
@@ -224,8 +228,11 @@ def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
 
 
 @functools.lru_cache(maxsize=1024)
-def cheapest(problem: TileProblem) -> Evaluated | None:
+def cheapest(problem: TileProblem, rows: int = 0) -> Evaluated | None:
     """The feasible tile of least predicted cost; None when there is none.
+
+    Args:
+        rows: those of each sequence of the side that blocks own, where they are few; 0 for many.
 
     Where boxes are gathered to tiles, of least cost of the scores that a block has in them; whole
     boxes of a block of the layout, or of a part of it, are preferred.
@@ -234,7 +241,8 @@ def cheapest(problem: TileProblem) -> Evaluated | None:
     fitting = [each for each in found if not each.excesses]
     gathered = [each for each in fitting if problem.gathers(each.tile)]
     if not gathered:
-        return min(fitting, key=lambda each: each.rank, default=None)
+        costs = (lambda each: (each.cost_of(rows), each.rank)) if rows else (lambda each: each.rank)
+        return min(fitting, key=costs, default=None)
     whole = [each for each in gathered if has_whole_boxes(problem, each.tile)]
     return min(whole or gathered, key=lambda each: (cost_in_layout(problem, each), each.tile))
 

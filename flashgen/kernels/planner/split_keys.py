@@ -17,7 +17,7 @@ from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
-from flashgen.kernels.planner.schedule import choose_heads, fits_few_rows
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
@@ -123,7 +123,7 @@ def _plan_of_heads(
     """The plan of a call, whose tiles have rows of several heads where these share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
-    few = fits_few_rows(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    few = few_rows_of(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 

@@ -110,6 +110,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
             f"/(row_groups*(1/2 + {pending}))",
         ),
         registers_of=registers_sm80,
+        warps_of_few_rows=1,
         cost_steps=(
             Formula("products", _products(itemsize, d_qk)),
             Formula("rest", rest),

@@ -174,7 +174,7 @@ class KernelModel:
         sharing: pairs (column_warps, score_warps) that the template supports.
         stages: number of buffers, where the kernel has a choice.
         warp_counts: numbers of computing warps that the template supports.
-        warps_of_few_rows: computing warps of a tile for the few rows of a call with split keys; 0
+        warps_of_few_rows: fewest computing warps of a tile for few rows of calls with split keys; 0
             where there is none.
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
