@@ -10,16 +10,17 @@ import torch
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.calls.ops import ForwardRun
+from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.run import profile_forward
+from tests.support.codes import Coded
 from tests.support.examples import COVERING, spec_path
 from tests.support.judged import FEW_BYTES, Call, check_gates, equal, example, forward_verdicts
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, SERVED
-from tests.support.planted import planted
+from tests.support.planted import caught, planted
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
@@ -277,3 +278,179 @@ def test_a_plan_names_the_kernel_of_a_part(arch: str) -> None:
         fg.plan(whole, arch)
     assert "head_dim_v=256, the kernel of a part of the columns of v" in caught.value.way_out
     assert fg.plan(whole.replace(head_dim_v=256), arch).block_k >= STEP
+
+
+# ---- values of which warps of the same rows hold shares, and exchange P --------------------------
+
+
+def exchanged(run: ForwardRun) -> None:
+    """A forward pass in one launch, whose kernel computes each score once and spills nothing."""
+    assert run.report.kernel is not None
+    assert run.report.others == ()
+    assert run.report.kernel.plan.exchanges
+    check_gates(run.report.kernel)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [
+        ("sm_80", (384, 384)),
+        *(slow("sm_80", dims) for dims in (*SHARES[1:], (576, 576), (64, 448), (128, 512))),
+        *(slow(arch, dims) for arch in ("sm_86", "sm_120") for dims in SHARES),
+    ],
+)
+def test_warps_of_a_row_exchange_p(arch: str, dims: tuple[int, int]) -> None:
+    exchanged(wide("causal", 1, arch, dims).judged_forward())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(384, 384), (576, 512)])
+@pytest.mark.parametrize("name", [*COVERING, "sigmoid", "alibi", "power", "retention"])
+def test_exchanges_of_covering_specs_meet_the_error_rule(name: str, dims: tuple[int, int]) -> None:
+    turn = list(COVERING).index(name) if name in COVERING else 1
+    exchanged(wide(name, turn, "sm_80", dims).judged_forward())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+@pytest.mark.parametrize("name", ["causal", "softcap", "sink", "packed_causal", "power"])
+def test_split_calls_that_exchange_meet_the_error_rule(name: str, arch: str) -> None:
+    exchanged(wide(name, 1, arch, (512, 512)).judged_forward(split_size=64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [4, 16, 64])
+@pytest.mark.parametrize("name", ["causal", "window", "softcap"])
+def test_paged_calls_that_exchange_meet_the_error_rule(name: str, page: int) -> None:
+    spec = SERVED[name].replace(head_dim=512, head_dim_v=448, dtype="bfloat16")
+    of = Sequences.of((2, 2), (130, 47), heads=(4, 1), dims=(512, 448), dtype="bfloat16")
+    exchanged(Paged(spec, of, page, how={"arch": "sm_80", "split_size": 64}).judged())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_codes_that_exchange_have_the_bits_of_elements(kv_dtype: str, queries: int) -> None:
+    spec = SERVED["causal"].replace(head_dim=384, head_dim_v=384, kv_dtype=kv_dtype)
+    call = Coded.of(spec, queries=queries)
+    found, expected = call.run(), call.of_elements()
+    assert found.plan is not None
+    assert expected.plan is not None
+    assert (found.plan.exchanges, found.plan.block_k) == (True, expected.plan.block_k)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "sink", "power"])
+def test_folded_splits_that_exchange_have_the_bits_of_merged_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, found = wide(name, 1, "sm_80", (384, 384)), []
+    for folds in (False, True):
+        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+        found.append(call.judged_forward(split_size=64))
+        assert found[-1].report.kernel is not None
+        plan = found[-1].report.kernel.plan
+        assert (plan.exchanges, plan.folds) == (True, folds)
+    assert equal(*found)
+
+
+@pytest.mark.slow
+def test_unaligned_operands_and_statistics_of_kernels_that_exchange() -> None:
+    spec = fg.load(spec_path("softcap")).replace(head_dim=384, head_dim_v=384, dtype="float16")
+    q, k, v = Case(33, 150, 1, 2, 1, "float16", 384, 384).tensors(seed=2)
+    op, request = fg.attention(spec), fg.AuxRequest(lse=True, max_scores=True)
+    moved = [torch.empty(*x.shape[:-1], 385, dtype=x.dtype)[..., 1:].copy_(x) for x in (q, k, v)]
+    results = [
+        op(*given, backend="emulator", arch="sm_80", return_aux=request)
+        for given in ((q, k, v), moved)
+    ]
+    (out, aux), (again, aux_again) = results
+    assert torch.equal(out, again)
+    assert aux.max_scores is not None
+    assert aux_again.max_scores is not None
+    assert torch.equal(aux.max_scores, aux_again.max_scores)
+    floats = fg.attention(spec.replace(dtype="float32"))
+    expected, aux_expected = floats(q.float(), k.float(), v.float(), return_aux=request)
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(aux.max_scores, aux_expected.max_scores, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dims", [(384, 384), slow((576, 512))])
+def test_keys_and_values_that_are_copied_in_panels_are_read_once_as_predicted(
+    dims: tuple[int, int],
+) -> None:
+    call = wide("causal", 1, "sm_80", dims)
+    for profile in profile_forward(call.spec, *call.qkv, arch="sm_80")[1]:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(448, 448), (576, 512)])
+def test_tiles_of_few_rows_that_exchange_have_the_bits_of_many(dims: tuple[int, int]) -> None:
+    spec = fg.load(spec_path("causal")).replace(
+        head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16"
+    )
+    q, k, v = Case(40, 150, 1, 2, 1, "bfloat16", *dims).tensors(seed=3)
+    how = {"backend": "emulator", "arch": "sm_80", "split_size": 128}
+    many = run_forward(spec, q, k, v, q_offset=110, **how)  # type: ignore[arg-type]
+    few = run_forward(spec, q[:, :, -1:], k, v, q_offset=149, **how)  # type: ignore[arg-type]
+    rows = []
+    for run in (many, few):
+        assert run.report.kernel is not None
+        assert run.report.kernel.plan.exchanges
+        rows.append(run.report.kernel.plan.block_q)
+    assert rows == [64, 16]
+    assert torch.equal(many.out[:, :, -1:], few.out)
+    assert torch.equal(many.lse[:, :, -1:], few.lse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order_seed", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "sigmoid"])
+def test_any_order_of_warps_that_exchange_is_right(name: str, order_seed: int) -> None:
+    call = wide(name, 1, "sm_80", (512, 512))
+    assert equal(call.forward(), call.forward(order_seed=order_seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "old", "new", "kind"),
+    [
+        ("maxima are read before all warps have written them",
+         "    }\n  }\n  __syncthreads();\n  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {\n"
+         "    UNROLL for (int j",
+         "    }\n  }\n  UNROLL for (int i = 0; i < 2 * ROW_GROUPS; ++i) {\n"
+         "    UNROLL for (int j", "Race"),
+        ("P is read before all warps have written it",
+         "      // Panels of V have arrived. Every warp is done with those in the other buffer.\n"
+         "      const unsigned next = smem_base + SMEM_K + buffer;\n"
+         "      buffer ^= BUFFER_BYTES;\n      copy_wait_all();\n      __syncthreads();",
+         "      const unsigned next = smem_base + SMEM_K + buffer;\n"
+         "      buffer ^= BUFFER_BYTES;\n      copy_wait_all();", "Race"),
+        ("panels are copied into the buffer that is read",
+         "copy_v(next, 0, k_start);", "copy_v(smem_base + SMEM_K + buffer, 0, k_start);", "Race"),
+        ("the maxima of the other warps are left out",
+         "x[i / 2][i % 2] = j == 0 ? y : join(x[i / 2][i % 2], y);",
+         "x[i / 2][i % 2] = j == warp / ROW_WARPS ? y : x[i / 2][i % 2];", ""),
+        ("the maxima are those of the tile before",
+         "lag = update_maxima(row_max, row_base, row_sum, factor, tile_max, exp_scale);",
+         "lag = update_maxima(row_max, row_base, row_sum, factor, row_max, exp_scale);", ""),
+        ("the keys of a warp are left out",
+         "const int first_key = warp / ROW_WARPS * SCORE_K;", "const int first_key = 0;", ""),
+        ("all warps have the first columns of a panel",
+         "const int first_column = warp / ROW_WARPS * SHARE;", "const int first_column = 0;", ""),
+    ],
+)  # fmt: skip
+def test_bugs_of_exchanges_are_caught(bug: str, old: str, new: str, kind: str) -> None:
+    case = Case(33, 300, 1, 2, 1, "bfloat16", 384, 384)
+    call = example(spec_path("causal"), case, arch="sm_80")
+    call.numbers["q_offset"] = 267
+    if kind:
+        with planted("forward", old, new), caught(kind):
+            call.forward()
+        return
+    with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
+        call.judged_forward()

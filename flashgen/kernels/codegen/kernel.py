@@ -34,6 +34,7 @@ from flashgen.kernels.codegen.text import DeviceFunction
 from flashgen.kernels.codegen.tidy import simplified, tidy, used
 from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
+from flashgen.kernels.planner.models.forward_sm80 import PANEL
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.shared.arch import version_of
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
@@ -160,6 +161,8 @@ def kernel(
         row_warpgroups="(ROW_WARPS / 4)" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
+        score_k="SCORE_K" if plan.exchanges else "BLOCK_K",
+        PANEL=PANEL,
         converts_e4m3=version_of(plan.arch)[:2] >= (8, 9),
         by_entry=by_entry,
         sets_length=any(

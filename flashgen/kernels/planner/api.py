@@ -303,7 +303,7 @@ def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
     found = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
     for each in _tiles_of_few_rows(problem, wide.tile, rows):
-        at = problem.model.costs({**each.quantities, **columns})
+        at = each.model.costs({**each.quantities, **columns})
         found.append(replace(each, quantities=at, cost=float(at["cost"])))
     return min(found, key=_clocks_of_a_key)
 

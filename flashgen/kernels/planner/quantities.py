@@ -32,6 +32,7 @@ QUANTITIES = {
     "dq_columns": "columns of a dQ tile per warp",
     "dq_groups": "warpgroups that divide the queries of a dQ tile; 1: they divide its columns",
     "syncs": "barriers per step",
+    "panels": "panels of 64 columns of K or V that are copied at once",
     "blocks": "resident blocks per SM",
     "M": "shared memory that one block can have, in bytes",
     "M_sm": "shared memory of an SM, in bytes",

@@ -23,6 +23,7 @@ from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
 from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
+from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
 from flashgen.kernels.planner.models.spec_terms import window_bytes
@@ -190,7 +191,9 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
         for column_warps, score_warps in model.sharing:
             few = 0 if problem.layout is None else model.warps_of_few_rows
             for warps in filter(None, (few, *model.warp_counts)):
-                if warps % column_warps or not _divides_output(problem, warps, column_warps):
+                if warps % column_warps:
+                    continue
+                if not _divides_output(problem, warps, column_warps, score_warps):
                     continue
                 for row_groups in model.row_groups:
                     unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
@@ -198,10 +201,13 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                         yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
 
 
-def _divides_output(problem: TileProblem, warps: int, column_warps: int) -> bool:
+def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:
     """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
     if problem.kernel != "forward" or column_warps == 1:
         return True
+    if score_warps > 1:
+        d_qk, d_v = int(problem.given["d_qk"]), int(problem.given["d_v"])
+        return d_v > WIDER_THAN and d_qk % PANEL == d_v % PANEL == 0
     groups = warps * MMA_ROWS // problem.path.group_rows
     # Columns of keys are those of whole swizzle patterns; a tile of V has panels of its own.
     unit = SWIZZLED // int(problem.given["e"]) if "one_tensor" in problem.given else DEPTH_STEP

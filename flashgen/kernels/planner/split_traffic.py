@@ -34,6 +34,9 @@ FORWARD_BYTES = Formula(
     "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
 )
 # Where caches hold codes, one lane of a warp reads the number of a page and its scales.
+# Where values are columns of the keys, and are read again as such.
+K_TWICE_READ = Formula("k_read", "e*d_qk*key_rows + e*d_v*value_rows", "B")
+NO_V_READ = Formula("v_read", "0", "B")
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
@@ -47,6 +50,7 @@ BOUND_BYTES = Formula("bound_bytes", "e*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows"
 OVER_BOUND = Formula("over_bound", "(forward_bytes + merge_bytes)/bound_bytes")
 
 OF_FORWARD = (Q_READ, K_READ, V_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN, FORWARD_BYTES)
+OF_FORWARD_OF_ONE = (Q_READ, K_TWICE_READ, NO_V_READ, *OF_FORWARD[3:])
 OF_FORWARD_ON_CODES = (
     *(Q_READ, K_CODES_READ, V_CODES_READ, SCALES_READ, PAGES_READ, O_WRITTEN, LSE_WRITTEN),
     Formula("forward_bytes", FORWARD_BYTES.text + " + scales_read", "B"),
@@ -182,7 +186,9 @@ def split_traffic(
 
 def _formulas(merges: bool, at: Mapping[str, Number]) -> tuple[Formula, ...]:
     forward: tuple[Formula, ...] = OF_FORWARD
-    bound = BOUND_BYTES_OF_ONE if "one_tensor" in at else BOUND_BYTES
+    bound = BOUND_BYTES
+    if "one_tensor" in at:
+        forward, bound = OF_FORWARD_OF_ONE if at["value_rows"] else forward, BOUND_BYTES_OF_ONE
     if "e_kv" in at:
         forward, bound = OF_FORWARD_ON_CODES, BOUND_BYTES_OF_CODES
     return (*forward, *(OF_MERGE if merges else ()), bound, OVER_BOUND)
@@ -216,7 +222,8 @@ def _count(
     if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
-    one, columns = plan.one_tensor, (plan.head_dim, plan.own_columns_of_v)
+    one, again = plan.one_tensor, plan.columns_read_again
+    columns = plan.head_dim, plan.own_columns_of_v + again
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in columns)
     for tile in chain(*walks):
         keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
@@ -238,6 +245,6 @@ def _count(
             keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
             if one:
                 keys, reads = valid, boxes + valid % box_rows * vectors
-        values = 0 if one else values
+        values = 0 if one and not again else values
         for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
             counts[name] += shared * count

@@ -228,9 +228,10 @@ def forward_traffic(
     pairs = batch * heads_q
     steps = sum(plan.steps_of(len(tiles)) for tiles in walks)
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
-    qk_row, v_row = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+    qk_row = plan.head_dim * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
-    v_row = plan.own_columns_of_v * plan.itemsize
+    again = plan.columns_read_again * plan.itemsize
+    own_v_row = plan.own_columns_of_v * plan.itemsize
     kv_touched = rows_in(set(chain(*walks)), plan.walked_keys, seq_k)
     q, o, lse = pairs * q_rows * qk_row, pairs * seq_q * o_row, pairs * seq_q * plan.lse_bytes
     neighbours = batch * neighbours_of_heads(plan, heads_q) * q_rows * qk_row
@@ -238,11 +239,11 @@ def forward_traffic(
     lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads
     return Traffic(
         q=q + neighbours,
-        k=shared * k_rows * qk_row,
-        v=shared * k_rows * v_row,
+        k=shared * k_rows * (qk_row + again),
+        v=shared * k_rows * own_v_row,
         o=o,
         lse=lse,
-        compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + v_row),
+        compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + own_v_row),
         scores=shared * steps * plan.block_q * plan.block_k,
         sink=batch * logits // heads * len(walks) * lanes,
     )

@@ -57,4 +57,7 @@ def of_codes(model: KernelModel) -> KernelModel:
         if formula.name == "l2":
             text = text.replace("e*(", "e_kv*(")
         steps.append(Formula(formula.name, text, formula.unit))
-    return replace(model, cost_steps=tuple(steps), warps_of_few_rows=WARPS_OF_FEW_ROWS)
+    other = of_codes(model.other_form) if model.other_form else None
+    return replace(
+        model, cost_steps=tuple(steps), warps_of_few_rows=WARPS_OF_FEW_ROWS, other_form=other
+    )

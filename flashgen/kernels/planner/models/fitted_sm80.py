@@ -18,6 +18,9 @@ FORWARD_REGISTERS = {2: 64, 4: 62}
 # For each accumulator element of S, while it becomes an operand of P V.
 FORWARD_PENDING = {2: Fraction(1, 8), 4: Fraction(1, 2)}
 
+# Besides the columns of O and the fragments of P, where warps exchange P.
+EXCHANGE_REGISTERS = 56
+
 # Registers that a spec adds, on the sm_90a path too. A score_mod is evaluated for several elements
 # at once. A mask that is not one interval of keys per row is evaluated for each tile. From sm_90
 # on, the compiler interleaves more instructions.

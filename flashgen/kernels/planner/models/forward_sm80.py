@@ -6,8 +6,15 @@ memory (stages 1): V is copied during Q K^T, the next K during softmax and P V. 
 in registers. At the end, O is staged in shared memory over Q, K and V.
 
 Where values are the first columns of keys, one tile serves both products, and the next one is
-copied to a second buffer meanwhile. Warps may then own the same rows, each with a share of the
-columns of O: each of them computes the scores of these rows.
+copied to a second buffer meanwhile. For float32 warps may then own the same rows, each with a share
+of the columns of O: each of them computes the scores of these rows.
+
+Wide heads of 16 bits have another form, in which O fits and a step is not limited to the few keys
+whose rows fit in shared memory. Warps that own the same rows share the scores: each computes those
+of some keys, the maxima and P pass through shared memory, and each multiplies P with a share of the
+columns of V. K and V are copied in panels of 64 columns, as many at once as fit twice: while one
+buffer is multiplied, the other one is filled. Values that are columns of the keys are read as a
+tensor of their own, the second time from L2.
 """
 
 from __future__ import annotations
@@ -79,6 +86,80 @@ def _products(itemsize: int, d_qk: str) -> str:
     )
 
 
+# ---- wide heads: warps of a row exchange P, and K and V come in panels of columns ----------------
+
+PANEL = 64  # columns: 128 bytes, after which the order of vectors in shared memory repeats
+WIDER_THAN = 320  # columns of V; the kernels of fewer have each row in one warp
+EXCHANGES = ((2, 2), (4, 4))  # a warp has at least 16 columns of a panel
+_ROOM = "min(M, M_sm/blocks - reserved)"
+# Q, over which O is staged, P, and a number of each warp of a row.
+_OWNED = "e*block_q*(max(d_qk, d_v) + block_k) + 4*block_q*column_warps"
+PANELS_AT_ONCE = Formula(
+    "panels",
+    f"max(1, min(max(d_qk, d_v)/{PANEL}, floor(({_ROOM} - ({_OWNED}))/({2 * PANEL}*e*block_k))))",
+)
+_RING = f"{2 * PANEL}*e*panels*block_k"
+EXCHANGED_PARTS = (
+    Formula("smem_q", "e*block_q*d_qk"),
+    Formula("O's end", "e*block_q*max(0, d_v - d_qk)"),
+    Formula("smem_p", "e*block_q*block_k"),
+    Formula("smem_rows", "4*block_q*column_warps"),
+    Formula("smem_k", _RING),
+)
+# One barrier before each buffer is read, and one between the writes and the reads of the maxima.
+SYNCS = Formula("syncs", f"ceil(d_qk/({PANEL}*panels)) + ceil(d_v/({PANEL}*panels)) + 1")
+# The columns of O, and the fragments of P of a whole step.
+_OF_EXCHANGE = "row_groups*(d_v/column_warps + block_k/2)/2"
+_OWN_OF_EXCHANGE = f"{fitted.EXCHANGE_REGISTERS} + extra"
+
+
+def _exchanging(form: KernelModel) -> KernelModel:
+    """The form for wide heads, from the form whose warps have their rows alone."""
+    # B operands for the rows of a warp; A operands: Q for the keys of a warp, and P by each warp.
+    reads = "e*((d_qk + d_v)/(16*row_groups) + d_qk*column_warps/block_k + column_warps)"
+    share = "column_warps/(row_groups*block_k)"
+    # The maxima and P pass through shared memory.
+    rest = (
+        f"{fitted.FORWARD_INSTRUCTIONS[2]} + 1 + score_ops + dropout_ops"
+        f" + ({fitted.FORWARD_STEP_INSTRUCTIONS} + 2*{fitted.EXCHANGED_TILE_INSTRUCTIONS})*{share}"
+        " + copy_ops*e*(d_qk + d_v)/(access*block_q)"
+    )
+    return replace(
+        form,
+        sizes=(Formula("stages", "2"), PANELS_AT_ONCE),
+        smem=Formula("smem", f"{_OWNED} + {_RING}", "B"),
+        parts=EXCHANGED_PARTS,
+        smem_bound=Formula(
+            "block_k",
+            f"({_ROOM} - block_q*(e*max(d_qk, d_v) + 4*column_warps))"
+            f"/(e*(block_q + {2 * PANEL}*panels))",
+        ),
+        registers=Formula("registers", f"{_OF_EXCHANGE} + {_OWN_OF_EXCHANGE}"),
+        register_bound=Formula(
+            "block_k",
+            f"(register_limit - ({_OWN_OF_EXCHANGE}))*4/row_groups - 2*d_v/column_warps",
+        ),
+        cost_steps=(
+            Formula("reads", reads, "B"),
+            Formula("products", "(d_qk + d_v)/64 + reads/16"),
+            Formula("rest", rest),
+            Formula("tensor", "factors*(d_qk + d_v)/tensor_rate", "clk"),
+            Formula(
+                "shared", f"(reads + e + e*(d_qk + d_v)/block_q)/{SMEM_BYTES_PER_CLOCK}", "clk"
+            ),
+            *rates("forward", "1", SUSTAINED),
+            ALONE,
+            OVERLAP,
+            OCCUPIED,
+            SYNCS,
+            Formula("barriers", "syncs*barrier/(block_q*block_k*blocks)", "clk"),
+            COST,
+        ),
+        sharing=EXCHANGES,
+        one_tensor=None,
+    )
+
+
 def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
     """The forward kernel for operands of this number of bytes per element."""
     d_qk, copied = columns.of_scores, columns.copied
@@ -129,6 +210,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
             COST,
         ),
     )
+    made = replace(made, other_form=_exchanging(made) if itemsize == 2 else None)
     if columns is TWO_TENSORS:
         return replace(made, one_tensor=_forward(itemsize, ONE_TENSOR))
     return replace(
@@ -137,7 +219,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
         parts=ONE_PARTS,
         smem_bound=ONE_BLOCK_K_BY_SMEM,
         stages=2,
-        sharing=tuple((warps, 1) for warps in COLUMN_WARPS),
+        sharing=((1, 1),) if itemsize == 2 else tuple((warps, 1) for warps in COLUMN_WARPS),
     )
 
 
