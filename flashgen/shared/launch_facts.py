@@ -100,6 +100,26 @@ class LaunchMachine(NamedTuple):
     clear_clocks: float
 
 
+class DecodingTile(NamedTuple):
+    """The tile of calls with few query rows, by which the number of keys of a split is chosen.
+
+    Attributes:
+        rows: its query rows.
+        blocks: blocks that an SM runs at the same time.
+        clocks: clocks of such a block for each of its keys.
+        key_bytes: bytes of a row of K and a row of V in memory.
+        cost: clocks of an SM for each score in the tile of many rows, which has the same keys.
+        least_cost: the same in the cheapest tile of many rows.
+    """
+
+    rows: int
+    blocks: int
+    clocks: float
+    key_bytes: int
+    cost: float
+    least_cost: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchRules(ABC):
     """What the launches of a kernel depend on, and their rules: the grid and the sizes of buffers.
@@ -124,6 +144,7 @@ class LaunchRules(ABC):
     sums_tile: tuple[int, int] | None = None
     integer_bits: int = 32
     one_tensor: bool = False
+    decoding: DecodingTile | None = None
 
     @property
     @abstractmethod

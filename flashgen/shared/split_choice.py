@@ -1,47 +1,49 @@
-"""The number of keys of a split, chosen from a tile, the key heads and the slots of a GPU.
+"""The number of keys of a split, chosen from a tile, the key heads and the SMs of a GPU.
 
-Each split costs bytes beside its keys: the queries are read again, and a part is written and read.
-Long splits have few of them, and leave prefills few parts. Short ones divide the work evenly. Where
-none with few bytes divides it evenly, the one with which the slots are busiest is chosen; where
-values are columns of the keys, whose parts are large, or codes, the one that takes the least time.
+Long splits leave SMs idle where a call has few keys, or in the last round; short ones have larger
+parts, more steps that nothing overlaps, and a longer merge. The size is chosen with which calls of
+a few stated loads take the least predicted time over the HBM bound. It depends on no call, because
+the bits of a row, and a CUDA graph, depend on it. Batch-invariant calls, which split the keys of
+training and of every prefill, have the size with which both take the least time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
-from flashgen.shared.launch_facts import LaunchRules
+from flashgen.shared.launch_facts import DecodingTile, LaunchRules
 
-LENGTHS = (32_768, 49_152, 65_536, 98_304, 131_072)
-"""Numbers of keys of one sequence for which the SMs are kept busy."""
 
-LEAST_BUSY = 0.875
-"""The wanted share of the time in which an SM has work, for each of `LENGTHS`. Multiples of the 160
-keys of a tile do not reach 0.9 for 8 key heads on 132 SMs."""
+class Load(NamedTuple):
+    """Sequences of one length, with one query each."""
 
-MOST_OVER_BOUND = 1.05
-"""The bytes of a split over those of its keys and values, at most."""
+    batch: int
+    keys: int
 
-MOST_OVER_BOUND_OF_CODES = 1.06
-"""The same where a cache has codes: what a split has beside its keys weighs twice as much. Numbers
-and scales of pages are counted with it."""
 
-OF_PAGE = 12
-"""Bytes of the number of a page of codes and of its scales."""
+LOADS = (
+    *(Load(1, keys) for keys in (8_192, 16_384, 32_768, 65_536, 131_072)),
+    Load(8, 8_192),
+    Load(64, 4_096),
+)
+"""The calls whose times decide."""
 
-PAGE = 16
-"""Keys of a page for which they are counted: those of many servers."""
+LOADS_OF_ONE = LOADS[2:]
+"""The same where values are columns of the keys: one key head of a short sequence has the bytes of
+a few microseconds, whatever its splits."""
 
 GROUP = 4
-"""Query heads for each key head, for which bytes are counted. The choice cannot depend on the call,
-and 4 is the group of many models; fewer have fewer bytes beside the keys."""
+"""Query heads for each key head in these calls. The choice cannot depend on the call, and 4 is the
+group of many models; fewer have fewer bytes beside the keys."""
 
 GROUP_OF_ONE = 64
-"""Those for which the time is compared where values are columns of the keys: 16 to 128 heads share
-one key head in models with latent attention. Their parts have the bytes of hundreds of keys."""
+"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
+latent attention. Their parts have the bytes of hundreds of keys."""
 
 HEADS_KV = 8
 """Key heads for which batch-invariant calls have their splits: those of many models. The number in
@@ -50,49 +52,53 @@ a call is less where ranks share the heads."""
 HEADS_KV_OF_ONE = 1
 """The same where values are columns of the keys: ranks share the query heads of one key head."""
 
+MOST_BYTES_OF_CODES = 1.06
+"""The bytes of a call over those of its codes, at most. Where a GPU has many slots, as for tiles of
+codes, the predicted time of few work tiles is too long, and would ask for very short splits."""
+
+OF_PAGE = 12
+"""Bytes of the number of a page of codes and of its scales."""
+
+PAGE = 16
+"""Keys of a page for which they are counted: those of many servers."""
+
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
 behind its border is computed. It has two tiles at least, so that one is loaded during another."""
 
-_MOST_KEYS = 1 << 14
+MERGE_WARPS_OF_SM = 24
+"""Warps of the kernel that merges parts, which an SM holds at the same time."""
+
+PARTS_IN_FLIGHT = 32
+"""Parts of which each lane of that kernel has an element in flight."""
+
+MERGE_LOADS = 2
+"""Loads of that kernel of which each needs the one before: of LSE, then of O."""
+
+_FLOAT = 4
+_MOST_KEYS = 1 << 13
 
 
-@dataclass(frozen=True)
-class SplitBytes:
-    """Bytes that the launches of a call move for a split, by the formulas of its traffic.
+class PredictedLoad(NamedTuple):
+    """The predicted time of a load, each over the time in which K, V, q and out move once.
 
     Attributes:
-        of_key: bytes of a row of K and a row of V.
-        of_part: bytes of a split beside its keys: q of `GROUP` heads is read, their parts and LSE
-            are written and read, and the warps of a block read the length of the sequence.
-        heads: query heads of a key head for which times are compared.
-        of_codes: whether keys and values are codes of a cache.
+        work_tiles, rounds: of the forward kernel.
+        moved: the bytes of the forward kernel.
+        idle: what its rounds take beyond that: the last one, and steps that nothing overlaps.
+        merge: the kernel that merges the parts.
     """
 
-    of_key: int
-    of_part: int
-    heads: int
-    of_codes: bool = False
+    work_tiles: int
+    rounds: int
+    moved: float
+    idle: float
+    merge: float
 
     @property
-    def large_parts(self) -> bool:
-        """Whether parts decide on the time: they have the bytes of hundreds of keys, or stand
-        beside codes, whose tiles of one warp have so many slots that few lengths fill them."""
-        return self.heads > GROUP or self.of_codes
-
-    def over_bound(self, keys: int) -> float:
-        """The bytes of a split over those of its keys and values."""
-        return 1 + self.of_part / (keys * self.of_key) + self.of_pages
-
-    @property
-    def of_pages(self) -> float:
-        """The bytes of the numbers and scales of pages over those of keys and values."""
-        return OF_PAGE / (PAGE * self.of_key) if self.of_codes else 0
-
-    @property
-    def most(self) -> float:
-        """The largest `over_bound` of a choice."""
-        return MOST_OVER_BOUND_OF_CODES if self.of_codes else MOST_OVER_BOUND
+    def over_bound(self) -> float:
+        """The time of both launches."""
+        return self.moved + self.idle + self.merge
 
 
 @dataclass(frozen=True)
@@ -104,16 +110,24 @@ class SplitPlan:
         few_rows: query rows of a key head that one work tile, or two, compute.
         block_k: keys of a tile.
         heads_kv: key heads, whose splits are work tiles each.
-        slots: blocks that run at the same time.
-        bytes: the bytes of a split.
+        sms: SMs of the GPU.
+        arch: the architecture, whose product's rates are those of each SM.
+        tile: the tile of calls with few rows.
+        group: query heads of a key head for which times are compared.
+        row_bytes: bytes of a row of q and of a row of out.
+        columns: columns of O.
     """
 
     size: int
     few_rows: int
     block_k: int
     heads_kv: int
-    slots: int
-    bytes: SplitBytes
+    sms: int
+    arch: str
+    tile: DecodingTile
+    group: int
+    row_bytes: tuple[int, int]
+    columns: int
 
     def size_of(self, call: CheckedCall, *, paged: bool) -> int:
         """The split_size of a call that gives none; 0: its keys are not split.
@@ -129,117 +143,135 @@ class SplitPlan:
         return self.size if paged or few else 0
 
     @property
-    def over_bound(self) -> float:
-        """The bytes of a split over those of its keys and values."""
-        return self.bytes.over_bound(self.size)
+    def loads(self) -> tuple[Load, ...]:
+        """The calls whose times decide."""
+        return LOADS if self.group == GROUP else LOADS_OF_ONE
 
     @property
-    def suffices(self) -> bool:
-        """Whether the slots are kept busy."""
-        return min(map(self.busy, LENGTHS)) >= LEAST_BUSY
+    def mean(self) -> float:
+        """The geometric mean of the times of `loads` over the HBM bound.
+
+        A load weighs as much as another one whose time changes by the same factor.
+        """
+        times = [self.predicted(load).over_bound for load in self.loads]
+        return math.prod(times) ** (1 / len(times))
 
     @property
-    def least_busy(self) -> tuple[float, int]:
-        """The least `busy` of all lengths from the first of `LENGTHS` on, and where it is.
-
-        It is just past a number of whole rounds. Later ends of rounds lose less.
-        """
-        lengths = {LENGTHS[0]}
-        first = math.ceil(LENGTHS[0] / self.size)
-        for splits in range(first, first + 2 * self.slots):
-            if self._rounds(splits + 1) > self._rounds(splits):
-                lengths.add(splits * self.size + 1)
-        return min((self.busy(keys), keys) for keys in lengths)
-
-    def busy(self, keys: int) -> float:
-        """The share of the time in which slots have work, where keys take equal times.
-
-        The last split may have few keys.
-        """
-        rounds = self._rounds(math.ceil(keys / self.size))
-        return self.heads_kv * keys / (rounds * self.slots * self.size)
+    def bytes_of_codes(self) -> float:
+        """The bytes of a call over those of its keys and values: queries are read in each split,
+        parts are written and read, and so are the numbers and scales of pages."""
+        of_q, _ = self.row_bytes
+        of_split = self.group * (of_q + 2 * _FLOAT * (self.columns + 1))
+        return 1 + (of_split / self.size + OF_PAGE / PAGE) / self.tile.key_bytes
 
     @property
-    def time(self) -> float:
-        """The mean time of a sequence of each of `LENGTHS`, over that of an even division.
+    def of_prefill(self) -> float:
+        """The time of a prefill over that with the cheapest tile and without splits.
 
-        The time is that of a split's bytes, and of one more tile, which nothing overlaps.
+        In each split of a block nothing overlaps one step, Q is read again, and the O of the splits
+        before is written and read.
         """
-        of_parts = (self.over_bound - 1) * self.bytes.heads / GROUP
-        of_split = 1 + of_parts + self.block_k / self.size
-        return sum(of_split / self.busy(keys) for keys in LENGTHS) / len(LENGTHS)
+        tile, (of_q, _) = self.tile, self.row_bytes
+        moved = (of_q + 2 * _FLOAT * self.columns) / facts(self.arch).l2_bytes_per_clock
+        return tile.cost / tile.least_cost * (1 + (self.block_k + moved / tile.cost) / self.size)
 
-    def _rounds(self, splits: int) -> int:
-        return math.ceil(self.heads_kv * splits / self.slots)
+    def predicted(self, load: Load) -> PredictedLoad:
+        """The predicted time of a load, by the formulas of `flashgen.kernels.planner.duration`.
+
+        Splits have equal times here, whatever their keys, and one row of O has one block of the
+        merge.
+        """
+        gpu, tile = facts(self.arch), self.tile
+        batch, keys = load
+        hbm_rate = gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz) * self.sms
+        of_q, of_out = self.row_bytes
+        of_part, heads = _FLOAT * (self.columns + 1), batch * self.heads_kv
+        rows, splits = heads * self.group, math.ceil(keys / self.size)
+        moved = heads * keys * tile.key_bytes + rows * (of_q + splits * of_part)
+
+        work_tiles = heads * splits * math.ceil(self.group / tile.rows)
+        slots = self.sms * tile.blocks
+        rounds = math.ceil(work_tiles / slots)
+        of_edges = min(self.group, tile.rows) * (of_q + _FLOAT * self.columns)
+        longest = min(self.size, keys)
+        of_tile = tile.clocks * (longest + self.block_k) + of_edges / gpu.l2_bytes_per_clock
+        hbm = moved / hbm_rate
+        full_rounds = hbm * (rounds - 1) * slots / work_tiles
+        forward = max(rounds * of_tile * keys / (splits * longest), hbm, full_rounds + of_tile)
+
+        warps = math.ceil(self.columns / 32)
+        blocks = min(8, MERGE_WARPS_OF_SM // warps)
+        resident = min(blocks, math.ceil(rows / self.sms))
+        in_flight = 32 * _FLOAT * PARTS_IN_FLIGHT * warps
+        rate = min(gpu.l2_bytes_per_clock / resident, in_flight / gpu.memory_latency)
+        of_row = splits * of_part + of_out + _FLOAT
+        of_block = MERGE_LOADS * gpu.memory_latency + of_row / rate
+        merge = max(math.ceil(rows / (self.sms * blocks)) * of_block, rows * of_row / hbm_rate)
+
+        bound = (heads * keys * tile.key_bytes + rows * (of_q + of_out)) / hbm_rate
+        return PredictedLoad(
+            *(work_tiles, rounds, hbm / bound, (forward - hbm) / bound),
+            merge=merge / bound if splits > 1 else 0.0,
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        tiles = self.size // self.block_k
-        wanted = f"{self.slots} slots busy for {LEAST_BUSY:.0%} of the time"
-        if self.suffices:
-            why = f"about the most that keeps {wanted}"
-        else:
-            chosen = "takes the least time" if self.bytes.large_parts else "comes nearest"
-            why = f"none with few bytes keeps {wanted}, this one {chosen}"
-        yield f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: {why}"
-        for keys in LENGTHS:
-            tiles = self.heads_kv * math.ceil(keys / self.size)
-            yield (
-                f"  {keys:>9,} keys   work_tiles = {self.heads_kv}*ceil({keys}/{self.size}) = "
-                f"{tiles:,}   busy = {self.busy(keys):.1%}"
-            )
-        least, where = self.least_busy
-        yield f"  between them busy is least at {where:,} keys: {least:.1%}"
-        pages = f" + {OF_PAGE}/({PAGE}*{self.bytes.of_key})" if self.bytes.of_codes else ""
+        tiles, slots = self.size // self.block_k, self.sms * self.tile.blocks
         yield (
-            f"  bytes for {GROUP} heads over those of the keys = 1 + {self.bytes.of_part}/"
-            f"({self.size}*{self.bytes.of_key}){pages} = {self.over_bound:.3f}, "
-            f"at most {self.bytes.most}"
+            f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: these calls take "
+            f"the least time, in their geometric mean {self.mean:.3f}"
         )
-        if self.bytes.large_parts and not self.suffices:
+        yield (
+            f"  of {self.group} heads for each of {self.heads_kv} key heads, {slots} slots; "
+            "over the HBM bound = bytes + idle + merge"
+        )
+        for load in self.loads:
+            found = self.predicted(load)
             yield (
-                f"  time for {self.bytes.heads} heads, with one more tile of each split, over that "
-                f"of an even division: mean of these lengths {self.time:.3f}"
+                f"  {load.batch:>4} x {load.keys:>7,} keys   {found.work_tiles:>5,} tiles, "
+                f"{found.work_tiles / slots:6.2f} of {found.rounds:>2} rounds   "
+                f"{found.over_bound:.3f} = {found.moved:.3f} + {found.idle:.3f} + {found.merge:.3f}"
             )
+        yield f"  a prefill over one without splits, in its best tile: {self.of_prefill:.3f}"
 
 
-def choose_split(kernel: LaunchRules, heads_kv: int, sms: int, code_bytes: int = 0) -> SplitPlan:
+def choose_split(
+    kernel: LaunchRules, heads_kv: int, sms: int, *, invariant: bool = False
+) -> SplitPlan:
     """The splits of a call that gives no split_size.
 
     Args:
-        kernel: the plan or the facts of the forward kernel, with one query head in a tile.
+        kernel: the plan or the facts of the forward kernel with split keys or pages, with one query
+            head in a tile.
         heads_kv: key heads.
         sms: SMs of the GPU.
-        code_bytes: those of a code of the cache; 0 where it has elements.
+        invariant: whether a prefill decides as much as `LOADS`: that of training, for the splits
+            of batch-invariant calls.
     """
-    of_split, slots = _bytes_of(kernel, code_bytes), sms * kernel.blocks_per_sm
-    few_rows = kernel.block_q * (2 if kernel.one_tensor else 1)
-    step = math.lcm(STEP, kernel.block_k)
-    few_bytes = [
-        SplitPlan(size, few_rows, kernel.block_k, heads_kv, slots, of_split)
-        for size in range(2 * step, _MOST_KEYS, step)
-        if of_split.over_bound(size) <= of_split.most
-    ]
-    busy = [each for each in few_bytes if each.suffices]
-    if not busy:  # few key heads, or so many SMs that no split suffices
-        if few_bytes[0].bytes.large_parts:
-            return min(few_bytes, key=lambda each: each.time)
-        return max(few_bytes, key=lambda each: sorted(map(each.busy, LENGTHS)))
-    return busy[-1]
+    assert kernel.decoding is not None, "a kernel of calls that are served"
+    e, step = kernel.itemsize, math.lcm(STEP, kernel.block_k)
+    plan = SplitPlan(
+        size=2 * step,
+        few_rows=kernel.block_q * (2 if kernel.one_tensor else 1),
+        block_k=kernel.block_k,
+        heads_kv=heads_kv,
+        sms=sms,
+        arch=kernel.arch,
+        tile=kernel.decoding,
+        group=GROUP_OF_ONE if kernel.one_tensor else GROUP,
+        row_bytes=(e * kernel.head_dim, e * kernel.head_dim_v),
+        columns=kernel.head_dim_v,
+    )
+    sizes = range(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
+    plans = [replace(plan, size=size) for size in sizes]
+    own_columns = kernel.head_dim + (0 if kernel.one_tensor else kernel.head_dim_v)
+    if plan.tile.key_bytes < e * own_columns:  # codes
+        plans = [each for each in plans if each.bytes_of_codes <= MOST_BYTES_OF_CODES] or plans
+    return min(plans, key=lambda each: each.mean * (each.of_prefill if invariant else 1))
 
 
 def usual_heads_kv(*, one_tensor: bool) -> int:
     """The key heads for which batch-invariant calls have their splits."""
     return HEADS_KV_OF_ONE if one_tensor else HEADS_KV
-
-
-def _bytes_of(kernel: LaunchRules, code_bytes: int) -> SplitBytes:
-    d_qk, d_v, e = kernel.head_dim, kernel.head_dim_v, kernel.itemsize
-    part = 2 * 4 * d_v + 2 * 4  # O and LSE, float32, written and read
-    lengths = 4 * (kernel.warps + kernel.is_persistent)  # one warp of the producer reads it too
-    of_key = (code_bytes or e) * (d_qk + kernel.own_columns_of_v)
-    of_part = GROUP * (e * d_qk + part) + lengths
-    heads = GROUP_OF_ONE if kernel.one_tensor else GROUP
-    return SplitBytes(of_key, of_part, heads, of_codes=code_bytes > 0)

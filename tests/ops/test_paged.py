@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.kernels.planner import plan_backward, plan_splits
 from flashgen.shared.paths import PATHS
-from flashgen.shared.split_choice import LEAST_BUSY, LENGTHS, MOST_OVER_BOUND
 
 Tensor = torch.Tensor
 
@@ -176,14 +176,14 @@ def test_operations_are_counted_over_the_keys_of_each_sequence() -> None:
 
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("heads_kv", [1, 2, 4, 8, 32])
-def test_the_planned_split_keeps_sms_busy_and_has_few_bytes(heads_kv: int, arch: str) -> None:
+def test_the_planned_split_has_whole_tiles_and_the_least_time(heads_kv: int, arch: str) -> None:
     spec = SPEC.replace(head_dim=128, dtype="bfloat16")
     planned = plan_splits(spec, arch, heads_kv)
-    assert planned.size % math.lcm(16, planned.block_k) == 0
-    assert planned.over_bound <= MOST_OVER_BOUND
-    # Beside fewer key heads, splits that are short enough have more bytes, or no whole tiles.
-    enough = heads_kv > {"sm_80": 2, "sm_90a": 4}[arch]
-    assert (min(map(planned.busy, LENGTHS)) >= LEAST_BUSY) == enough
+    step = math.lcm(16, planned.block_k)
+    assert planned.size % step == 0
+    assert planned.size >= 2 * planned.block_k
+    others = [replace(planned, size=step * n) for n in range(2, 8192 // step + 1)]
+    assert planned.mean == min(each.mean for each in others)
     assert f"split_size = {planned.size:,}" in str(planned)
 
 

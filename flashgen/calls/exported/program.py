@@ -240,7 +240,7 @@ class ExportedProgram(CallProgram):
     def invariant_split(self, target: Target) -> int:
         facts = self._facts_of_split(target)
         heads_kv = usual_heads_kv(one_tensor=facts.one_tensor)
-        return choose_split(facts, heads_kv, facts.machine.sms).size
+        return choose_split(facts, heads_kv, facts.machine.sms, invariant=True).size
 
     def _facts_of_split(self, target: Target) -> LaunchFacts:
         """The facts of the forward kernel with split keys and one query head in a tile.

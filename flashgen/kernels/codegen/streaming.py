@@ -7,9 +7,10 @@ from flashgen.kernels.codegen.readers import param_of_table, params_of_tensor
 from flashgen.kernels.codegen.source import Param, Source
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import queries_of_sums
-from flashgen.kernels.planner.streaming_kernels import PARTS_IN_FLIGHT, lanes_of_row
+from flashgen.kernels.planner.streaming_kernels import lanes_of_row
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS
 from flashgen.shared.launch_facts import CONVERT_KERNELS, SPAN
+from flashgen.shared.split_choice import PARTS_IN_FLIGHT
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.tensor import Tensor
 

@@ -10,7 +10,10 @@ from flashgen.kernels.planner import paper_policy
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.models.codes_sm80 import quantities_of
-from flashgen.kernels.planner.models.spec_terms import served_registers
+from flashgen.kernels.planner.models.spec_terms import (
+    most_registers_served,
+    served_registers,
+)
 from flashgen.kernels.planner.plan_errors import (
     check_size,
     given_tile,
@@ -30,6 +33,7 @@ from flashgen.kernels.planner.search import (
     Evaluated,
     cheapest,
     evaluated,
+    has_whole_boxes,
     obstacles_to_sharing,
     occupancies,
     shapes,
@@ -38,9 +42,20 @@ from flashgen.kernels.planner.search import (
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
+from flashgen.shared.launch_facts import DecodingTile
+from flashgen.shared.split_choice import (
+    GROUP,
+    GROUP_OF_ONE,
+    choose_split,
+    usual_heads_kv,
+)
 from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.signature import of_elements
 from flashgen.spec.language.spec import AttentionSpec
+
+MOST_OF_PREFILL = 1.1
+"""The cost of the tile of calls with split keys over that of the cheapest one, at most: a prefill
+has the keys of a tile that calls of one query have."""
 
 
 @called_by_users()
@@ -152,17 +167,25 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         problem.given_as(**quantities_of(problem, request.spec.kv_dtype, in_registers=form))
         for form in (False, True)
     )
-    found = [(in_tiles, evaluated(in_tiles, plain.tile))]
-    if request.tile is None:
-        for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
-            few = _tiles_of_few_rows(form, plain.tile, request.few_rows)
-            found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
-    form, chosen = min(found, key=lambda each: _clocks_of_a_key(each[1]))
+    wide = evaluated(in_tiles, plain.tile)
+
+    def of_rows(rows: int) -> tuple[TileProblem, Evaluated]:
+        found = [(in_tiles, wide)]
+        if request.tile is None:
+            for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
+                few = _tiles_of_few_rows(form, plain.tile, rows)
+                found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
+        return min(found, key=lambda each: _clocks_of_a_key(each[1]))
+
+    form, chosen = of_rows(request.few_rows)
+    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
+    decoding = _decoding_tile(*of_rows(group), wide.cost, wide.cost)
     converted = "in shared memory, by the thread that copied it"
     if form is in_registers:
         converted = "in the registers of its product, as one warp has all rows"
     note = f"{request.spec.kv_dtype} codes: each is converted once, {converted}"
-    return plan_of_tile(form, chosen, "given", (*plain.notes[1:], note))
+    planned = plan_of_tile(form, chosen, "given", (*plain.notes[1:], note))
+    return replace(planned, decoding=decoding)
 
 
 def plan_backward(
@@ -225,22 +248,65 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     Raises:
         PlanError: no tile fits, or this number of heads cannot share the one of all calls.
     """
-    chosen = cheapest(replace(problem, heads_per_tile=2))
-    if chosen is None:
+    # The bits of a row depend on block_k, which therefore may depend neither on the lengths of a
+    # call nor on its heads.
+    shared = replace(problem, heads_per_tile=2)
+    least = cheapest(shared)
+    if least is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
-    found = given_tile(problem, chosen.tile)
-    found = _of_few_rows(problem, found, request.few_rows)
-    # The bits of a row depend on block_k, which therefore may not depend on the lengths of a call.
+    tile, decoding = _served_tile(shared, least)
+    found = _of_few_rows(problem, given_tile(problem, tile), request.few_rows)
     extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
     best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
     assert best is not None, "the tile itself can have one head"
-    note = (
+    notes = [
         f"split keys: one tile for every call, which any heads can share: "
         f"{found.cost:.4f} clk against {best.cost:.4f} of the best one"
-    )
+    ]
+    if decoding.cost > decoding.least_cost:
+        notes.append(
+            f"calls of one query want block_k {tile.step} rather than {least.tile.step}, "
+            f"with which a prefill takes {decoding.cost / decoding.least_cost:.3f} times the clocks"
+        )
     # Two heads can share all tiles of more than 16 rows, where no box of TMA has rows of both.
     policy = "given" if problem.path.copies_by_tma else request.policy
-    return plan_of_tile(problem, found, policy, (note,))
+    return replace(plan_of_tile(problem, found, policy, tuple(notes)), decoding=decoding)
+
+
+def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, DecodingTile]:
+    """The tile of all calls with split keys, and that of those with few rows.
+
+    The keys of a tile divide those of a split, which decide on the time of calls of one query: of
+    the tiles that cost little more than the cheapest one, the one with which these take the least
+    time, in the mean of `flashgen.shared.split_choice.LOADS`. Calls with pages and without have one
+    tile.
+    """
+    found, of_all = [], problem.given_as(**most_registers_served(problem.spec, problem.given))
+    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
+    for step in range(least.tile.unit, least.model.max_step + 1, least.tile.unit):
+        tile = replace(least.tile, step=step)
+        each = evaluated(problem, tile)
+        divides = has_whole_boxes(problem, tile) < has_whole_boxes(problem, least.tile)
+        if each.excesses or divides or each.cost > MOST_OF_PREFILL * least.cost:
+            continue
+        few = _of_few_rows(of_all, each, group)
+        decoding = _decoding_tile(problem, few, each.cost, least.cost)
+        plan = replace(plan_of_tile(problem, each, "given"), decoding=decoding)
+        heads_kv = usual_heads_kv(one_tensor=plan.one_tensor)
+        found.append((choose_split(plan, heads_kv, problem.arch.sms).mean, tile, decoding))
+    _, chosen, decoding = min(found)
+    return chosen, decoding
+
+
+def _decoding_tile(
+    problem: TileProblem, few: Evaluated, cost: float, least_cost: float
+) -> DecodingTile:
+    at = few.quantities
+    columns = at["d_qk"] + (0 if "one_tensor" in problem.given else at["d_v"])
+    rows, blocks = int(at["block_q"]), few.tile.blocks
+    key_bytes = int(at.get("e_kv", at["e"]) * columns)
+    clocks = few.cost * rows * blocks
+    return DecodingTile(rows, blocks, clocks, key_bytes, cost, least_cost)
 
 
 def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.kernels.planner.kernel_plan import Plan
@@ -52,7 +53,8 @@ def plan_of_tile(
     reads_sink = problem.kernel in ("forward", "tangent") and not merged
     sink = spec.sink if reads_sink else None
     parts = {part.name: int(part(at)) for part in found.model.parts}
-    offsets, end = {}, 0
+    offsets: dict[str, Any] = {}
+    end = 0
     for name, size in parts.items():
         if size and name.startswith("smem"):
             offsets[name] = end

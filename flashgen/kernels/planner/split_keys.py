@@ -1,8 +1,5 @@
 """Chooses split_size for calls that give none.
 
-It is small enough to fill the SMs, and large enough to add at most 5 % of memory traffic, or 6 %
-where the keys are codes.
-
 Few queries over many keys make few work tiles, which are divided into splits of the keys. Long
 splits write few partial results; short ones divide the work evenly. The choice depends on the spec,
 the architecture, its SMs and the number of key heads alone. It cannot depend on the batch or on
@@ -19,7 +16,6 @@ from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.shared.arch import facts
@@ -132,21 +128,21 @@ def _plan_of_heads(
 
 
 def invariant_splits(spec: AttentionSpec, arch: str) -> SplitPlan:
-    """The splits of all batch-invariant calls of a spec: `plan_splits` for a usual GPU and model.
+    """The splits of all batch-invariant calls of a spec, for a usual GPU and model.
 
     Args: as for `plan_splits`; the spec's keys may be packed.
     """
     heads_kv = usual_heads_kv(one_tensor=spec.shared_kv)
-    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms)
+    return _plan_splits(without_dropout(spec), arch, heads_kv, facts(arch).sms, invariant=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_splits(spec: AttentionSpec, arch: str, heads_kv: int, sms: int) -> SplitPlan:
+def _plan_splits(
+    spec: AttentionSpec, arch: str, heads_kv: int, sms: int, *, invariant: bool = False
+) -> SplitPlan:
     parts = split(spec)
     columns = columns_of_launch(parts, arch, "forward").columns
     if columns not in (0, spec.head_dim_v):
         parts = with_columns(parts, columns)
-    # Tiles of few rows, as those of decoding calls, have slots of their own where they have codes.
-    coded = spec.kv_dtype is not None
-    plan = plan_forward(PlanRequest(parts, arch, few_rows=MMA_ROWS if coded else 0))
-    return choose_split(plan, heads_kv, sms, plan.kv_itemsize if coded else 0)
+    kernel = plan_forward(PlanRequest(parts, arch))
+    return choose_split(kernel, heads_kv, sms, invariant=invariant)

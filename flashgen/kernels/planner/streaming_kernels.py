@@ -13,6 +13,7 @@ from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, WARP, facts
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.split_choice import MERGE_LOADS, MERGE_WARPS_OF_SM, PARTS_IN_FLIGHT
 from flashgen.spec.language.spec import AttentionSpec
 
 # By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
@@ -43,13 +44,11 @@ CONVERT_SMEM = Formula("smem", "e*block_q*columns", "B")  # a tile of the gradie
 CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*columns", "B")
 
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
-MERGE_WARPS_OF_SM = 24
 MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
 # Of the results of split keys there are many parts and few rows. A row then has a block, and each
 # lane one column with the loads of 32 parts in flight: the parts of an element are added one after
 # the other, as a kernel adds them that has all splits of its rows.
 ROW_WARPS = Formula("row_warps", "ceil(d_v/32)")
-PARTS_IN_FLIGHT = 32
 PART_BYTES = 4  # an element of a part is a float32
 PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
 MERGED_TRAFFIC = Formula("row_bytes", "e*d_v + 4", "B")
@@ -134,7 +133,7 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     at: dict[str, Number] = {
         "lanes": lanes,
         "loads": MERGED_AT_ONCE * of_lane,
-        "chained_loads": 2,  # of LSE, then of O
+        "chained_loads": MERGE_LOADS,
     }
     formulas: tuple[Formula, ...] = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
     note = (

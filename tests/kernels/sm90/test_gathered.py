@@ -169,10 +169,17 @@ def test_a_tile_has_live_boxes_alone() -> None:
 # What is wrong, and how.
 BUGS = {
     "a live word of another tile": (
-        "record[RECORD_LIVE + thread / 32]",
+        "record[RECORD_LIVE + (unsigned)thread / 32]",
         "records[(k.parity * STAGES + k.index) * RECORD_WORDS + RECORD_LIVE + thread / 32]",
     ),
-    "a live word of other rows": ("RECORD_LIVE + thread / 32", "RECORD_LIVE + (thread / 32 ^ 1)"),
+    "a live word of other rows": (
+        "RECORD_LIVE + (unsigned)thread / 32",
+        "RECORD_LIVE + (thread / 32 ^ 1)",
+    ),
+    "masks of tiles whose first box has none": (
+        "if (masked & ((1u << BOXES) - 1))",
+        "if (masked & 1)",
+    ),
     "a box of the wrong base": ("exists ? own * BOX_K", "exists ? (own + 1) * BOX_K"),
     "a key of another box": ("const int k_start = record[box];", "const int k_start = record[0];"),
     "V of the next tile": ("full_v, of_v", "full_v, k_start"),

@@ -10,7 +10,7 @@ import sympy
 
 from flashgen.kernels.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
-from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
@@ -224,6 +224,18 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     needed = (not usual or reads) + (reads and not spec.is_softmax)
     more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
     return more - fitted_sm90.PAGED_SEARCH_REGISTERS * (spec.paged and searches(spec))
+
+
+def most_registers_served(spec: AttentionSpec, at: Quantities) -> dict[str, Number]:
+    """The registers of the variant of a served spec, with pages or without, that takes the most.
+
+    Args:
+        at: the quantities of the spec.
+    """
+    if "searching" not in at or not searches(spec):
+        return {}
+    extra = at["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * spec.paged
+    return {"extra": extra, "searching": max(at["searching"], fitted_sm90.GATHER_REGISTERS)}
 
 
 def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
