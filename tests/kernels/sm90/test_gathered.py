@@ -194,8 +194,9 @@ BUGS = {
 def test_planted_bugs_are_caught(bug: str) -> None:
     old, new = BUGS[bug]
     spec = sparse_spec(32, 32, causal, dtype="float16", head_dim=64)
+    tile = Tile(step=64, warps=8, row_groups=1, blocks=1)
     with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
-        judged(spec, Case(100, 333, 1, 1, 1), tile=Tile(step=64, warps=8, row_groups=1, blocks=1))
+        judged(spec, Case(100, 333, 1, 1, 1), density=0.7, offsets=(100, 0), tile=tile)
 
 
 def test_the_tile_has_rows_of_few_blocks_where_these_differ() -> None:
