@@ -58,6 +58,12 @@ def test_tiles_of_16_to_64_rows_have_the_keys_of_the_wide_one(head_dim: int, dty
     assert rows[0] < rows[-1]
 
 
+@pytest.mark.parametrize("head_dim", [8, 16])
+def test_small_heads_have_tiles_whose_products_the_launch_has_registers_for(head_dim: int) -> None:
+    spec = split(CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim))
+    assert build(spec, "sm_90a", few_rows=64).binary.resources.clean
+
+
 def test_exponentials_are_divided_as_in_the_wide_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the cheapest tile, as no tile that splits suit better has divided exponentials."""
     monkeypatch.setattr(api, "MOST_OF_PREFILL", 1.0)

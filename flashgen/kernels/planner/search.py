@@ -22,7 +22,7 @@ from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
-from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN
+from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN, PRODUCT_REGISTERS
 from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
@@ -145,6 +145,11 @@ def _excesses(
     if at["registers"] > at["register_limit"]:
         yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
     resident = tile.blocks * (tile.warps + model.other_warps)
+    product = tile.step // 2 + PRODUCT_REGISTERS
+    if problem.kernel == "forward" and product > at.get("launched", product):
+        # The assembler allots one instruction of a warpgroup within the registers of the launch,
+        # which the consumers take more than.
+        yield Excess("registers of a product", product, at["launched"], "")
     if resident > arch.warps_per_sm:
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:

@@ -57,6 +57,8 @@ FORWARD_WGMMA_INSTRUCTIONS = 3.7
 FORWARD_INSTRUCTIONS = 4.5
 # Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
 EXCHANGE_INSTRUCTIONS = 0.25
+# Registers that the assembler needs for Q K^T beside its sums: it asks for 130 with 208 keys.
+PRODUCT_REGISTERS = 26
 # The further ones of an exponential on FMA units instead of special-function units.
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.
