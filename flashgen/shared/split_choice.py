@@ -260,7 +260,7 @@ def choose_split(
         sms=sms,
         arch=kernel.arch,
         tile=kernel.decoding,
-        group=GROUP_OF_ONE if kernel.one_tensor else GROUP,
+        group=usual_group(one_tensor=kernel.one_tensor),
         row_bytes=(e * kernel.head_dim, e * kernel.head_dim_v),
         columns=kernel.head_dim_v,
     )
@@ -270,6 +270,11 @@ def choose_split(
     if plan.tile.key_bytes < e * own_columns:  # codes
         plans = [each for each in plans if each.bytes_of_codes <= MOST_BYTES_OF_CODES] or plans
     return min(plans, key=lambda each: each.mean * (each.of_prefill if invariant else 1))
+
+
+def usual_group(*, one_tensor: bool) -> int:
+    """The query heads of a key head for which splits are chosen."""
+    return GROUP_OF_ONE if one_tensor else GROUP
 
 
 def usual_heads_kv(*, one_tensor: bool) -> int:

@@ -44,9 +44,8 @@ from flashgen.shared.arch import facts, portable
 from flashgen.shared.errors import called_by_users
 from flashgen.shared.launch_facts import DecodingTile
 from flashgen.shared.split_choice import (
-    GROUP,
-    GROUP_OF_ONE,
     choose_split,
+    usual_group,
     usual_heads_kv,
 )
 from flashgen.spec.language.chosen_specs import of_kernels
@@ -178,7 +177,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         return min(found, key=lambda each: _clocks_of_a_key(each[1]))
 
     form, chosen = of_rows(request.few_rows)
-    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
+    group = usual_group(one_tensor="one_tensor" in problem.given)
     decoding = _decoding_tile(*of_rows(group), wide.cost, wide.cost)
     converted = "in shared memory, by the thread that copied it"
     if form is in_registers:
@@ -282,7 +281,7 @@ def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, Decoding
     tile.
     """
     found, of_all = [], problem.given_as(**most_registers_served(problem.spec, problem.given))
-    group = GROUP_OF_ONE if "one_tensor" in problem.given else GROUP
+    group = usual_group(one_tensor="one_tensor" in problem.given)
     for step in range(least.tile.unit, least.model.max_step + 1, least.tile.unit):
         tile = replace(least.tile, step=step)
         each = evaluated(problem, tile)

@@ -247,11 +247,11 @@ def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
 def cheapest(problem: TileProblem, rows: int = 0) -> Evaluated | None:
     """The feasible tile of least predicted cost; None when there is none.
 
-    Args:
-        rows: those of each sequence of the side that blocks own, where they are few; 0 for many.
-
     Where boxes are gathered to tiles, of least cost of the scores that a block has in them; whole
     boxes of a block of the layout, or of a part of it, are preferred.
+
+    Args:
+        rows: those of each sequence of the side that blocks own, where they are few; 0 for many.
     """
     found = [best_occupancy(problem, shape) for shape in shapes(problem)]
     fitting = [each for each in found if not each.excesses]

@@ -33,10 +33,10 @@ LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
 FORWARD_BYTES = Formula(
     "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
 )
-# Where caches hold codes, one lane of a warp reads the number of a page and its scales.
 # Where values are columns of the keys, and are read again as such.
 K_TWICE_READ = Formula("k_read", "e*d_qk*key_rows + e*d_v*value_rows", "B")
 NO_V_READ = Formula("v_read", "0", "B")
+# Where caches hold codes, one lane of a warp reads the number of a page and its scales.
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")

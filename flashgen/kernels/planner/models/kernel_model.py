@@ -228,7 +228,7 @@ class KernelModel:
         return self.wide[1] if self.wide and columns > self.wide[0] else self
 
     def form_of(self, *pair: int) -> KernelModel:
-        """The model of the form for such a pair (column_warps, score_warps): by default this one"""
+        """The model of the form for a pair (column_warps, score_warps), by default this one."""
         return next((form for form in self.other_forms if pair in form.sharing), self)
 
     @functools.cached_property
