@@ -189,7 +189,7 @@ def test_a_block_with_few_companions_is_bound_by_its_loads_in_flight_or_by_l2(ar
     assert value(many, "from_l2") == pytest.approx(latency + of_many)
     # Parts are loaded beside their LSE where that costs no more than the wait for these.
     assert latency < clocks(1, 1) < clocks(1, 32) < 1.25 * latency
-    assert 2 * latency < clocks(gpu.sms, 32) < 3 * latency
+    assert value(at(gpu.sms, 32), "block_time") > 2 * latency
     many = at(64 * gpu.sms, 20)
     assert many.bound == "hbm"
     assert many.seconds == pytest.approx(
