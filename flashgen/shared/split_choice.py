@@ -68,7 +68,7 @@ STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
 behind its border is computed. It has two tiles at least, so that one is loaded during another."""
 
-MERGE_WARPS_OF_SM = 24
+MERGE_WARPS_OF_SM = 20
 """Warps of the kernel that merges parts, which an SM holds at the same time."""
 
 PARTS_IN_FLIGHT = 32

@@ -211,7 +211,7 @@ def test_parts_loaded_beside_their_lse_give_the_same_bits() -> None:
     sink = torch.tensor([-INF, 0.5])
     for given in ((), (merged, sink)):
         found = run_splits(out, lse, *given)
-        with planted("merge", "early = ", "early = false && "):
+        with planted("merge", "bool loaded = ", "bool loaded = false && "):
             waits = run_splits(out, lse, *given)
         for mine, same in zip(found[:2], waits[:2], strict=True):
             assert torch.equal(mine, same)
