@@ -188,6 +188,12 @@ class LaunchRules(ABC):
         return any(second == self.kernel for _, second in self.code_path.dependents)
 
     @property
+    def of_splits(self) -> bool:
+        """Whether a "merge" is one of the results over split keys, whose blocks have 32 columns of
+        a row each."""
+        return self.kernel == "merge" and self.block_q == 1
+
+    @property
     def launches(self) -> int:
         """Launches per backward pass: exact sums first need the greatest contribution."""
         return 2 if self.kernel == "captured_exact" else 1
@@ -226,6 +232,8 @@ class LaunchRules(ABC):
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
             heads *= 1 if self.streams else parts
+        if self.of_splits:
+            length *= -(-self.head_dim_v // 32)
         if packed and self.kernel != "delta":
             return (length // block + batch) << head_bits, heads >> head_bits, splits
         entries = 1 if packed else batch * splits

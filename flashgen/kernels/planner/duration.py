@@ -14,7 +14,8 @@ the last round is not shorter than one of its work tiles.
 A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
 may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
 of global memory's rate. And it moves at most the bytes of the loads that it has in flight in the
-time that one load takes (Little's law). Loads of which each needs the one before wait in turn.
+time that one load takes (Little's law), which loads in flight together take once. Loads of which
+each needs the one before wait in turn.
 
 `benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
 libraries with their published ones, and `benchmarks/report.py --model-errors` those of flashgen's
@@ -48,6 +49,7 @@ from flashgen.kernels.planner.traffic import (
 )
 from flashgen.shared.arch import WARP, facts
 from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.split_choice import waits_of_merge
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
@@ -74,8 +76,9 @@ STREAMING_FORMULAS = (
     ROUNDS,
     Formula("resident", "min(blocks, ceil(work_tiles/sms))"),
     Formula("in_flight", f"{16 * WARP}*loads*warps", "B"),
-    Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B"),
-    Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk"),
+    Formula("from_l2", "latency + bytes/work_tiles*resident/l2_rate", "clk"),
+    Formula("in_turn", "latency*bytes/work_tiles/in_flight", "clk"),
+    Formula("block_time", "(chained_loads - 1)*latency + max(from_l2, in_turn)", "clk"),
     Formula("quantisation", "rounds*slots/work_tiles"),
     Formula("work", "block_time*work_tiles/slots", "clk"),
     HBM,
@@ -170,6 +173,8 @@ def duration_of(
     if streams:
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
+        if plan.of_splits:
+            at["chained_loads"] = waits_of_merge(plan.arch, work_tiles, splits)
     else:
         begun = at["begun"] = BEGUN(at)
         if plan.folds:

@@ -443,11 +443,6 @@ class Plan(LaunchRules):
         return 32 * (self.warps + self.other_warps)
 
     @property
-    def of_splits(self) -> bool:
-        """Whether a "merge" is one of the results over split keys."""
-        return "row_warps" in self.quantities
-
-    @property
     def binding(self) -> tuple[str, ...]:
         """Names of the constraints that keep the tile from being larger."""
         return tuple(line.name for line in self.derivation if line.binding)
