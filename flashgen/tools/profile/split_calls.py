@@ -84,13 +84,13 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         return None
     entries = []
     for length, batch in batches.items():
-        walks = []
+        walks: list[SplitWalk] = []
         for part, behind in _splits(spec, replace(call, batch=batch), length):
+            first = not (plan.folds and walks)
             if part.seq_k == 0:
-                walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes))))
+                walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes)), writes=first))
                 continue
             heads = walks_of(known._replace(problem=part), mask, plan)
-            first = not (plan.folds and walks)
             walks += [SplitWalk(walk, behind, writes=first) for walk in heads]
         entries.append((batch, walks))
     by_tma = plan.code_path.copies_by_tma
