@@ -73,8 +73,8 @@ def split_of_call(
 STARTED = Formula("started", "(block_k + e*d_qk/(l2_rate*cost))/split_size")
 JOINED = Formula("joined", "restarted*block_k/split_size")
 SHARE = Formula("share", "rows/(block_q*work_tiles)")
-WRITTEN = Formula("written", "4*d_v/(l2_rate*cost*split_size)*share")
 MOVED = Formula("moved", "4*d_v/(hbm_rate*cost*split_size)*share")
+WRITTEN = Formula("written", "4*d_v/(l2_rate*cost*split_size)*share + moved")
 KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*work_tiles)")
 FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
 PARTS_WORK = Formula("work", "1 + started + written")
@@ -122,7 +122,7 @@ def folds_splits(
         at["rows"] = call.heads_q * call.seq_q
     uneven = {Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k
     rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
-    FormulaSequence(STARTED, JOINED, SHARE, WRITTEN, MOVED, KEYS_MOVED)(at)
+    FormulaSequence(STARTED, JOINED, SHARE, MOVED, WRITTEN, KEYS_MOVED)(at)
     folded = at | {"hbm": at["keys_moved"]}
     parts = at | {
         "hbm": at["keys_moved"] + at["moved"],
