@@ -53,9 +53,12 @@ from flashgen.shared.split_choice import waits_of_merge
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
-# The same for each further split of a block that has all of them: Q is read again, and the finished
-# O is written and read.
-RESTARTED = Formula("restarted", "1 + (e*d_qk + 2*4*d_v)/(l2_rate*cost*block_k)")
+# For each further split of a block that has all of them, the finished O is written and read. Where
+# warps that copy have loaded the next keys by then, its first step takes longer than the pace of
+# steps by what others overlap; elsewhere nothing overlaps it.
+REFILLED = Formula("refilled", "1")
+REFILLED_AHEAD = Formula("refilled", "(alone - pace)/cost")
+RESTARTED = Formula("restarted", "refilled + 2*4*d_v/(l2_rate*cost*block_k)")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 FORMULAS = (
     SLOTS,
@@ -178,7 +181,7 @@ def duration_of(
     else:
         begun = at["begun"] = BEGUN(at)
         if plan.folds:
-            formulas = (*FORMULAS[:3], RESTARTED, *FORMULAS[3:])
+            formulas = (*FORMULAS[:3], *restart_formulas(plan), *FORMULAS[3:])
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
@@ -192,7 +195,9 @@ def duration_of(
 
 def step_facts(plan: Plan) -> dict[str, Number]:
     """The tile, its cost and the rate of L2: what tells how long a step takes."""
+    paces = {name: plan.quantities[name] for name in ("alone", "pace") if name in plan.quantities}
     return {
+        **paces,
         "block_q": plan.block_q,
         "block_k": plan.block_k,
         "e": plan.itemsize,
@@ -201,6 +206,18 @@ def step_facts(plan: Plan) -> dict[str, Number]:
         "l2_rate": facts(plan.arch).l2_bytes_per_clock,
         "cost": plan.cost,
     }
+
+
+def restart_formulas(plan: Plan) -> tuple[Formula, Formula]:
+    """The steps that each further split of a block takes, which has all splits of its rows."""
+    return (REFILLED_AHEAD if "pace" in plan.quantities else REFILLED), RESTARTED
+
+
+def restarted_steps(plan: Plan) -> float:
+    """The last of `restart_formulas`."""
+    at = step_facts(plan)
+    FormulaSequence(*restart_formulas(plan))(at)
+    return float(at["restarted"])
 
 
 def gaps_between(plans: Sequence[Plan]) -> float:
@@ -325,7 +342,7 @@ def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
         clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
         lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]
     if walk.restarts:
-        restarted = RESTARTED(step_facts(plan))
+        restarted = restarted_steps(plan)
         lengths = [x + restarted * n for x, n in zip(lengths, walk.restarts, strict=True)]
     times = group * tiles // len(lengths)  # more than 1 where the heads of a group walk alike
     parts, _ = plan.parts_of_group(*sizes)

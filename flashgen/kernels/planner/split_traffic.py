@@ -212,12 +212,13 @@ def _count(
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
+    own = queries  # whose Q is read: once where a block has all splits of its rows
+    if plan.folds:
+        own = sizes.seq_q if walk.writes and sizes.seq_k else 0
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
     touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
-    counts["query_rows"] += queries * (
-        pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
-    )
+    counts["query_rows"] += own * (pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q))
     if walk.writes:
         counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
         counts["lse_rows"] += pairs * sizes.seq_q

@@ -89,15 +89,15 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     early = PARTS_IN_FLIGHT if waits_of_merge(plan.arch, blocks, call.splits) == 1 else 0
     entries = []
     for length, batch in batches.items():
-        walks = []
+        walks: list[SplitWalk] = []
         splits = _splits(spec, replace(call, batch=batch), length)
         for place, (part, behind) in enumerate(splits):
-            loads = place < early
+            loads, first = place < early, not (plan.folds and walks)
             if part.seq_k == 0:
-                walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes)), early=loads))
+                walk = Walk(LaunchSizes(*part.sizes))
+                walks.append(SplitWalk(walk, writes=first, early=loads))
                 continue
             heads = walks_of(known._replace(problem=part), mask, plan)
-            first = not (plan.folds and walks)
             walks += [SplitWalk(walk, behind, writes=first, early=loads) for walk in heads]
         entries.append((batch, walks))
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
