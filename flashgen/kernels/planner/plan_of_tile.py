@@ -74,6 +74,7 @@ def plan_of_tile(
         warps=tile.warps,
         column_warps=tile.column_warps,
         score_warps=tile.score_warps,
+        cluster=tile.cluster,
         stages=int(at["stages"]),
         access_bytes=int(at["access"]),
         **offsets,

@@ -78,6 +78,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "blocks": tile.blocks,
         "column_warps": tile.column_warps,
     }
+    if model.clusters != (1,):
+        at["cluster"] = tile.cluster
     if tile.column_warps > 1 and model.stages_of_shares:
         at["stages"] = model.stages_of_shares
     if problem.kernel != "forward":
@@ -154,6 +156,8 @@ def _excesses(
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
+    if tile.cluster not in (fitting := problem.clusters(model, tile.column_warps)):
+        yield Excess("blocks per cluster", tile.cluster, max(fitting), "")
     if tile.warps < (least := warps_to_copy(problem)):
         yield Excess("warps to copy a row", least, tile.warps, "")
     yield from obstacles_to_sharing(
@@ -208,7 +212,10 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                 for row_groups in model.row_groups:
                     unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
-                        yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+                        for cluster in problem.clusters(model, column_warps):
+                            yield Tile(
+                                step, warps, row_groups, 1, column_warps, score_warps, cluster
+                            )
 
 
 def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:
