@@ -51,8 +51,8 @@ class HeadsPerTile:
     Attributes:
         heads: query heads per tile.
         reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
-        few_rows: rows of the smallest tile in which the rows of a call fit; 0: the tile of all
-            calls.
+        few_rows: rows of the smallest tile in which the rows of a call fit, or of a tile without a
+            cluster; 0: the tile of all calls.
     """
 
     heads: int
@@ -342,6 +342,13 @@ class LaunchRules(ABC):
                 where="the sizes of q",
                 numbers=f"{work_tiles:,} tiles of {self.block_q} rows; at most {MAX_WORK_TILES:,}",
                 way_out="fewer batch entries or heads in one call",
+            )
+        if given is not None and self.cluster > 1:
+            raise PlanError(
+                "the blocks of a cluster have one work tile each",
+                where="argument blocks",
+                numbers=f"given {given!r}; {work_tiles:,} work tiles for clusters of {self.cluster}",
+                way_out="no blocks; or a tile with cluster=1",
             )
         if given is not None:
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:

@@ -22,7 +22,11 @@ from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
-from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN, PRODUCT_REGISTERS
+from flashgen.kernels.planner.models.fitted_sm90 import (
+    CLUSTER_GAIN,
+    FMA_EXP2_GAIN,
+    PRODUCT_REGISTERS,
+)
 from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
@@ -59,8 +63,12 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, float, Tile]:
-        """The order of the search: by cost, among equals by instructions, and then by size."""
-        return self.cost, float(self.quantities["issue"]), self.tile
+        """The order of the search: by cost, among equals by instructions, and then by size.
+
+        A cluster must save enough.
+        """
+        cost = self.cost / (1 - CLUSTER_GAIN) if self.tile.cluster > 1 else self.cost
+        return cost, float(self.quantities["issue"]), self.tile
 
     def cost_of(self, rows: int) -> float:
         """Clocks per score of sequences of so many rows, whose last tile has rows of none."""
@@ -156,8 +164,6 @@ def _excesses(
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
         yield Excess("resident blocks", tile.blocks, arch.blocks_per_sm, "")
-    if tile.cluster not in (fitting := problem.clusters(model, tile.column_warps)):
-        yield Excess("blocks per cluster", tile.cluster, max(fitting), "")
     if tile.warps < (least := warps_to_copy(problem)):
         yield Excess("warps to copy a row", least, tile.warps, "")
     yield from obstacles_to_sharing(

@@ -96,7 +96,7 @@ class TileProblem:
         learned: the elements of learned tensors to which each score adds for itself.
         softmax: whether weights are exponentials.
         tangents: of the kernel of tangents, the names of the tensors that have one.
-        pairs: whether neighbouring blocks of every call walk the same tiles of keys, or could.
+        alone: why neighbouring blocks may not walk the same tiles of keys; "" where they can.
     """
 
     spec: AttentionSpec = field(compare=False)
@@ -111,7 +111,7 @@ class TileProblem:
     records: bool = False
     strides: bool = False
     tangents: tuple[str, ...] = ()
-    pairs: bool = False
+    alone: str = ""
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -136,7 +136,7 @@ class TileProblem:
 
     def clusters(self, model: KernelModel, column_warps: int) -> tuple[int, ...]:
         """The numbers of blocks that may copy the same keys together, in a form of the kernel."""
-        return model.clusters if self.pairs and column_warps > 1 else (1,)
+        return (1,) if self.alone or column_warps == 1 else model.clusters
 
     def gathers(self, tile: Tile) -> bool:
         """Whether such tiles consist of boxes with live blocks of the layout."""
@@ -231,7 +231,16 @@ def problem_of(
     row = row_interval(spec.mask, WalkedAxis(Q))
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)
-    pairs = not (records or spec.packed or spec.is_served or H in spec.mask.free_symbols)
+    alone = "each producer searches for the tiles of its own rows" if records else _alone(spec)
     of_spec = (learned, spec.is_softmax, layout, records, strides)
     numbers = Quantities(given)
-    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents, pairs)
+    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents, alone)
+
+
+def _alone(spec: AttentionSpec) -> str:
+    """Why neighbouring blocks of a forward launch may not walk the same tiles; "" where they can."""
+    if spec.packed:
+        return "neighbouring tiles may have rows of two sequences"
+    if spec.is_served:
+        return "calls with split keys or pages may have one tile of the same keys"
+    return "the mask depends on the head" if H in spec.mask.free_symbols else ""
