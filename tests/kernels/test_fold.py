@@ -188,13 +188,13 @@ def test_packed_rows_over_sequences_and_pages_have_these_bits(
         ("joined = true;", "joined = false;"),
         ("stats[2 * r] = top;", ""),
         ("fmaf(stats[2 * r + 1], factor[r], weight[r])", "stats[2 * r + 1] + weight[r]"),
-        ("if (joined) store_finished", "if (!joined) store_finished"),
+        ("store_finished(finished, n + UNITS * g, before);", ""),
     ],
 )
 def test_bugs_of_joining_are_seen(
     old: str, new: str, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten split, an earlier maximum, sums with another scale, a result not set aside."""
+    """A forgotten split, an earlier maximum, sums with another scale, a result that is lost."""
     of = CASES["causal"][0]
     compared(of, drawn(of, SHAPES[1]), monkeypatch, arch=arch)
     monkeypatch.setattr(SpecProgram, "folds", lambda *_: True)

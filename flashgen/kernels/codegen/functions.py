@@ -22,7 +22,12 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts, in_parts, va
 from flashgen.kernels.codegen.spec_function import PARAMETERS, TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import DeviceFunction, comment, comments
 from flashgen.spec.analysis import Analysis
-from flashgen.spec.analysis.diagonals import code_of_mask, natural_positions
+from flashgen.spec.analysis.diagonals import (
+    OFFSETS,
+    code_of_mask,
+    known_positions,
+    natural_positions,
+)
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
@@ -161,9 +166,6 @@ def _notes(folded: FoldedScore | None) -> list[str]:
     return comment(f"Of an element of Q K^T: {'; '.join(folded.notes)}.") if folded else []
 
 
-_OFFSETS = {Q: "q_offset", K: "k_offset"}
-
-
 class SpecFunctions:
     """The functions of one spec, printed by one printer, which collects the helpers they call."""
 
@@ -293,9 +295,9 @@ class SpecFunctions:
         return in_parts(name, returns, why, code, self.printer, result)
 
     def mask_mod(self) -> FunctionInParts:
-        natural = natural_positions(self.mask.expr, self._natural_positions)
+        natural = natural_positions(self.mask.expr, known_positions(self.spec))
         code = code_of_mask(self.mask.expr, frozenset() if self.printer.wide else natural)
-        offsets = tuple(sorted(_OFFSETS[position] for position in natural))
+        offsets = tuple(sorted(OFFSETS[position] for position in natural))
         self.printer.assumptions.insert(0, AssumedBlock(natural=offsets))
 
         def result() -> str:
@@ -306,16 +308,6 @@ class SpecFunctions:
         function = in_parts("mask_mod", "bool", why, code, self.printer, result)
         self.printer.evaluates_all = False
         return function
-
-    @property
-    def _natural_positions(self) -> frozenset[sympy.Expr]:
-        """The positions that are not negative in the calls of a kernel without wide integers: those
-        with offsets that the host knows. Rows that a tile has before the first query of a sequence
-        are not stored, whatever their mask is."""
-        data = {tensor.name for tensor in self.spec.offsets}
-        data |= {"q_offset"} if self.spec.paged else set()
-        known = (position for position, offset in _OFFSETS.items() if offset not in data)
-        return frozenset(known)
 
     # The bounds and conditions of the analysis.
 

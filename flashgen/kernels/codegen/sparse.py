@@ -16,12 +16,10 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts, SharedValues
 from flashgen.kernels.codegen.spec_function import TILE, TILE_END, SpecFunction
 from flashgen.kernels.codegen.text import comment
 from flashgen.kernels.planner import Plan
+from flashgen.spec.analysis.diagonals import is_costly_mask
 from flashgen.spec.language.block_layout import TENSORS
-from flashgen.spec.language.lets import atoms_of, contains
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
-from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
-from flashgen.spec.language.tensor_elements import Element
 
 
 @dataclass(frozen=True)
@@ -288,10 +286,4 @@ def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
     whose values in a row are not kept.
     """
     sparse = spec.block_sparse
-    return sparse is not None and not is_costly(mask) and plan.blocks_as_bits(sparse)
-
-
-def is_costly(mask: sympy.Basic) -> bool:
-    """Whether unrolled code would keep elements or quotients of every row and column."""
-    quotients = atoms_of(mask, FloorDiv, FloorMod)
-    return contains(mask, Element) or any(not {Q, K} <= e.free_symbols for e in quotients)
+    return sparse is not None and not is_costly_mask(mask) and plan.blocks_as_bits(sparse)

@@ -24,9 +24,10 @@ from flashgen.kernels.codegen.functions import (
     SpecFunctions,
 )
 from flashgen.kernels.codegen.shared_values import FunctionInParts
-from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits, is_costly
+from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
+from flashgen.spec.analysis.diagonals import is_costly_mask
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import EVERYTHING, row_interval
 from flashgen.spec.analysis.tangents import TangentAnalysis
@@ -104,7 +105,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     if may:
         live = make.next_live_tile(may, must, keeps=known)
     visit = layout.next_tile(live) if layout else live
-    costly = not by_row and is_costly(mask.expr)
+    costly = not by_row and is_costly_mask(mask.expr)
     in_rows = None
     if by_score is not None and blocks_are_bits(make.spec, mask.expr, plan):
         in_rows = by_score.by_rows(by_element, masked, plan)

@@ -14,9 +14,14 @@ from flashgen.spec.analysis.alternatives import simplified
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.analysis.natural import Facts, with_natural_divisions
 from flashgen.spec.analysis.sharing import CodeBlock
-from flashgen.spec.language.lets import distinct, replaced
+from flashgen.spec.language.lets import atoms_of, contains, distinct, replaced
+from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import APART, K, Q, is_int
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
+from flashgen.spec.language.tensor_elements import Element
+
+OFFSETS = {Q: "q_offset", K: "k_offset"}
+"""The names of what a call adds to its positions."""
 
 
 def by_distance(mask: sympy.Basic) -> sympy.Basic:
@@ -34,6 +39,17 @@ def by_distance(mask: sympy.Basic) -> sympy.Basic:
     result = replaced(mask, found)
     divisions = result.atoms(FloorDiv, FloorMod)
     return result if any(APART in each.free_symbols for each in divisions) else mask
+
+
+def known_positions(spec: AttentionSpec) -> Facts:
+    """The positions that are not negative in the calls of a kernel without wide integers.
+
+    These are those with offsets that the host knows. Rows that a tile has before the first query of
+    a sequence are not stored, whatever their mask is.
+    """
+    data = {tensor.name for tensor in spec.offsets}
+    data |= {"q_offset"} if spec.paged else set()
+    return frozenset(position for position, offset in OFFSETS.items() if offset not in data)
 
 
 def natural_positions(mask: sympy.Basic, positions: Facts) -> Facts:
@@ -57,6 +73,21 @@ def code_of_mask(mask: sympy.Basic, positions: Facts = frozenset()) -> LeveledCo
     lets, sources = ((APART, Q - K), *code.block.lets), (Q - K, *code.block.sources)
     block = CodeBlock(lets, code.block.results, sources)
     return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.kept)
+
+
+def is_of_distance(code: LeveledCode) -> bool:
+    """Whether the code of a mask depends on no other position than `APART`."""
+    lets = dict(code.block.lets)
+    if APART not in lets:
+        return False
+    rest = [value for let, value in lets.items() if let != APART]
+    return all({Q, K}.isdisjoint(expr.free_symbols) for expr in (*rest, *code.block.results))
+
+
+def is_costly_mask(mask: sympy.Basic) -> bool:
+    """Whether unrolled code would keep elements or quotients of every row and column."""
+    quotients = atoms_of(mask, FloorDiv, FloorMod)
+    return contains(mask, Element) or any(not {Q, K} <= e.free_symbols for e in quotients)
 
 
 def _relation(relation: Relational) -> Relational | None:

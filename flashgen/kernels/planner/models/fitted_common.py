@@ -12,8 +12,17 @@ from __future__ import annotations
 # added to the index, which is then multiplied by a 64-bit stride.
 READ_INSTRUCTIONS = 5
 
-# Counted. Instructions of a floor division or a remainder, and of a power with a variable exponent.
+# Counted. Instructions of a floor division or a remainder by an element of a tensor or by a value
+# that is computed, or of floats, and of a power with a variable exponent.
 DIVISION_INSTRUCTIONS = 8
+# Counted: the functions of templates/common/math.cuh.j2. Instructions of a quotient by a number
+# that is known before the launch (n is doubled, multiplied and shifted; a remainder has one more),
+# what it takes to round a negative quotient down, the same by a number that may be negative, and
+# the instructions of a test for multiples beside its comparison (a product and a rotation).
+QUOTIENT_INSTRUCTIONS = 3
+ROUNDING_INSTRUCTIONS = 3
+SIGNED_DIVISION_INSTRUCTIONS = 12
+MULTIPLE_INSTRUCTIONS = 2
 POWER_INSTRUCTIONS = 65
 # Counted. Instructions of a power of a number, for 16-bit operands: one product and ex2.
 EXP2_INSTRUCTIONS = 2
@@ -25,6 +34,11 @@ RANDOM_INSTRUCTIONS = 40
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
 # expression: comparisons with the ends of a row's range, and the replacement of the score.
 MASKING_INSTRUCTIONS = 2
+# Counted. Beside these, of masks that are no range. A loop over the elements shifts in a bit for
+# each and tests it afterwards. Backward kernels set half a word of a pair by a selection, join the
+# condition with those of the rows and columns that exist, and clear P and dS by the word.
+LOOP_INSTRUCTIONS = 2
+WORD_OF_PAIR_INSTRUCTIONS = 3
 # Counted. The same for the blocks of a layout: reads, shifts and tests of its bits.
 LAYOUT_INSTRUCTIONS = 8
 # Counted. The same for a gathered tile that has a box without a live block of some rows.
@@ -37,9 +51,10 @@ DEAD_BOX_INSTRUCTIONS = 1
 SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 2, False: 4}}
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
-# (two rows).
+# (two rows), or of their diagonal (a column of one row, and the one 8 further of the other).
 SCORES_OF_ROW = 16
 SCORES_OF_COLUMN = 2
+SCORES_OF_DIAGONAL = 2
 
 # Counted. Instructions of dropout per score element: Philox4x32-7 makes the random bits of 8
 # elements; each element needs a comparison and a selection. Kernels with transposed scores make

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 
 import sympy
+from sympy.core.relational import Relational
 
 from flashgen.kernels.planner.models import fitted_common, fitted_sm80, fitted_sm90
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
@@ -15,17 +16,26 @@ from flashgen.shared.arch import Arch
 from flashgen.shared.dtypes import ITEMSIZE, OPERANDS
 from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis.diagonals import (
+    code_of_mask,
+    is_costly_mask,
+    is_of_distance,
+    known_positions,
+    natural_positions,
+)
 from flashgen.spec.analysis.folding import FoldedScore, folded
 from flashgen.spec.analysis.intervals import WalkedAxis, reach, row_interval
-from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
+from flashgen.spec.analysis.invariants import Level, LeveledCode
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.bit_functions import RandomBits
+from flashgen.spec.language.divisors import is_data
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import FloatPower, FloatQuotient, in_reals
+from flashgen.spec.language.integer_limits import limits
 from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import SCALE, SCORE
+from flashgen.spec.language.symbols import SCALE, SCORE, is_int
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -106,11 +116,17 @@ def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = Fals
         choice += fitted_common.LAYOUT_INSTRUCTIONS
     if row_interval(spec.mask) is not None:
         return choice
-    return choice + _per_score(leveled(spec.mask, name_costly=True), spec, kernel)
+    if kernel != "forward":
+        choice += fitted_common.WORD_OF_PAIR_INSTRUCTIONS
+    elif is_costly_mask(spec.mask):
+        choice += fitted_common.LOOP_INSTRUCTIONS
+    code = code_of_mask(spec.mask, natural_positions(spec.mask, known_positions(spec)))
+    return choice + _per_score(code, spec, kernel)
 
 
 def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
-    """Instructions per score of code, with its share of what a row or a column of scores shares."""
+    """Instructions per score of code, with its share of what a row, a column or a diagonal of
+    scores shares."""
     # In place of the scale, a number: products of numbers are computed once.
     lets = {let: replaced(value, {SCALE: _HALF}) for let, value in code.block.lets}
     results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
@@ -125,7 +141,8 @@ def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
     shared = (
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
-    return count(Level.SCORE) + own + shared
+    along = fitted_common.SCORES_OF_DIAGONAL if is_of_distance(code) else 1
+    return (count(Level.SCORE) + own) / along + shared
 
 
 def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
@@ -180,7 +197,15 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         elif isinstance(node, RandomBits):
             total += fitted_common.RANDOM_INSTRUCTIONS - 1
         elif isinstance(node, FloorDiv | FloorMod):
-            total += fitted_common.DIVISION_INSTRUCTIONS - 1
+            total += _of_division(node) - 1
+        elif isinstance(node, sympy.And | sympy.Or):
+            # A comparison joins its result with another condition, and a negation is part of both.
+            joined = sum(not isinstance(arg, Relational) for arg in node.args)
+            total -= len(node.args) - max(joined, 1)
+        elif isinstance(node, sympy.Not):
+            total -= 1
+        elif isinstance(node, sympy.Eq | sympy.Ne) and _tests_multiples(node):
+            total += fitted_common.MULTIPLE_INSTRUCTIONS - _of_division(node.lhs)
         if isinstance(node, sympy.Pow) and node.exp.free_symbols:
             exp2 = fast and node.base.is_number
             power = fitted_common.EXP2_INSTRUCTIONS if exp2 else fitted_common.POWER_INSTRUCTIONS
@@ -191,6 +216,34 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         if isinstance(node, sympy.Add):  # a product and a sum are one instruction
             total -= min(sum(arg.is_Mul for arg in node.args), len(node.args) - 1)
     return total
+
+
+def _tests_multiples(relation: Relational) -> bool:
+    """Whether a comparison asks for multiples of a number that is known before the launch."""
+    remainder, number = relation.args
+    if not isinstance(remainder, FloorMod) or number != 0 or not is_int(remainder):
+        return False
+    divisor = remainder.args[1]
+    known = divisor.is_Integer or (divisor.is_Symbol and not is_data(divisor))
+    return known and not _is_power_of_two(divisor)
+
+
+def _of_division(node: FloorDiv | FloorMod) -> int:
+    """Instructions of a quotient or a remainder, as the printer of integers writes it."""
+    number, divisor = node.args
+    if not is_int(node) or is_data(divisor) or not (divisor.is_Integer or divisor.is_Symbol):
+        return fitted_common.DIVISION_INSTRUCTIONS
+    if _is_power_of_two(divisor):
+        return 1
+    if limits(divisor)[0] <= 0:
+        return fitted_common.SIGNED_DIVISION_INSTRUCTIONS + isinstance(node, FloorMod)
+    natural = node.natural or limits(number)[0] >= 0
+    corrected = 0 if natural else fitted_common.ROUNDING_INSTRUCTIONS
+    return fitted_common.QUOTIENT_INSTRUCTIONS + corrected + isinstance(node, FloorMod)
+
+
+def _is_power_of_two(number: sympy.Expr) -> bool:
+    return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)
 
 
 # ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
