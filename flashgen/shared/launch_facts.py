@@ -347,7 +347,7 @@ class LaunchRules(ABC):
             raise PlanError(
                 "the blocks of a cluster have one work tile each",
                 where="argument blocks",
-                numbers=f"given {given!r}; {work_tiles:,} work tiles for clusters of {self.cluster}",
+                numbers=f"given {given!r}; {work_tiles:,} work tiles in clusters of {self.cluster}",
                 way_out="no blocks; or a tile with cluster=1",
             )
         if given is not None:

@@ -224,7 +224,7 @@ def test_launches_of_clusters_from_c_have_the_bytes_of_python(
     sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     case = Case(*sizes, "bfloat16", 384)
-    both = Compared("causal", "sm_90a", tmp_path, case)
+    both = Compared("causal", "sm_90a", tmp_path, case, head_dim=384)
     of_python = both.python()
     assert both.c_forward()[1] == 0
     both.assert_same(of_python)

@@ -119,9 +119,7 @@ def choose_heads(
     return HeadsPerTile(chosen, f"{of}: {saved}")
 
 
-def few_rows_of(
-    spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1
-) -> int:
+def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1) -> int:
     """Rows of the smallest tile in which the queries of so many heads fit, in calls that are
     served; or of a tile alone, where clusters would take longer; 0 where all calls have this one.
 

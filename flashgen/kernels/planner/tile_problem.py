@@ -238,7 +238,7 @@ def problem_of(
 
 
 def _alone(spec: AttentionSpec) -> str:
-    """Why neighbouring blocks of a forward launch may not walk the same tiles; "" where they can."""
+    """Why neighbouring blocks of a forward kernel may not walk the same tiles; "" if they can."""
     if spec.packed:
         return "neighbouring tiles may have rows of two sequences"
     if spec.is_served:

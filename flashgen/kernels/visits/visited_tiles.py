@@ -213,7 +213,7 @@ def listed_blocks(
 
 
 def in_pairs(visits: list[Visit]) -> list[Visit]:
-    """The visits where neighbouring blocks form a cluster, which visits what one of them reaches."""
+    """The visits where neighbouring blocks form a cluster: each visits what one of them reaches."""
     found = []
     for place, visit in enumerate(visits):
         pair = visits[place // 2 * 2 :][:2]

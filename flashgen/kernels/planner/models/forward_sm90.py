@@ -217,9 +217,7 @@ WIDE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2 - {_MORE})/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps(
-        "(depth + depth_v)", REFILL, l2=f"e*(d_qk + d_v)/{_COPIERS}/l2_rate"
-    ),
+    cost_steps=_cost_steps("(depth + depth_v)", REFILL, l2=f"e*(d_qk + d_v)/{_COPIERS}/l2_rate"),
     sharing=SHARING,
     clusters=CLUSTERS,
 )
