@@ -174,8 +174,8 @@ def _notes(problem: TileProblem, found: Evaluated, policy: str) -> Iterator[str]
             )
     if found.tile.cluster > 1:
         yield (
-            f"cluster {found.tile.cluster}: blocks that copy half of the keys of both, two "
-            "tiles of heads that share K and V, or else of queries; each visits what either of them reaches"
+            f"cluster {found.tile.cluster}: blocks that copy half of the keys of both, two tiles "
+            "of heads that share K and V, or else of queries; both visit what either reaches"
         )
     elif found.tile.column_warps > 1 and len(found.model.clusters) > 1:
         saves = f"one saves less than {CLUSTER_GAIN:.0%} of the clocks"
