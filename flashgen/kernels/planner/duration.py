@@ -263,6 +263,9 @@ def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSt
     for walk in walks:
         parts, part_heads = plan.parts_of_group(*walk.sizes)
         tiles, heads, entries = plan.grid(*walk.sizes, parts=parts)
+        if plan.cluster > 1:  # the blocks of a pair of heads have equal lengths
+            paired = plan.paired_heads(walk.sizes.heads_q, walk.sizes.heads_kv)
+            tiles, heads = tiles // paired, heads * paired
         lengths = _lengths(plan, tiles, walk)
         bits = plan.head_bits(*walk.sizes[1:], part_heads) if uneven and not plan.streams else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))

@@ -319,6 +319,7 @@ class Plan(LaunchRules):
             blocks=self.blocks_per_sm,
             column_warps=self.column_warps,
             score_warps=self.score_warps,
+            cluster=self.cluster,
         )
 
     @property
@@ -622,6 +623,8 @@ class Plan(LaunchRules):
             parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
         if self.column_warps > 1:
             parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
+        if self.cluster > 1:
+            parts.append(f"cluster {self.cluster}")
         return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
 
 

@@ -136,6 +136,7 @@ QUANTITIES = {
     "busy": "predicted share of the time in which the tensor cores multiply",
     "sms": "SMs of the product",
     "slots": "blocks that run at the same time",
+    "cluster": "blocks that copy the same keys together",
     "work_tiles": "tiles of queries of a launch, of all heads and batch entries",
     "edges": "bytes of the rows of a work tile, read before its steps and written after them",
     "full_rounds": "clocks of the rounds before the last one, bound by global memory",

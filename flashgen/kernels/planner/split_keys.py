@@ -140,7 +140,8 @@ def _plan_of_heads(
     """The plan of a call, whose tiles have rows of several heads where these share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
-    few = few_rows_of(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    queries = -(-seq_q // batch) if spec.packed else seq_q
+    few = few_rows_of(spec, plan, heads, queries, heads_q // heads_kv)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 
