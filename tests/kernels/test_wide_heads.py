@@ -222,6 +222,7 @@ def test_folded_splits_in_shares_have_the_bits_of_merged_ones(
         assert found[-1].report.kernel is not None
         assert found[-1].report.kernel.plan.column_warps == 2
         assert found[-1].report.kernel.plan.folds == folds
+        assert found[-1].report.kernel.binary.resources.spill_store_bytes == 0
     assert equal(*found)
 
 
@@ -312,6 +313,19 @@ def streamed(call: Call) -> None:
 def test_gradients_of_panels_meet_the_error_rule(name: str, dims: tuple[int, int]) -> None:
     turn = list(COVERING).index(name) if name in COVERING else 1
     streamed(wide(name, turn, "sm_90a", dims))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("name", ["softcap", "document", "relative_bias", "sink"])
+def test_gradients_with_dropout_meet_the_error_rule_at_the_widest_heads(
+    name: str, arch: str
+) -> None:
+    case = Case(33, 40, 1, 2, 1, "bfloat16", 576, 512)
+    call = example(spec_path(name), case, 0.17, arch=arch)
+    for report in call.judged_backward(call.judged_forward()).reports:
+        if report.kernel is not None:
+            check_gates(report.kernel)
 
 
 @pytest.mark.slow
