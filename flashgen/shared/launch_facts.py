@@ -234,7 +234,7 @@ class LaunchRules(ABC):
             length, block, heads = seq_k, self.block_k, heads_kv
             heads *= 1 if self.streams else parts
         if self.of_splits:
-            length *= -(-self.head_dim_v // 32)
+            length *= -(-self.head_dim_v // (32 * self.warps))  # a column for each thread
         tiles = -(-length // block)
         if self.cluster > 1:
             paired = self.paired_heads(heads_q, heads_kv)
