@@ -16,9 +16,9 @@ from flashgen.kernels.pipeline import Build, build, build_backward
 from flashgen.kernels.planner import Tile
 from flashgen.kernels.planner.requests import TILED_BACKWARD_KERNELS as TILED
 from flashgen.shared.paths import PATHS
+from flashgen.spec.analysis.diagonals import is_of_distance
 from tests.support.judged import Call, check_gates, equal
 from tests.support.shapes import Case
-from tests.support.tiers import slow
 
 Mask = Callable[[Any, Any, Any, Any], Any]
 
@@ -59,11 +59,18 @@ def spelled_by_scores(mask: Mask) -> Mask:
 
 
 def tiles_of(*built: Build) -> dict[str, Tile]:
-    return {each.plan.kernel: each.plan.tile for each in built }
+    return {each.plan.kernel: each.plan.tile for each in built}
 
 
-@pytest.mark.parametrize("arch", [slow("sm_80"), "sm_90a"])
-@pytest.mark.parametrize("mask", [strided, *map(slow, MASKS[1:])])
+def test_conditions_of_distances_alone_are_evaluated_so() -> None:
+    for mask in MASKS:
+        assert is_of_distance(fg.AttentionSpec(mask, head_dim=64).mask)
+        assert not is_of_distance(fg.AttentionSpec(spelled_by_scores(mask), head_dim=64).mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("mask", MASKS)
 def test_bits_are_those_of_a_mask_that_is_evaluated_for_each_score(mask: Mask, arch: str) -> None:
     scalars = {"step": 12, "share": 7}
     call = call_of(mask, arch, scalars)
