@@ -90,10 +90,15 @@ $(VENV)/nvrtc-%/stamp:
 		"cuda-python==$*.*" "$(NVRTC_PACKAGE)==$*.*"
 	@touch $@
 
+# The forms of wide heads, with and without a score function and learned tensors.
+WIDE := $(addprefix specs/,causal.py document.py softcap.py sink.py packed_causal.py t5_bias.py)
+
 .PRECIOUS: $(VENV)/nvrtc-%/stamp
 .PHONY: $(NVRTC:%=nvrtc-%)
 $(NVRTC:%=nvrtc-%): nvrtc-%: $(VENV)/nvrtc-%/stamp
 	$(<D)/bin/python benchmarks/compile_all.py
+	$(<D)/bin/python benchmarks/compile_all.py --head-dim 512 $(WIDE)
+	$(<D)/bin/python benchmarks/compile_all.py --head-dim 576 --head-dim-v 512 --dropout $(WIDE)
 
 versions: $(NVRTC:%=nvrtc-%)
 

@@ -9,7 +9,7 @@ With ``--digests FILE`` it writes a digest of each kernel's instructions: two tr
 equal emit the same PTX, however their sources and line numbers differ.
 
     python benchmarks/compile_all.py [--arch sm_90a] [--dtype float32] [--head-dim 128]
-        [--digests FILE] [SPEC ...]
+        [--head-dim-v 128] [--dropout] [--digests FILE] [SPEC ...]
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ import flashgen as fg  # noqa: E402
 from benchmarks.sass import waiting_exponentials  # noqa: E402
 from flashgen.kernels.compile import nvrtc  # noqa: E402
 from flashgen.kernels.pipeline import Build, build, build_backward, build_minmax_tables  # noqa: E402
+from flashgen.kernels.planner import columns_of_launch  # noqa: E402
 from flashgen.shared.errors import FlashgenError  # noqa: E402
+from flashgen.spec.language.signature import with_columns  # noqa: E402
 from flashgen.tools.cli.generated import ARCHS  # noqa: E402
 
 
@@ -39,12 +41,18 @@ def kernels(spec_file: Path, arch: str, **changes: object) -> Iterator[Build]:
     """All kernels of one spec, compiled; the backward kernels with free and fixed order of sums."""
     spec = fg.load(str(spec_file)).replace(**changes)
     yield from build_minmax_tables(spec, arch)
-    yield build(spec, arch)
-    free = build_backward(spec, arch)
+    yield build(of_launch(spec, arch, "forward"), arch)
+    free = build_backward(of_launch(spec, arch, "backward"), arch)
     yield from free
     names = {each.source.filename for each in free}
-    fixed = build_backward(spec, arch, deterministic=True)
+    fixed = build_backward(of_launch(spec, arch, "deterministic"), arch, deterministic=True)
     yield from (each for each in fixed if each.source.filename not in names)
+
+
+def of_launch(spec: fg.AttentionSpec, arch: str, which: str) -> fg.AttentionSpec:
+    """The spec whose kernels compute a pass: that of a part where no tile holds all of V."""
+    columns = columns_of_launch(spec, arch, which).columns
+    return with_columns(spec, columns) if columns not in (0, spec.head_dim_v) else spec
 
 
 def instructions(ptx: str) -> str:
@@ -84,9 +92,16 @@ def main() -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="both by default")
     parser.add_argument("--dtype", help="float16, bfloat16 or float32 instead of the spec's")
     parser.add_argument("--head-dim", type=int, help="head dim instead of the spec's")
+    parser.add_argument("--head-dim-v", type=int, help="that of v, where it is another one")
+    parser.add_argument("--dropout", action="store_true", help="kernels of calls that drop weights")
     parser.add_argument("--digests", type=Path, help="a file for the digests of the PTX")
     args = parser.parse_args()
-    options = {"dtype": args.dtype, "head_dim": args.head_dim, "head_dim_v": args.head_dim}
+    options = {
+        "dtype": args.dtype,
+        "head_dim": args.head_dim,
+        "head_dim_v": args.head_dim_v or args.head_dim,
+        "dropout": args.dropout or None,
+    }
     changes = {name: value for name, value in options.items() if value is not None}
     specs = args.specs or sorted((ROOT / "specs").glob("*.py"))
     tasks = [(spec, arch) for spec in specs for arch in args.arch or ARCHS]

@@ -51,8 +51,8 @@ class HeadsPerTile:
     Attributes:
         heads: query heads per tile.
         reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
-        few_rows: rows of the smallest tile in which the rows of a call fit; 0: the tile of all
-            calls.
+        few_rows: rows of the smallest tile in which the rows of a call fit, or of a tile without a
+            cluster; 0: the tile of all calls.
     """
 
     heads: int
@@ -144,6 +144,7 @@ class LaunchRules(ABC):
     sums_tile: tuple[int, int] | None = None
     integer_bits: int = 32
     one_tensor: bool = False
+    cluster: int = 1
     decoding: DecodingTile | None = None
 
     @property
@@ -188,6 +189,12 @@ class LaunchRules(ABC):
         return any(second == self.kernel for _, second in self.code_path.dependents)
 
     @property
+    def of_splits(self) -> bool:
+        """Whether a "merge" is one of the results over split keys, whose blocks have 32 columns of
+        a row each."""
+        return self.kernel == "merge" and self.block_q == 1
+
+    @property
     def launches(self) -> int:
         """Launches per backward pass: exact sums first need the greatest contribution."""
         return 2 if self.kernel == "captured_exact" else 1
@@ -226,10 +233,22 @@ class LaunchRules(ABC):
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
             heads *= 1 if self.streams else parts
+        if self.of_splits:
+            length *= -(-self.head_dim_v // 32)
+        tiles = -(-length // block)
+        if self.cluster > 1:
+            paired = self.paired_heads(heads_q, heads_kv)
+            tiles, heads = 2 * (tiles if paired > 1 else -(-tiles // 2)), heads // paired
         if packed and self.kernel != "delta":
             return (length // block + batch) << head_bits, heads >> head_bits, splits
         entries = 1 if packed else batch * splits
-        return -(-length // block) << head_bits, heads >> head_bits, entries
+        return tiles << head_bits, heads >> head_bits, entries
+
+    def paired_heads(self, heads_q: int, heads_kv: int) -> int:
+        """Tiles of neighbouring heads that the blocks of a cluster have: 2 where the heads of a
+        group have an even number of them, else 1: they have neighbouring tiles of queries."""
+        of_group = heads_q // max(1, heads_kv) // self.heads_per_tile
+        return 2 if self.cluster > 1 and of_group % 2 == 0 else 1
 
     def elements_of_sums(self, batch: int, heads: int, length: int, *, packed: bool = False) -> int:
         """Elements of the float32 sums of a gradient: whole tiles of rows; 0 without sums.
@@ -299,7 +318,7 @@ class LaunchRules(ABC):
             heads, tiles = heads_kv * -(-group // part_heads), -(-seq_k // self.block_k)
             bytes_of_head: float = part_heads * seq_q * row_bytes
         else:
-            heads //= self.heads_per_tile
+            heads //= self.heads_per_tile * self.paired_heads(heads_q, heads_kv)
             bytes_of_head = self.heads_per_tile * seq_k * row_bytes / group
         bits, room = 0, self.machine.l2_room
         slots = self.machine.sms * self.blocks_per_sm
@@ -332,6 +351,13 @@ class LaunchRules(ABC):
                 numbers=f"{work_tiles:,} tiles of {self.block_q} rows; at most {MAX_WORK_TILES:,}",
                 way_out="fewer batch entries or heads in one call",
             )
+        if given is not None and self.cluster > 1:
+            raise PlanError(
+                "the blocks of a cluster have one work tile each",
+                where="argument blocks",
+                numbers=f"given {given!r}; {work_tiles:,} work tiles in clusters of {self.cluster}",
+                way_out="no blocks; or a tile with cluster=1",
+            )
         if given is not None:
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(
@@ -341,6 +367,8 @@ class LaunchRules(ABC):
                     way_out=f"blocks={machine.sms}, one block per SM, or none: the plan chooses it",
                 )
             return LaunchBlocks(min(given, work_tiles), work_tiles)
+        if self.cluster > 1:
+            return LaunchBlocks(work_tiles, work_tiles, "blocks of a cluster have one each")
         slots = (sms or machine.sms) * self.blocks_per_sm
         saved = machine.start_clocks * (math.ceil(work_tiles / slots) - 1)
         count = min(slots, work_tiles) if saved > machine.clear_clocks else work_tiles

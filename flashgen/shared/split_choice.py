@@ -62,20 +62,18 @@ OF_PAGE = 12
 PAGE = 16
 """Keys of a page for which they are counted: those of many servers."""
 
+_FLOAT = 4
+
 STEP = 16
 """A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
 behind its border is computed. It has two tiles at least, so that one is loaded during another."""
 
-MERGE_WARPS_OF_SM = 24
+MERGE_WARPS_OF_SM = 20
 """Warps of the kernel that merges parts, which an SM holds at the same time."""
 
 PARTS_IN_FLIGHT = 32
-"""Parts of which each lane of that kernel has an element in flight."""
+"""Parts of which each lane of that kernel, whose blocks are warps, has an element in flight."""
 
-MERGE_LOADS = 2
-"""Loads of that kernel of which each needs the one before: of LSE, then of O."""
-
-_FLOAT = 4
 _MOST_KEYS = 1 << 13
 
 
@@ -99,6 +97,26 @@ class PredictedLoad(NamedTuple):
     def over_bound(self) -> float:
         """The time of both launches."""
         return self.moved + self.idle + self.merge
+
+
+def early_parts(arch: str) -> int:
+    """Parts that all blocks of a merge may load beside the LSE, which tell what they need.
+
+    Those without keys are loaded in vain. Up to this number they take global memory no longer than
+    the wait for the LSE that is saved.
+    """
+    gpu = facts(arch)
+    return int(gpu.memory_latency * gpu.hbm_bytes_per_s / gpu.clock_hz / (32 * _FLOAT))
+
+
+def waits_of_merge(arch: str, blocks: int, splits: int) -> int:
+    """Loads of a merge of which each needs the one before: of LSE and, unless early, of O.
+
+    Args:
+        blocks: those of the launch.
+        splits: the parts of a row.
+    """
+    return 1 if blocks * min(splits, PARTS_IN_FLIGHT) <= early_parts(arch) else 2
 
 
 @dataclass(frozen=True)
@@ -178,8 +196,7 @@ class SplitPlan:
     def predicted(self, load: Load) -> PredictedLoad:
         """The predicted time of a load, by the formulas of `flashgen.kernels.planner.duration`.
 
-        Splits have equal times here, whatever their keys, and one row of O has one block of the
-        merge.
+        Splits have equal times here, whatever their keys.
         """
         gpu, tile = facts(self.arch), self.tile
         batch, keys = load
@@ -200,13 +217,16 @@ class SplitPlan:
         forward = max(rounds * of_tile * keys / (splits * longest), hbm, full_rounds + of_tile)
 
         warps = math.ceil(self.columns / 32)
-        blocks = min(8, MERGE_WARPS_OF_SM // warps)
-        resident = min(blocks, math.ceil(rows / self.sms))
-        in_flight = 32 * _FLOAT * PARTS_IN_FLIGHT * warps
-        rate = min(gpu.l2_bytes_per_clock / resident, in_flight / gpu.memory_latency)
+        blocks = rows * warps
+        resident = min(MERGE_WARPS_OF_SM, math.ceil(blocks / self.sms))
         of_row = splits * of_part + of_out + _FLOAT
-        of_block = MERGE_LOADS * gpu.memory_latency + of_row / rate
-        merge = max(math.ceil(rows / (self.sms * blocks)) * of_block, rows * of_row / hbm_rate)
+        of_block, latency = of_row / warps, gpu.memory_latency
+        from_l2 = latency + of_block * resident / gpu.l2_bytes_per_clock
+        in_turn = latency * of_block / (32 * _FLOAT * PARTS_IN_FLIGHT)
+        waits = waits_of_merge(self.arch, blocks, splits) - 1
+        of_block = waits * latency + max(from_l2, in_turn)
+        rounds_of_merge = math.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
+        merge = max(rounds_of_merge * of_block, rows * of_row / hbm_rate)
 
         bound = (heads * keys * tile.key_bytes + rows * (of_q + of_out)) / hbm_rate
         return PredictedLoad(

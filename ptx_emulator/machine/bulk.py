@@ -191,15 +191,19 @@ def check_reduction(here: Execution, operation: str, kind: str) -> None:
         here.machine.fail(errors.UnknownInstruction, what, here.site(), numbers, way_out)
 
 
-def count_transfer(t: BulkTransfer, into: bool) -> None:
-    """Counts a copy, and marks the buffers that it modifies."""
-    m, taken = t.here.machine, t.box.bytes
+def count_transfer(t: BulkTransfer, into: bool, one_read: int) -> None:
+    """Counts a copy, and marks the buffers that it modifies.
+
+    Args:
+        one_read: copies of a multicast, which have one read of global memory.
+    """
+    m, taken = t.here.machine, t.box.bytes // one_read
     counters = m.counters
     moved = t.size * t.issued.n if into else taken
     if into:
         kind = READ
         counters.global_read_bytes += taken
-        counters.global_read_sectors += t.box.sectors
+        counters.global_read_sectors += t.box.sectors // one_read
         counters.shared_write_bytes += moved
     else:
         kind = WRITE if t.reduction is None else ATOMIC
@@ -210,7 +214,9 @@ def count_transfer(t: BulkTransfer, into: bool) -> None:
         check_writable(m, "bulk copy", t.here.site(), f"{taken:,} bytes")
     if m.recorder is not None:
         box = t.box
-        m.recorder.bulk(t.here, box.offsets, box.inside, box.unit, moved, kind)
+        inside = None if box.inside is None else box.inside[::one_read]
+        reading = t.here._replace(cohort=t.issued.some(np.arange(0, t.issued.n, one_read)))
+        m.recorder.bulk(reading, box.offsets[::one_read], inside, box.unit, moved, kind)
 
 
 _KINDS = {
@@ -223,7 +229,8 @@ _KEPT = 64  # completed copies whose sources are still watched
 class _Operands(NamedTuple):
     """The operands of copies by single threads (n,): addresses, and those of one kind of copy.
 
-    ``blocks`` are the blocks in whose shared memory the copies lie.
+    ``blocks`` are the blocks in whose shared memory the copies lie. So many neighbouring ones have
+    ``one_read`` of global memory: those of a multicast.
     """
 
     here: Execution
@@ -232,6 +239,7 @@ class _Operands(NamedTuple):
     device: Array
     barrier: Array | None
     others: list[Array]
+    one_read: int
 
 
 class BulkCopies:
@@ -315,7 +323,7 @@ class BulkCopies:
         found = [(none if v is None else here.spread(v))[place, lane] for v in values]
         issued = SingleThreads(here.cohort, place, lane)
         here = here._replace(cohort=issued, lanes=None)
-        blocks = m.row_block[issued.rows]
+        blocks, copies = m.row_block[issued.rows], np.ones(len(place), np.int64)
         if len(place) and (remote(found[0]) or remote(found[2])):
             (blocks, found[0]), (others, found[2]) = (
                 [part[:, 0] for part in resolved(here, found[which][:, None], 1)]
@@ -329,12 +337,14 @@ class BulkCopies:
         if values[3] is not None:
             which, blocks = self._multicast(here, found[3].astype(np.int64))
             issued, found = issued.some(which), [given[which] for given in found]
-        for one in np.unique(found[by]).tolist():
-            chosen = found[by] == one
+            copies = np.bincount(which)[which]
+        kinds = np.stack([found[by], copies])
+        for one in np.unique(kinds, axis=1).T:
+            chosen = (kinds == one[:, None]).all(axis=0)
             to, device, barrier, _, *rest = (given[chosen] for given in found)
             some = here._replace(cohort=issued.some(chosen))
             signal = None if values[2] is None else barrier
-            yield _Operands(some, to, blocks[chosen], device, signal, rest)
+            yield _Operands(some, to, blocks[chosen], device, signal, rest, int(one[1]))
 
     def _multicast(self, here: Execution, mask: Array) -> tuple[Array, Array]:
         """The thread and the block of each copy of a multicast, by the masks of the threads."""
@@ -352,7 +362,7 @@ class BulkCopies:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
         base = of.blocks * self.machine.shared_pitch
         t = BulkTransfer(of.here, box, of.shared + base, to + base[:, None], of.blocks, reduction)
-        count_transfer(t, of.barrier is not None)
+        count_transfer(t, of.barrier is not None, of.one_read)
         if of.barrier is not None:
             self._start_in(t, of.barrier)
             return

@@ -218,6 +218,20 @@ def test_a_forward_launch_from_c_has_the_bytes_of_python_and_meets_the_error_rul
     assert both.library.number("fake_open_modules").value == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(24, 40, 1, 4, 2), (190, 90, 2, 2, 2), (200, 90, 1, 1, 1)])
+def test_launches_of_clusters_from_c_have_the_bytes_of_python(
+    sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    case = Case(*sizes, "bfloat16", 384)
+    both = Compared("causal", "sm_90a", tmp_path, case, head_dim=384)
+    of_python = both.python()
+    assert both.c_forward()[1] == 0
+    both.assert_same(of_python)
+    both.execute(both.c_forward()[2])
+    assert torch.equal(both.memory["o"], both.results[0])
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "deterministic"),
     [

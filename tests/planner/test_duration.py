@@ -41,7 +41,8 @@ def test_every_line_is_its_own_arithmetic() -> None:
         assert values["time"] == pytest.approx(least)
         if each.streams:
             bytes_in_flight = 512 * each.warps * each.quantities["loads"]
-            assert values["block_rate"] <= bytes_in_flight / facts(each.arch).memory_latency
+            assert values["in_flight"] == bytes_in_flight
+            assert values["block_time"] >= max(values["from_l2"], values["in_turn"])
         assert found.seconds > 0
         assert "predicted" in str(found)
 
@@ -167,18 +168,28 @@ def test_a_block_walks_for_each_head_of_its_group() -> None:
 def test_a_block_with_few_companions_is_bound_by_its_loads_in_flight_or_by_l2(arch: str) -> None:
     """One block takes as long as few, no SM exceeds the rate of L2, and many are bound by HBM."""
     merge, gpu = plan_merge(SPEC.replace(head_dim=256), arch, splits=True), facts(arch)
-    narrow = plan_merge(SPEC.replace(head_dim=64), arch, splits=True)
+    columns = 256 // 32  # blocks of a row
+    latency = gpu.memory_latency
 
-    def at(rows: int, splits: int, merge: Plan = merge) -> Duration:
+    def at(rows: int, splits: int) -> Duration:
         sizes = LaunchSizes(1, rows, rows, 1, 0)
         return duration_of(merge, [Walk(sizes)], splits=splits)
 
-    assert at(1, 500).seconds == pytest.approx(at(gpu.sms // 4, 500).seconds)
-    assert value(at(1, 500), "block_rate") == gpu.l2_bytes_per_clock
-    assert value(at(2 * gpu.sms, 500), "block_rate") == gpu.l2_bytes_per_clock / 2
-    in_flight = 32 * 4 * 64  # of 32 parts, a float for each column
-    assert value(at(1, 500, narrow), "block_rate") == in_flight / gpu.memory_latency
-    assert at(1, 1).seconds * gpu.clock_hz >= 2 * gpu.memory_latency
+    def clocks(rows: int, splits: int) -> float:
+        return at(rows, splits).seconds * gpu.clock_hz
+
+    few = gpu.sms // 4 // columns
+    assert clocks(1, 500) == pytest.approx(clocks(few, 500))
+    of_block = (500 * (1024 + 4) + 512 + 4) / columns
+    in_flight = 32 * 4 * 32  # of 32 parts, a float for each column
+    assert clocks(1, 500) == pytest.approx(latency * of_block / in_flight)
+    resident = 8
+    of_many = of_block * resident / gpu.l2_bytes_per_clock
+    many = at(resident * gpu.sms // columns, 500)
+    assert value(many, "from_l2") == pytest.approx(latency + of_many)
+    # Parts are loaded beside their LSE where that costs no more than the wait for these.
+    assert latency < clocks(1, 1) < clocks(1, 32) < 1.25 * latency
+    assert value(at(gpu.sms, 32), "block_time") > 2 * latency
     many = at(64 * gpu.sms, 20)
     assert many.bound == "hbm"
     assert many.seconds == pytest.approx(

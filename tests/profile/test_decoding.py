@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import run_forward
+from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.duration import duration_of
 from flashgen.kernels.planner.formulas import evaluate
 from flashgen.kernels.planner.split_keys import plan_splits
@@ -77,6 +78,23 @@ def test_predicted_bytes_of_both_launches_are_exactly_those_that_are_counted(
         assert profile.duration is not None
 
 
+@pytest.mark.parametrize(
+    ("arch", "page"), [("sm_80", 0), ("sm_90a", 16), slow("sm_80", 16), slow("sm_90a", 0)]
+)
+def test_a_block_with_all_splits_of_its_rows_reads_their_queries_once(
+    arch: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpecProgram, "folds", lambda *_: True)
+    keys = (250, 130) if page else (250,)
+    of = Sequences.of((1,) * len(keys), keys, heads=(4, 1), dims=(64, 64))
+    (found,) = profiles(CAUSAL, of, page, arch, 96)
+    assert found.plan.folds
+    issued = {tensor.name: tensor.issued for tensor in found.tensors}
+    for name, bytes_ in issued.items():
+        assert bytes_.counted == bytes_.predicted, name
+    assert issued["q"].counted == 2 * 64 * 4 * len(keys)
+
+
 def large(batch: int, keys: int, page: int, heads: tuple[int, int] = (32, 8)) -> DecodingPlan:
     return plan_decoding(SERVED, "sm_90a", LaunchSizes(batch, *heads, 1, keys), page_size=page)
 
@@ -111,7 +129,10 @@ def test_shorter_splits_are_predicted_slower() -> None:
         )
         assert short is not None
         assert planned is not None
-        assert short.seconds > planned.seconds
+        if short.merge is None:  # one launch for all splits, which the keys bind in both cases
+            assert short.seconds >= planned.seconds
+        else:
+            assert short.seconds > planned.seconds
 
 
 @pytest.mark.slow
@@ -154,9 +175,11 @@ def test_the_time_of_a_merge_grows_with_its_parts() -> None:
     sizes = LaunchSizes(1, 32, 32, 1, 0)
     few, many = (duration_of(merge, [Walk(sizes)], splits=n).seconds for n in (2, 202))
     gpu = facts("sm_90a")
-    in_flight = 32 * 4 * 128  # of 32 parts, a float for each column
-    rate = min(in_flight / gpu.memory_latency, gpu.l2_bytes_per_clock)
-    assert many - few == pytest.approx(200 * 4 * 129 / rate / gpu.clock_hz)
+    blocks, in_flight = 128 // 32, 32 * 4 * 32  # of 32 parts, a float for each column
+    of_row = 2 * 128 + 4
+    in_turn = gpu.memory_latency * (202 * 4 * 129 + of_row) / blocks / in_flight
+    at_once = gpu.memory_latency + (2 * 4 * 129 + of_row) / blocks / gpu.l2_bytes_per_clock
+    assert many - few == pytest.approx((in_turn - at_once) / gpu.clock_hz)
 
 
 def test_queries_and_values_inside_keys_pass_through_global_memory_once() -> None:
@@ -223,13 +246,16 @@ def test_the_time_that_decides_on_splits_is_the_predicted_one(dim: int, load: Lo
     assert found.split_size == chosen.size
     assert found.predicted is not None
     ratio = found.predicted.seconds / found.bound_seconds
-    assert chosen.predicted(load).over_bound == pytest.approx(ratio, rel=0.02)
+    parts = chosen.predicted(load).over_bound
+    if found.plan.folds:  # not known where splits are chosen: calls that write no parts are faster
+        assert 0.9 * parts <= ratio <= 1.01 * parts
+    else:
+        assert parts == pytest.approx(ratio, rel=0.02)
 
 
 def test_one_query_takes_about_the_time_of_its_bytes() -> None:
-    """One sequence of 8,192 keys is not among these: its merge takes 9 % of that time."""
     spec = CAUSAL.replace(head_dim=128, dtype="bfloat16")
-    for batch, keys in ((1, 131_072), (8, 8_192), (64, 4_096)):
+    for batch, keys in ((1, 8_192), (1, 131_072), (8, 8_192), (64, 4_096)):
         found = plan_decoding(spec, "sm_90a", LaunchSizes(batch, 32, 8, 1, keys), page_size=16)
         assert found.predicted is not None
         assert found.predicted.seconds <= 1.05 * found.bound_seconds
@@ -248,7 +274,7 @@ def test_the_plan_says_that_calls_are_batch_invariant() -> None:
 
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_codes_are_predicted_to_take_at_most_055_of_the_time_of_elements(
+def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
     arch: str, kv_dtype: str
 ) -> None:
     for batch, keys in LARGE:
@@ -257,5 +283,5 @@ def test_codes_are_predicted_to_take_at_most_055_of_the_time_of_elements(
         codes = plan_decoding(SERVED, arch, sizes, page_size=16, kv_dtype=kv_dtype).predicted
         assert elements is not None
         assert codes is not None
-        assert codes.seconds <= 0.55 * elements.seconds
+        assert codes.seconds <= 0.56 * elements.seconds
         assert codes.traffic.over_bound <= 1.06

@@ -73,7 +73,7 @@ class PagedGradient:
             self.of.spec, Operands(q, k, v), options, scalars, {**tensors, **(changes or {})}
         )
         call = prepare_queries(program, operands, outputs, options, launch or LaunchOptions())
-        dq, record = call.run(operands, outputs)
+        (dq,), record = call.run(operands, outputs)
         return dq, outputs, record
 
     def judge(self, dq: Tensor, outputs: OutputGradients) -> None:

@@ -23,7 +23,7 @@ from flashgen.shared.launch_facts import LaunchFacts
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 4
+FORMAT = 5
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"

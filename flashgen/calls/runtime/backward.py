@@ -470,24 +470,13 @@ def prepare(
     return PreparedBackward(*checked, **passes)
 
 
-class PreparedQueries(NamedTuple):
-    """A checked call of the gradient of q alone."""
-
-    call: BackwardCall
-
-    def run(self, operands: Operands, gradients: OutputGradients) -> tuple[Tensor, BackwardOutcome]:
-        """Returns dq and a record."""
-        (dq,), record = self.call.run(operands, gradients)
-        return dq, record
-
-
 def prepare_queries(
     spec: AttentionSpec | CallProgram,
     operands: Operands,
     gradients: OutputGradients,
     options: CallOptions,
     launch: LaunchOptions = DEFAULT_LAUNCH,
-) -> PreparedQueries:
+) -> BackwardCall:
     """`prepare` for the gradient of q alone, which specs with a paged cache have too.
 
     Keys and values are constants then: operands.k and operands.v are the caches
@@ -499,4 +488,4 @@ def prepare_queries(
         InputError, PlanError: as `prepare`.
         SpecError: the results are parts of others, or the cache has codes.
     """
-    return PreparedQueries(prepare(spec, operands, gradients, options, launch, queries_alone=True))
+    return prepare(spec, operands, gradients, options, launch, queries_alone=True)

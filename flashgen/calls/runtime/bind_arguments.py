@@ -209,7 +209,7 @@ def heads_of_call(
     found = choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
     # Of packed queries, only those of plain decoding are known to be few in each sequence.
     queries = 1 if spec.packed and call.seq_q <= call.batch else call.seq_q
-    return replace(found, few_rows=few_rows_of(spec, plan, found.heads, queries))
+    return replace(found, few_rows=few_rows_of(spec, plan, found.heads, queries, call.group))
 
 
 def maps_of(

@@ -227,7 +227,7 @@ class ChosenCall:
         dlse = None if gradients.dlse is None else sizes.by_groups(gradients.dlse)
         rows = OutputGradients(out, lse, dout, dlse)
         call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
-        dq, of_queries = call.run(given, rows)
+        (dq,), of_queries = call.run(given, rows)
         dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
 
         keys = self._of_keys(read)
@@ -252,7 +252,7 @@ class ChosenCall:
             given_k = Operands(k, given.q, of_out, _in_order(to_k, own))
             of_keys = OutputGradients(of_v, lse.new_zeros(k.shape[:3]), of_v)
             make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
-            found, of_k = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
+            (found,), of_k = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
             part.add_to(dk, found)
             records.append((done, of_k))
         dk, dv = (

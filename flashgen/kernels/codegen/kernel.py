@@ -133,6 +133,7 @@ def kernel(
         score=code.score if code else None,
         partials=code.partials if code else None,
         records=plan.records,
+        clusters=plan.cluster > 1,
         forward=plan.kernel == "forward",
         fused=plan.kernel == "fused",
         dropout=spec.dropout,

@@ -88,6 +88,7 @@ def merge(spec: AttentionSpec, plan: Plan) -> Source:
         None,
         lanes=lanes,
         splits=splits,
+        early_parts=plan.quantities.get("early_parts"),
         parts_at_once=PARTS_IN_FLIGHT if splits else loads // -(-vectors // lanes),
         uneven=vectors % lanes != 0,
     )

@@ -92,8 +92,8 @@ def plan(
             equal share of the rows. A number that does not divide the rows has the share of the
             next power of two. For a mask and block layout that are the same for all heads.
         few_rows: rows of a call with split keys or pages, for which a tile of fewer warps is
-            planned where it takes less time for a key; 0 for the tile of all calls. The bits of a
-            row are the same in both tiles.
+            planned where it takes less time for a key; or of another call whose blocks form no
+            cluster; 0 for the tile of all calls. The bits of a row are the same in both tiles.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -108,6 +108,9 @@ def plan(
             few_rows=few_rows,
         )
     )
+
+
+FEW_PAIRS = "no cluster: the tiles of queries are so few that one more for pairs takes longer"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -142,6 +145,9 @@ def plan_forward(request: PlanRequest) -> Plan:
                 problem, f"no tile that fits has {_shares(problem)} rows for each of them"
             )
         raise no_tile_fits(problem, given_sram=request.sram is not None)
+    if request.few_rows and chosen.tile.cluster > 1:
+        alone = evaluated(problem, replace(chosen.tile, cluster=1))
+        return plan_of_tile(problem, alone, "given", (*notes, FEW_PAIRS))
     return plan_of_tile(problem, chosen, request.policy, notes)
 
 

@@ -14,7 +14,8 @@ the last round is not shorter than one of its work tiles.
 A block of a kernel without score elements moves bytes at most at the rate at which an SM, which it
 may share with other blocks, is served by L2: where few blocks run, that is more than an equal share
 of global memory's rate. And it moves at most the bytes of the loads that it has in flight in the
-time that one load takes (Little's law). Loads of which each needs the one before wait in turn.
+time that one load takes (Little's law), which loads in flight together take once. Loads of which
+each needs the one before wait in turn.
 
 `benchmarks/fit_duration.py` compares the durations that these formulas predict for kernels of other
 libraries with their published ones, and `benchmarks/report.py --model-errors` those of flashgen's
@@ -48,12 +49,16 @@ from flashgen.kernels.planner.traffic import (
 )
 from flashgen.shared.arch import WARP, facts
 from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.split_choice import waits_of_merge
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
-# The same for each further split of a block that has all of them: Q is read again, and the finished
-# O is written and read.
-RESTARTED = Formula("restarted", "1 + (e*d_qk + 2*4*d_v)/(l2_rate*cost*block_k)")
+# For each further split of a block that has all of them, the finished O is written and read. Where
+# warps that copy have loaded the next keys by then, its first step takes longer than the pace of
+# steps by what others overlap; elsewhere nothing overlaps it.
+REFILLED = Formula("refilled", "1")
+REFILLED_AHEAD = Formula("refilled", "(alone - pace)/cost")
+RESTARTED = Formula("restarted", "refilled + 2*4*d_v/(l2_rate*cost*block_k)")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
 FORMULAS = (
     SLOTS,
@@ -74,8 +79,9 @@ STREAMING_FORMULAS = (
     ROUNDS,
     Formula("resident", "min(blocks, ceil(work_tiles/sms))"),
     Formula("in_flight", f"{16 * WARP}*loads*warps", "B"),
-    Formula("block_rate", "min(l2_rate/resident, in_flight/latency)", "B"),
-    Formula("block_time", "chained_loads*latency + bytes/work_tiles/block_rate", "clk"),
+    Formula("from_l2", "latency + bytes/work_tiles*resident/l2_rate", "clk"),
+    Formula("in_turn", "latency*bytes/work_tiles/in_flight", "clk"),
+    Formula("block_time", "(chained_loads - 1)*latency + max(from_l2, in_turn)", "clk"),
     Formula("quantisation", "rounds*slots/work_tiles"),
     Formula("work", "block_time*work_tiles/slots", "clk"),
     HBM,
@@ -170,10 +176,12 @@ def duration_of(
     if streams:
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
+        if plan.of_splits:
+            at["chained_loads"] = waits_of_merge(plan.arch, work_tiles, splits)
     else:
         begun = at["begun"] = BEGUN(at)
         if plan.folds:
-            formulas = (*FORMULAS[:3], RESTARTED, *FORMULAS[3:])
+            formulas = (*FORMULAS[:3], *restart_formulas(plan), *FORMULAS[3:])
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
@@ -187,7 +195,9 @@ def duration_of(
 
 def step_facts(plan: Plan) -> dict[str, Number]:
     """The tile, its cost and the rate of L2: what tells how long a step takes."""
+    paces = {name: plan.quantities[name] for name in ("alone", "pace") if name in plan.quantities}
     return {
+        **paces,
         "block_q": plan.block_q,
         "block_k": plan.block_k,
         "e": plan.itemsize,
@@ -196,6 +206,18 @@ def step_facts(plan: Plan) -> dict[str, Number]:
         "l2_rate": facts(plan.arch).l2_bytes_per_clock,
         "cost": plan.cost,
     }
+
+
+def restart_formulas(plan: Plan) -> tuple[Formula, Formula]:
+    """The steps that each further split of a block takes, which has all splits of its rows."""
+    return (REFILLED_AHEAD if "pace" in plan.quantities else REFILLED), RESTARTED
+
+
+def restarted_steps(plan: Plan) -> float:
+    """The last of `restart_formulas`."""
+    at = step_facts(plan)
+    FormulaSequence(*restart_formulas(plan))(at)
+    return float(at["restarted"])
 
 
 def gaps_between(plans: Sequence[Plan]) -> float:
@@ -241,6 +263,9 @@ def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSt
     for walk in walks:
         parts, part_heads = plan.parts_of_group(*walk.sizes)
         tiles, heads, entries = plan.grid(*walk.sizes, parts=parts)
+        if plan.cluster > 1:  # the blocks of a pair of heads have equal lengths
+            paired = plan.paired_heads(walk.sizes.heads_q, walk.sizes.heads_kv)
+            tiles, heads = tiles // paired, heads * paired
         lengths = _lengths(plan, tiles, walk)
         bits = plan.head_bits(*walk.sizes[1:], part_heads) if uneven and not plan.streams else 0
         found.append(HeadSteps(lengths, heads * entries, 1 << bits))
@@ -320,7 +345,7 @@ def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
         clocks = {kind: clocks_of_step(plan, kind) for steps in walk.steps for kind in steps}
         lengths = [sum(clocks[kind] * steps[kind] for kind in steps) for steps in walk.steps]
     if walk.restarts:
-        restarted = RESTARTED(step_facts(plan))
+        restarted = restarted_steps(plan)
         lengths = [x + restarted * n for x, n in zip(lengths, walk.restarts, strict=True)]
     times = group * tiles // len(lengths)  # more than 1 where the heads of a group walk alike
     parts, _ = plan.parts_of_group(*sizes)

@@ -319,6 +319,7 @@ class Plan(LaunchRules):
             blocks=self.blocks_per_sm,
             column_warps=self.column_warps,
             score_warps=self.score_warps,
+            cluster=self.cluster,
         )
 
     @property
@@ -441,11 +442,6 @@ class Plan(LaunchRules):
     def threads(self) -> int:
         """Threads per block."""
         return 32 * (self.warps + self.other_warps)
-
-    @property
-    def of_splits(self) -> bool:
-        """Whether a "merge" is one of the results over split keys."""
-        return "row_warps" in self.quantities
 
     @property
     def binding(self) -> tuple[str, ...]:
@@ -627,6 +623,8 @@ class Plan(LaunchRules):
             parts = [self.kernel, *(part for part in parts if not part.endswith(" 0"))]
         if self.column_warps > 1:
             parts += [f"column_warps {self.column_warps}", f"score_warps {self.score_warps}"]
+        if self.cluster > 1:
+            parts.append(f"cluster {self.cluster}")
         return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
 
 

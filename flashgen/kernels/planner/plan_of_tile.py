@@ -9,6 +9,7 @@ from typing import Any
 
 from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
 from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.models.fitted_sm90 import CLUSTER_GAIN
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
 from flashgen.kernels.planner.models.panels_sm90 import rows_of_sums
@@ -74,6 +75,7 @@ def plan_of_tile(
         warps=tile.warps,
         column_warps=tile.column_warps,
         score_warps=tile.score_warps,
+        cluster=tile.cluster,
         stages=int(at["stages"]),
         access_bytes=int(at["access"]),
         **offsets,
@@ -102,7 +104,7 @@ def plan_of_tile(
         quantities=Quantities(at),
         derivation=tuple(replace(line, binding=line.name in binding) for line in _lines(found)),
         refused=refused,
-        notes=(*_notes(problem, found), *notes),
+        notes=(*_notes(problem, found, policy), *notes),
     )
 
 
@@ -121,7 +123,7 @@ def _tile_of_sums(problem: TileProblem, at: Mapping[str, Number]) -> tuple[int, 
     return rows, strips if problem.path.dq_strips else head_dim
 
 
-def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
+def _notes(problem: TileProblem, found: Evaluated, policy: str) -> Iterator[str]:
     """Printed notes: the quantities that the derivation takes as given, and the code path."""
     arch, at = problem.arch, found.quantities
     yield (
@@ -170,6 +172,15 @@ def _notes(problem: TileProblem, found: Evaluated) -> Iterator[str]:
                 f"d{element.tensor}: a warp adds {rows} x {step} scores to {window.entries} sums "
                 "in shared memory, and these to global memory once per step"
             )
+    if found.tile.cluster > 1:
+        yield (
+            f"cluster {found.tile.cluster}: blocks that copy half of the keys of both, two tiles "
+            "of heads that share K and V, or else of queries; both visit what either reaches"
+        )
+    elif found.tile.column_warps > 1 and len(found.model.clusters) > 1:
+        saves = f"one saves less than {CLUSTER_GAIN:.0%} of the clocks"
+        if problem.alone or policy == "derived":
+            yield f"no cluster: {problem.alone or saves}"
     heads, owned = problem.heads_per_tile, int(at["block_q"])
     if heads > 1:
         queries = owned // head_places(owned, heads)

@@ -119,9 +119,19 @@ def choose_heads(
     return HeadsPerTile(chosen, f"{of}: {saved}")
 
 
-def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
+def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1) -> int:
     """Rows of the smallest tile in which the queries of so many heads fit, in calls that are
-    served; 0 where that is the tile of all calls."""
+    served; or of a tile alone, where clusters would take longer; 0 where all calls have this one.
+
+    Args:
+        heads: query heads of a tile.
+        group: query heads of a key head.
+    """
+    if plan.cluster > 1 and group // heads % 2:
+        tiles = -(-seq_q // replace(plan, heads_per_tile=heads).queries_per_tile)
+        alone = plan.model.costs({**plan.quantities, "cluster": 1})["cost"]
+        # The last tile is computed in a pair too.
+        return plan.block_q if (tiles + tiles % 2) * plan.cost > tiles * alone else 0
     rows = MMA_ROWS * plan.model.warps_of_few_rows
     while spec.is_served and 0 < rows < plan.block_q:
         if heads <= rows and seq_q <= rows // head_places(rows, heads):

@@ -22,7 +22,11 @@ from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
 from flashgen.kernels.planner.layout_share import share_of_queries, share_of_scores
 from flashgen.kernels.planner.models.backward_sm80 import SYNCS, dq_row_warps
-from flashgen.kernels.planner.models.fitted_sm90 import FMA_EXP2_GAIN, PRODUCT_REGISTERS
+from flashgen.kernels.planner.models.fitted_sm90 import (
+    CLUSTER_GAIN,
+    FMA_EXP2_GAIN,
+    PRODUCT_REGISTERS,
+)
 from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
@@ -59,8 +63,12 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, float, Tile]:
-        """The order of the search: by cost, among equals by instructions, and then by size."""
-        return self.cost, float(self.quantities["issue"]), self.tile
+        """The order of the search: by cost, among equals by instructions, and then by size.
+
+        A cluster must save enough.
+        """
+        cost = self.cost / (1 - CLUSTER_GAIN) if self.tile.cluster > 1 else self.cost
+        return cost, float(self.quantities["issue"]), self.tile
 
     def cost_of(self, rows: int) -> float:
         """Clocks per score of sequences of so many rows, whose last tile has rows of none."""
@@ -78,6 +86,8 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "blocks": tile.blocks,
         "column_warps": tile.column_warps,
     }
+    if model.clusters != (1,):
+        at["cluster"] = tile.cluster
     if tile.column_warps > 1 and model.stages_of_shares:
         at["stages"] = model.stages_of_shares
     if problem.kernel != "forward":
@@ -208,7 +218,10 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
                 for row_groups in model.row_groups:
                     unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
                     for step in range(unit, model.max_step + 1, unit):
-                        yield Tile(step, warps, row_groups, 1, column_warps, score_warps)
+                        for cluster in problem.clusters(model, column_warps):
+                            yield Tile(
+                                step, warps, row_groups, 1, column_warps, score_warps, cluster
+                            )
 
 
 def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:

@@ -13,11 +13,11 @@ import math
 
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
-from flashgen.kernels.planner.duration import step_facts
+from flashgen.kernels.planner.duration import restarted_steps, step_facts
 from flashgen.kernels.planner.formulas import Formula, FormulaSequence
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
-from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
+from flashgen.kernels.planner.schedule import ROUNDS, choose_heads, few_rows_of
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
@@ -65,19 +65,24 @@ def split_of_call(
 
 # A call with split keys, in one launch whose blocks have all splits of their rows, or with parts
 # that another launch merges. Clocks of an SM for a split of a block, over those of its scores: to
-# start it, for which Q is read and nothing overlaps one step; to set the finished O aside and to
-# join it; to write and to read parts, which rows past the last do not have. Blocks with equal work
-# leave some slots idle in the last round; of those with less and less, the short ones fill it.
+# start it, for which Q is read and nothing overlaps one step; to go on with it in a block that has
+# all of them, which sets the finished O aside and joins it; to write parts, which rows past the
+# last do not have; and to move these, or the keys, through global memory. Blocks with equal work
+# leave some slots idle in the last round; of those with less and less, the short ones fill it. The
+# times of launches follow from these as in `duration.FORMULAS`.
 STARTED = Formula("started", "(block_k + e*d_qk/(l2_rate*cost))/split_size")
-JOINED = Formula("joined", "2*4*d_v/(l2_rate*cost*split_size)")
-MERGED = Formula(
-    "merged",
-    "(4*d_v/l2_rate + 2*4*d_v/hbm_rate)/(cost*split_size)*rows/(block_q*work_tiles)",
-)
-EVEN_ROUNDS = Formula("idle", "slots*ceil(work_tiles/slots)/work_tiles")
+JOINED = Formula("joined", "restarted*block_k/split_size")
+SHARE = Formula("share", "rows/(block_q*work_tiles)")
+MOVED = Formula("moved", "4*d_v/(hbm_rate*cost*split_size)*share")
+WRITTEN = Formula("written", "4*d_v/(l2_rate*cost*split_size)*share + moved")
+KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*work_tiles)")
+FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
+PARTS_WORK = Formula("work", "1 + started + written")
+EVEN_ROUNDS = Formula("idle", "slots*rounds/work_tiles")
 UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
-FOLDED_TIME = Formula("folded_time", "(1 + started + joined)*idle")
-MERGED_TIME = Formula("merged_time", "1 + started + merged")
+LAUNCH_TIME = Formula(
+    "time", "max(work*idle, hbm, hbm*(rounds - 1)*slots/work_tiles + work*idle/rounds)"
+)
 
 
 def folds_splits(
@@ -100,20 +105,32 @@ def folds_splits(
         return False
     gpu = facts(arch)
     sms = sms or gpu.sms
+    columns = plan.head_dim + (0 if plan.one_tensor else plan.head_dim_v)
     work_tiles = math.prod(plan.grid(*call.sizes, packed=spec.packed))
     at = step_facts(plan) | {
         "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
         "split_size": int(call.scalars[SPLIT]),
         "rows": call.batch * call.heads_q * call.seq_q,
         "slots": sms * plan.blocks_per_sm,
+        "splits": call.splits,
         "work_tiles": work_tiles,
+        "key_bytes": plan.kv_itemsize * columns,
+        "key_heads": call.batch * call.heads_kv,
+        "restarted": restarted_steps(plan),
     }
     if spec.packed:
         at["rows"] = call.heads_q * call.seq_q
     uneven = {Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k
     rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
-    FormulaSequence(STARTED, JOINED, MERGED, rounds, FOLDED_TIME, MERGED_TIME)(at)
-    return bool(at["folded_time"] <= at["merged_time"])
+    FormulaSequence(STARTED, JOINED, SHARE, MOVED, WRITTEN, KEYS_MOVED)(at)
+    folded = at | {"hbm": at["keys_moved"]}
+    parts = at | {
+        "hbm": at["keys_moved"] + at["moved"],
+        "work_tiles": call.splits * work_tiles,
+    }
+    FormulaSequence(ROUNDS, FOLDED_WORK, rounds, LAUNCH_TIME)(folded)
+    FormulaSequence(ROUNDS, PARTS_WORK, rounds, LAUNCH_TIME)(parts)
+    return bool(folded["time"] <= parts["time"] + at["moved"])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,7 +140,8 @@ def _plan_of_heads(
     """The plan of a call, whose tiles have rows of several heads where these share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
-    few = few_rows_of(spec, plan, heads, -(-seq_q // batch) if spec.packed else seq_q)
+    queries = -(-seq_q // batch) if spec.packed else seq_q
+    few = few_rows_of(spec, plan, heads, queries, heads_q // heads_kv)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 

@@ -40,8 +40,9 @@ NO_V_READ = Formula("v_read", "0", "B")
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
-# The merge. The lanes of each warp of a row read the LSE of a part each.
-PARTS_READ = Formula("parts_read", "4*d_v*part_rows", "B")
+# The merge. The lanes of each warp of a row read the LSE of a part each. Parts that are loaded early
+# are read whether they have keys or not.
+PARTS_READ = Formula("parts_read", "4*d_v*merged_rows", "B")
 PARTS_LSE_READ = Formula("parts_lse_read", "4*row_warps*lse_rows", "B")
 MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
 MERGE_BYTES = Formula("merge_bytes", "parts_read + parts_lse_read + merged_written", "B")
@@ -58,7 +59,7 @@ OF_FORWARD_ON_CODES = (
 BOUND_BYTES_OF_ONE = Formula("bound_bytes", "e*d_qk*keys + e*(d_qk + d_v)*rows", "B")
 BOUND_BYTES_OF_CODES = Formula("bound_bytes", "e_kv*(d_qk + d_v)*keys + e*(d_qk + d_v)*rows", "B")
 COUNTED = (
-    *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows"),
+    *("query_rows", "key_rows", "value_rows", "part_rows", "lse_rows", "merged_rows"),
     *("table_reads", "length_reads", "scale_reads"),
 )
 OF_MERGE = (PARTS_READ, PARTS_LSE_READ, MERGED_WRITTEN, MERGE_BYTES)
@@ -72,11 +73,13 @@ class SplitWalk(NamedTuple):
         keys_behind: keys of the tensor behind the split.
         writes: whether its launch writes results for it: once for all splits, where a block has
             those of its rows.
+        early: whether the merge loads its results before it knows whether they have keys.
     """
 
     of_split: Walk
     keys_behind: int = 0
     writes: bool = True
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,15 +212,17 @@ def _count(
     walks = walks_of_head(plan, sizes, visited)
     reaching = [place for place, tiles in enumerate(walks) if tiles]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
+    own = queries  # whose Q is read: once where a block has all splits of its rows
+    if plan.folds:
+        own = sizes.seq_q if walk.writes and sizes.seq_k else 0
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
     touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
-    counts["query_rows"] += queries * (
-        pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
-    )
+    counts["query_rows"] += own * (pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q))
     if walk.writes:
         counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
         counts["lse_rows"] += pairs * sizes.seq_q
+        counts["merged_rows"] += pairs * (sizes.seq_q if walk.early else queries)
     counts["keys"] += sizes.batch * sizes.heads_kv * touched
     if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)

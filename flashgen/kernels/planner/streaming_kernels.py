@@ -13,7 +13,7 @@ from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.shared.arch import SMEM_RESERVED, WARP, facts
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.launch_facts import CONVERT_KERNELS
-from flashgen.shared.split_choice import MERGE_LOADS, MERGE_WARPS_OF_SM, PARTS_IN_FLIGHT
+from flashgen.shared.split_choice import MERGE_WARPS_OF_SM, PARTS_IN_FLIGHT, early_parts
 from flashgen.spec.language.spec import AttentionSpec
 
 # By kernel: warps, resident blocks and registers. "delta" processes a row by each warp at a time,
@@ -45,9 +45,10 @@ CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*columns", "B")
 
 # The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
 MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
-# Of the results of split keys there are many parts and few rows. A row then has a block, and each
-# lane one column with the loads of 32 parts in flight: the parts of an element are added one after
-# the other, as a kernel adds them that has all splits of its rows.
+MERGE_LOADS = 2  # of which each needs the one before: of LSE, then of O
+# Of the results of split keys there are many parts and few rows. A row then has a block for each 32
+# columns, and each lane one column with the loads of 32 parts in flight: the parts of an element
+# are added one after the other, as a kernel adds them that has all splits of its rows.
 ROW_WARPS = Formula("row_warps", "ceil(d_v/32)")
 PART_BYTES = 4  # an element of a part is a float32
 PART_TRAFFIC = Formula("part_bytes", f"{PART_BYTES}*d_v + 4", "B")
@@ -121,8 +122,8 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
 
     Args:
         spec: only its head_dim_v and its dtype, that of the merged output, are read.
-        splits: whether the parts are those of split keys, many of few rows: each lane of a thread
-            block then has one column of its row.
+        splits: whether the parts are those of split keys, many of few rows: a thread block then
+            has a warp, and each lane one column of its row.
 
     Raises:
         PlanError: the architecture is unknown.
@@ -144,9 +145,9 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
         rows = WARP * SHAPES["merge"][0] // lanes
         return _plan("merge", spec, arch, at, formulas, note, block_q=rows)
     at |= {"d_v": spec.head_dim_v or spec.head_dim, "lanes": WARP}
-    warps = int(ROW_WARPS(at))
     in_vectors = PARTS_IN_FLIGHT * PART_BYTES // 16
-    at |= {"loads": in_vectors, "warps": warps, "blocks": min(8, MERGE_WARPS_OF_SM // warps)}
+    at |= {"loads": in_vectors, "warps": 1, "blocks": MERGE_WARPS_OF_SM}
+    at["early_parts"] = early_parts(arch)
     note += " Each lane has a column of a row."
     formulas = (ROW_WARPS, *formulas)
     path = facts(arch).code_path.name  # that of the forward kernel before it

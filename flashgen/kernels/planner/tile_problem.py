@@ -21,7 +21,7 @@ from flashgen.shared.paths import PATHS, CodePath
 from flashgen.spec.analysis.intervals import WalkedAxis, row_interval
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import Q
+from flashgen.spec.language.symbols import H, Q
 
 MODELS: dict[str, dict[tuple[str, int], KernelModel]] = {
     path.name: {
@@ -48,6 +48,7 @@ class Tile:
         column_warps: warps that own the same rows, each with a share of the columns of its sums.
         score_warps: the number of these warps that share their scores; 1 where each warp computes
             all scores, or one warpgroup those of another too.
+        cluster: blocks that copy the same keys together, 1 or 2.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Tile:
     blocks: int
     column_warps: int = 1
     score_warps: int = 1
+    cluster: int = 1
 
     @property
     def owned(self) -> int:
@@ -94,6 +96,7 @@ class TileProblem:
         learned: the elements of learned tensors to which each score adds for itself.
         softmax: whether weights are exponentials.
         tangents: of the kernel of tangents, the names of the tensors that have one.
+        alone: why neighbouring blocks may not walk the same tiles of keys; "" where they can.
     """
 
     spec: AttentionSpec = field(compare=False)
@@ -108,6 +111,7 @@ class TileProblem:
     records: bool = False
     strides: bool = False
     tangents: tuple[str, ...] = ()
+    alone: str = ""
 
     @functools.cached_property
     def model(self) -> KernelModel:
@@ -129,6 +133,10 @@ class TileProblem:
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""
         return self.model.form_of(tile.column_warps, tile.score_warps)
+
+    def clusters(self, model: KernelModel, column_warps: int) -> tuple[int, ...]:
+        """The numbers of blocks that may copy the same keys together, in a form of the kernel."""
+        return (1,) if self.alone or column_warps == 1 else model.clusters
 
     def gathers(self, tile: Tile) -> bool:
         """Whether such tiles consist of boxes with live blocks of the layout."""
@@ -223,6 +231,16 @@ def problem_of(
     row = row_interval(spec.mask, WalkedAxis(Q))
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)
+    alone = "each producer searches for the tiles of its own rows" if records else _alone(spec)
     of_spec = (learned, spec.is_softmax, layout, records, strides)
     numbers = Quantities(given)
-    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents)
+    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents, alone)
+
+
+def _alone(spec: AttentionSpec) -> str:
+    """Why neighbouring blocks of a forward kernel may not walk the same tiles; "" if they can."""
+    if spec.packed:
+        return "neighbouring tiles may have rows of two sequences"
+    if spec.is_served:
+        return "calls with split keys or pages may have one tile of the same keys"
+    return "the mask depends on the head" if H in spec.mask.free_symbols else ""

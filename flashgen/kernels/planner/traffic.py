@@ -228,6 +228,14 @@ def forward_traffic(
     pairs = batch * heads_q
     steps = sum(plan.steps_of(len(tiles)) for tiles in walks)
     shared = pairs // heads  # walks over the keys: the heads of a tile share one
+    blocks, copies = len(walks), shared
+    if plan.cluster > 1 and plan.paired_heads(heads_q, heads_kv) == 1:
+        # Neighbouring tiles have one walk. The last one may lack the other.
+        k_rows = rows_in(chain(*walks[::2]), plan.walked_keys, seq_k)
+        steps += len(walks) % 2 * plan.steps_of(len(walks[-1]))
+        blocks += len(walks) % 2
+    elif plan.cluster > 1:
+        copies //= 2
     qk_row = plan.head_dim * plan.itemsize
     o_row = plan.head_dim_v * plan.out_itemsize
     again = plan.columns_read_again * plan.itemsize
@@ -239,13 +247,13 @@ def forward_traffic(
     lanes = WARP * plan.warps * plan.heads_per_lane  # each reads the logits of its rows' heads
     return Traffic(
         q=q + neighbours,
-        k=shared * k_rows * (qk_row + again),
-        v=shared * k_rows * own_v_row,
+        k=copies * k_rows * (qk_row + again),
+        v=copies * k_rows * own_v_row,
         o=o,
         lse=lse,
         compulsory=q + o + lse + logits + batch * heads_kv * kv_touched * (qk_row + own_v_row),
         scores=shared * steps * plan.block_q * plan.block_k,
-        sink=batch * logits // heads * len(walks) * lanes,
+        sink=batch * logits // heads * blocks * lanes,
     )
 
 

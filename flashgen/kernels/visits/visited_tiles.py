@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -147,6 +147,8 @@ def heads_of(
         keys = key_axis(plan, p)
         walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
+        if plan.cluster > 1 and plan.paired_heads(p.heads_q, p.heads_kv) == 1:
+            visits = in_pairs(visits)
         steps = [steps_of(plan, walk, listed, visit, ops, rows) for visit in visits]
         return AlikeHeads(batch, heads_q, heads_kv, walk, listed, visits, steps)
 
@@ -208,6 +210,18 @@ def listed_blocks(
     if by_column:
         return ListedBlocks(one.T, sparse.block_k, sparse.block_q)
     return ListedBlocks(one, sparse.block_q, sparse.block_k)
+
+
+def in_pairs(visits: list[Visit]) -> list[Visit]:
+    """The visits where neighbouring blocks form a cluster: each visits what one of them reaches."""
+    found = []
+    for place, visit in enumerate(visits):
+        pair = visits[place // 2 * 2 :][:2]
+        reaching = [each for each in pair if each.first < each.end]
+        first = min((each.first for each in reaching), default=visit.first)
+        end = max((each.end for each in reaching), default=visit.end)
+        found.append(replace(visit, first=first, end=end, tiles=list(range(first, end))))
+    return found
 
 
 def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:

@@ -169,13 +169,14 @@ def _predict(
                     "with few query rows"
                 )
                 return
-            if heads.heads > 1:
+            if heads.heads > 1 or heads.few_rows:
                 planned = plan_forward(
                     spec,
                     planned.arch,
                     sram=arguments.sram,
                     policy=arguments.policy,
                     heads_per_tile=heads.heads,
+                    few_rows=heads.few_rows,
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:

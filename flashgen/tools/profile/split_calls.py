@@ -23,6 +23,7 @@ from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import LaunchBlocks
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
+from flashgen.shared.split_choice import PARTS_IN_FLIGHT, waits_of_merge
 from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import BATCH, B
@@ -82,19 +83,23 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     by_entry = {B, BATCH} & mask.expr.free_symbols
     if spec.packed or spec.offsets or (by_entry and len(batches) > 1):
         return None
-    entries = []
-    for length, batch in batches.items():
-        walks = []
-        for part, behind in _splits(spec, replace(call, batch=batch), length):
-            if part.seq_k == 0:
-                walks.append(SplitWalk(Walk(LaunchSizes(*part.sizes))))
-                continue
-            heads = walks_of(known._replace(problem=part), mask, plan)
-            first = not (plan.folds and walks)
-            walks += [SplitWalk(walk, behind, writes=first) for walk in heads]
-        entries.append((batch, walks))
     by_tma = plan.code_path.copies_by_tma
     merge = plan_merge(spec, plan.arch, splits=True) if spec.split and not plan.folds else None
+    blocks = 0 if merge is None else math.prod(merge.grid(*call.sizes))
+    early = PARTS_IN_FLIGHT if waits_of_merge(plan.arch, blocks, call.splits) == 1 else 0
+    entries = []
+    for length, batch in batches.items():
+        walks: list[SplitWalk] = []
+        splits = _splits(spec, replace(call, batch=batch), length)
+        for place, (part, behind) in enumerate(splits):
+            loads, first = place < early, not (plan.folds and walks)
+            if part.seq_k == 0:
+                walk = Walk(LaunchSizes(*part.sizes))
+                walks.append(SplitWalk(walk, writes=first, early=loads))
+                continue
+            heads = walks_of(known._replace(problem=part), mask, plan)
+            walks += [SplitWalk(walk, behind, writes=first, early=loads) for walk in heads]
+        entries.append((batch, walks))
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
         plan,

@@ -63,6 +63,9 @@ PRODUCT_REGISTERS = 26
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.
 FMA_EXP2_GAIN = 0.03
+# Chosen. Blocks form a cluster where that saves this share of the predicted clocks, which do not
+# count that each of the two waits for the other.
+CLUSTER_GAIN = 0.05
 
 # ---- backward: registers per thread of the consumer warpgroups, fitted ---------------------------
 

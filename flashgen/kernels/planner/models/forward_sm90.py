@@ -130,6 +130,10 @@ FORWARD = KernelModel(
 # Two warpgroups may own the same rows, each with half of the columns of O. One of them computes the
 # scores, and sends P, and a factor of O for each row, to the other one, a thread to a thread.
 SHARING = ((1, 1), (2, 1))
+# Two blocks with the same keys may form a cluster: each copies half of them to both, so that L2 is
+# read once for the rows of both.
+CLUSTERS = (1, 2)
+_COPIERS = "(cluster*block_q)"
 _SENDS = "(column_warps - 1)"
 FACTORS = f"{_SENDS}*{8 * GROUP_THREADS}"
 SENT = f"{_SENDS}*e*block_q*block_k + {FACTORS}"
@@ -192,7 +196,7 @@ WIDE_SMEM, WIDE_PARTS = sum_of(
 )
 REFILL = Formula(
     "refill",
-    f"(stages - stages_v)*(max(d_v/tensor_rate, special + {OWN_ISSUE}) + e*d_v/block_q/l2_rate"
+    f"(stages - stages_v)*(max(d_v/tensor_rate, special + {OWN_ISSUE}) + e*d_v/{_COPIERS}/l2_rate"
     f" + {fitted.COPY_CLOCKS}/(block_q*block_k))",
     "clk",
 )
@@ -213,8 +217,9 @@ WIDE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2 - {_MORE})/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps("(depth + depth_v)", REFILL),
+    cost_steps=_cost_steps("(depth + depth_v)", REFILL, l2=f"e*(d_qk + d_v)/{_COPIERS}/l2_rate"),
     sharing=SHARING,
+    clusters=CLUSTERS,
 )
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
 # P, a step after the one for S, so that a third buffer is filled meanwhile. Where two warpgroups
@@ -227,9 +232,9 @@ _ONE_BARRIERS = (
 _LATENCY = f"{fitted.COPY_CLOCKS}/(block_q*block_k)"
 REFILL_PARTS = Formula(
     "refill",
-    f"{_SENDS}*(max(2*{_OF_OUTPUT}/tensor_rate + e*(d_qk - {_OF_OUTPUT})/block_q/l2_rate,"
+    f"{_SENDS}*(max(2*{_OF_OUTPUT}/tensor_rate + e*(d_qk - {_OF_OUTPUT})/{_COPIERS}/l2_rate,"
     f" {_OF_OUTPUT}/tensor_rate + max({_OF_OUTPUT}/tensor_rate, special + {OWN_ISSUE})"
-    f" + e*{_OF_OUTPUT}/block_q/l2_rate) + {_LATENCY})",
+    f" + e*{_OF_OUTPUT}/{_COPIERS}/l2_rate) + {_LATENCY})",
     "clk",
 )
 ONE_SMEM, ONE_PARTS = sum_of(
@@ -254,10 +259,11 @@ ONE = replace(
         "block_k",
         f"(register_limit - {_OWN} - extra - {_OF_OUTPUT}/2)/({_PER_KEY})",
     ),
-    cost_steps=_cost_steps("depth", REFILL_PARTS, l2="e*d_qk/block_q/l2_rate"),
+    cost_steps=_cost_steps("depth", REFILL_PARTS, l2=f"e*d_qk/{_COPIERS}/l2_rate"),
     stages=3,
     stages_of_shares=2,
     sharing=SHARING,
+    clusters=CLUSTERS,
 )
 
 MODELS = {

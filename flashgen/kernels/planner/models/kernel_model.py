@@ -172,6 +172,7 @@ class KernelModel:
         register_limit: the registers that a thread can have.
         of_limit: quantities that follow from it, before ``registers``.
         sharing: pairs (column_warps, score_warps) that the template supports.
+        clusters: numbers of blocks that may copy the same keys together, where warps share rows.
         stages: number of buffers, where the kernel has a choice.
         stages_of_shares: the same where warps share rows, if it is another one; else 0.
         warp_counts: numbers of computing warps that the template supports.
@@ -199,6 +200,7 @@ class KernelModel:
     register_limit: Formula = REGISTER_LIMIT
     of_limit: tuple[Formula, ...] = ()
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
+    clusters: tuple[int, ...] = (1,)
     stages: int = 1
     stages_of_shares: int = 0
     warp_counts: tuple[int, ...] = WARP_COUNTS
