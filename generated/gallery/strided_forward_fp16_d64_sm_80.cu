@@ -587,16 +587,16 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int k_first = p.k_offset + column;
       // The mask is one of q - k: each lane evaluates it for some of the distances of the warp's scores.
       constexpr int DISTANCES = BLOCK_K + 16 * ROW_GROUPS - 1;
-      const unsigned own = unsigned(thread) % 32;
-      const int moved = int(own % 4 * 2) - int(own / 4) + 7;
+      const unsigned own_lane = unsigned(thread) % 32;
+      const int lane_shift = int(own_lane % 4 * 2) - int(own_lane / 4) + 7;
       unsigned distances[(DISTANCES + 31) / 32 + 1] = {};
       UNROLL for (int i = 0; i < (DISTANCES + 31) / 32; ++i) {
-        const int q = q_first + moved + 16 * ROW_GROUPS - 8 - 32 * i - int(own);
+        const int q = q_first + lane_shift + 16 * ROW_GROUPS - 8 - 32 * i - int(own_lane);
         const int k = k_first;
         distances[i] = __ballot_sync(0xffffffffu, mask_mod(p, q, k));
       }
       UNROLL for (int i = 0; i < (DISTANCES + 31) / 32; ++i) {
-        distances[i] = __funnelshift_r(distances[i], distances[i + 1], moved);
+        distances[i] = __funnelshift_r(distances[i], distances[i + 1], lane_shift);
       }
       const int columns = p.seq_k - column;  // that exist
       UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
