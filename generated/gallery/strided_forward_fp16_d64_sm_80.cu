@@ -585,7 +585,7 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       const int k_first = p.k_offset + column;
-      // The mask is one of q - k: each lane evaluates it for some of the distances of the warp's scores.
+      // The mask is one of q - k: a lane evaluates it for some distances of the warp's scores.
       constexpr int DISTANCES = BLOCK_K + 16 * ROW_GROUPS - 1;
       const unsigned own_lane = unsigned(thread) % 32;
       const int lane_shift = int(own_lane % 4 * 2) - int(own_lane / 4) + 7;
