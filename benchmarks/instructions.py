@@ -109,7 +109,8 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     loop = main_loop(listing, around_passes=passes > 1)
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
     # Without a mask only the last tiles are mixed.
-    rare = (*DIFFER, *LAST) if "Range range[2];" in built.source.text else DIFFER
+    by_words = any(line in built.source.text for line in ("Range range[2];", "int DISTANCES ="))
+    rare = (*DIFFER, *LAST) if by_words else DIFFER
     far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, rare)
     dead = _guarded(built.source.text, DEAD) - far
     of_near = _guarded(built.source.text, FAR, "} else {")

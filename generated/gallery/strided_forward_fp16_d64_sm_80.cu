@@ -10,8 +10,8 @@
 //   mask_mod  = (q >= k) & ((q - k < stride) | (((q - k) % stride) == 0))
 //
 // plan      block_q 128  block_k 96  warps 4  stages 1  blocks per SM 2
-// limits    smem 40,960 of 166,912, smem_sm 83,968 of 167,936, registers 252 of 255 (binds)
-// refused   block_k 112: needs 272 registers per thread, 255 allowed
+// limits    smem 40,960 of 166,912, smem_sm 83,968 of 167,936, registers 248 of 255 (binds)
+// refused   block_k 112: needs 268 registers per thread, 255 allowed
 // refused   block_q 256 by 8 warps, blocks per SM 1: fits, but is slower by the model
 // launch    grid (ceil(seq_q / 128), heads_q, batch)  block 128  dynamic shared memory 40,960 B
 
@@ -585,15 +585,36 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
       const int q_first =
           p.q_offset + q_start + thread / 32 * (16 * ROW_GROUPS) + thread % 32 / 4;
       const int k_first = p.k_offset + column;
+      // The mask is one of q - k: a lane evaluates it for some distances of the warp's scores.
+      constexpr int DISTANCES = BLOCK_K + 16 * ROW_GROUPS - 1;
+      const unsigned own_lane = unsigned(thread) % 32;
+      const int lane_shift = int(own_lane % 4 * 2) - int(own_lane / 4) + 7;
+      unsigned distances[(DISTANCES + 31) / 32 + 1] = {};
+      UNROLL for (int i = 0; i < (DISTANCES + 31) / 32; ++i) {
+        const int q = q_first + lane_shift + 16 * ROW_GROUPS - 8 - 32 * i - int(own_lane);
+        const int k = k_first;
+        distances[i] = __ballot_sync(0xffffffffu, mask_mod(p, q, k));
+      }
+      UNROLL for (int i = 0; i < (DISTANCES + 31) / 32; ++i) {
+        distances[i] = __funnelshift_r(distances[i], distances[i + 1], lane_shift);
+      }
       const int columns = p.seq_k - column;  // that exist
-      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
-        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+      UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+        UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
           UNROLL for (int e = 0; e < 4; ++e) {
-            const int q = q_first + 16 * g + 8 * (e / 2);
-            const int k = k_first + 8 * n + e % 2;
-            const bool kept = mask_mod(p, q, k);
-            const bool outside = (8 * n + e % 2 >= columns) | !kept;
-            if (outside) s[g][n][e] = minus_infinity();
+            const int bit = 16 * (ROW_GROUPS - 1 - g) + 8 * (n + 1 - e / 2) + e % 2;
+            float& x = s[g][n][e];
+            if (!(distances[bit / 32] >> bit % 32 & 1)) x = minus_infinity();
+          }
+        }
+      }
+      if (k_start + BLOCK_K > p.seq_k) {
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 4; ++e) {
+              float& x = s[g][n][e];
+              if (8 * n + e % 2 >= columns) x = minus_infinity();
+            }
           }
         }
       }

@@ -27,7 +27,7 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
-from flashgen.spec.analysis.diagonals import is_costly_mask
+from flashgen.spec.analysis.diagonals import is_costly_mask, is_of_distance
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import EVERYTHING, row_interval
 from flashgen.spec.analysis.tangents import TangentAnalysis
@@ -58,6 +58,7 @@ class WalkCode:
     mask_alone: str | None  # the same with the calls for the values that it shares
     mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
     mask_costly: bool  # the mask reads memory, or divides a position of one row or column
+    of_distance: bool  # the mask is one of q - k alone, which divides it
     blocks_by_row: bool  # a lane has the blocks of the layout in its rows as bits
     by_head: bool  # reach, full or may depend on the head
     uneven: bool  # by the bounds of the walk, owned tiles have different numbers of tiles to walk
@@ -151,6 +152,7 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
         mask_costly=costly or (by_score is not None and in_rows is None),
+        of_distance=by_element is not None and by_score is None and is_of_distance(mask.expr),
         blocks_by_row=in_rows is not None,
         by_head=any(H in function.uses for function in of_tiles),
         uneven=mask.growth != 0,

@@ -75,13 +75,15 @@ def code_of_mask(mask: sympy.Basic, positions: Facts = frozenset()) -> LeveledCo
     return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.kept)
 
 
-def is_of_distance(code: LeveledCode) -> bool:
-    """Whether the code of a mask depends on no other position than `APART`."""
-    lets = dict(code.block.lets)
-    if APART not in lets:
+def is_of_distance(mask: sympy.Basic) -> bool:
+    """Whether a mask divides the distance q - k, and depends on no other position.
+
+    Lanes then evaluate it once for each distance of a warp's scores, not for each score.
+    """
+    if is_costly_mask(mask):
         return False
-    rest = [value for let, value in lets.items() if let != APART]
-    return all({Q, K}.isdisjoint(expr.free_symbols) for expr in (*rest, *code.block.results))
+    mask = by_distance(simplified(mask))
+    return APART in mask.free_symbols and {Q, K}.isdisjoint(mask.free_symbols)
 
 
 def is_costly_mask(mask: sympy.Basic) -> bool:

@@ -39,6 +39,11 @@ MASKING_INSTRUCTIONS = 2
 # condition with those of the rows and columns that exist, and clear P and dS by the word.
 LOOP_INSTRUCTIONS = 2
 WORD_OF_PAIR_INSTRUCTIONS = 3
+# Counted. Of a mask of the distance q - k: the scores of a lane for each distance at which it
+# evaluates the mask (16 rows and 96 keys have 111 distances, 4 for each lane, and 48 scores), and
+# the instructions for each of these beside those of the mask: the distance, a vote, a shift.
+SCORES_OF_DISTANCE = 12
+WORD_OF_DISTANCES_INSTRUCTIONS = 4
 # Counted. The same for the blocks of a layout: reads, shifts and tests of its bits.
 LAYOUT_INSTRUCTIONS = 8
 # Counted. The same for a gathered tile that has a box without a live block of some rows.
@@ -51,10 +56,9 @@ DEAD_BOX_INSTRUCTIONS = 1
 SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 2, False: 4}}
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
-# (two rows), or of their diagonal (a column of one row, and the one 8 further of the other).
+# (two rows).
 SCORES_OF_ROW = 16
 SCORES_OF_COLUMN = 2
-SCORES_OF_DIAGONAL = 2
 
 # Counted. Instructions of dropout per score element: Philox4x32-7 makes the random bits of 8
 # elements; each element needs a comparison and a selection. Kernels with transposed scores make

@@ -116,17 +116,19 @@ def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = Fals
         choice += fitted_common.LAYOUT_INSTRUCTIONS
     if row_interval(spec.mask) is not None:
         return choice
+    code = code_of_mask(spec.mask, natural_positions(spec.mask, known_positions(spec)))
+    if is_of_distance(spec.mask) and (spec.block_sparse is None or in_parts):
+        evaluated = _per_score(code, spec, kernel) + fitted_common.WORD_OF_DISTANCES_INSTRUCTIONS
+        return choice + evaluated / fitted_common.SCORES_OF_DISTANCE
     if kernel != "forward":
         choice += fitted_common.WORD_OF_PAIR_INSTRUCTIONS
     elif is_costly_mask(spec.mask):
         choice += fitted_common.LOOP_INSTRUCTIONS
-    code = code_of_mask(spec.mask, natural_positions(spec.mask, known_positions(spec)))
     return choice + _per_score(code, spec, kernel)
 
 
 def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
-    """Instructions per score of code, with its share of what a row, a column or a diagonal of
-    scores shares."""
+    """Instructions per score of code, with its share of what a row or a column of scores shares."""
     # In place of the scale, a number: products of numbers are computed once.
     lets = {let: replaced(value, {SCALE: _HALF}) for let, value in code.block.lets}
     results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
@@ -141,8 +143,7 @@ def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
     shared = (
         count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
     )
-    along = fitted_common.SCORES_OF_DIAGONAL if is_of_distance(code) else 1
-    return (count(Level.SCORE) + own) / along + shared
+    return count(Level.SCORE) + own + shared
 
 
 def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
@@ -299,7 +300,8 @@ def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
     if kernel == "forward":
         newer = fitted.FORWARD_NEWER_ARCH_REGISTERS if arch.major >= 9 else 0
         score = fitted.FORWARD_SCORE_MOD_REGISTERS if has_score else 0
-        mask = 0 if has_interval else fitted.FORWARD_MASK_REGISTERS
+        words = has_interval or is_of_distance(spec.mask)
+        mask = 0 if words else fitted.FORWARD_MASK_REGISTERS
         dropout = fitted.FORWARD_DROPOUT_REGISTERS if spec.dropout else 0
         longer = max(0, spec.head_dim - d_v) // fitted.LONGER_K_ELEMENTS_PER_REGISTER
         return newer + score + mask + longer + dropout
