@@ -40,8 +40,8 @@ NO_V_READ = Formula("v_read", "0", "B")
 K_CODES_READ = Formula("k_read", "e_kv*d_qk*key_rows", "B")
 V_CODES_READ = Formula("v_read", "e_kv*d_v*value_rows", "B")
 SCALES_READ = Formula("scales_read", "8*scale_reads", "B")
-# The merge. The lanes of each warp of a row read the LSE of a part each. Parts that are loaded early
-# are read whether they have keys or not.
+# The merge. The lanes of each warp of a row read the LSE of a part each. Parts that are loaded
+# early are read whether they have keys or not.
 PARTS_READ = Formula("parts_read", "4*d_v*merged_rows", "B")
 PARTS_LSE_READ = Formula("parts_lse_read", "4*row_warps*lse_rows", "B")
 MERGED_WRITTEN = Formula("merged_written", "(e*d_v + 4)*rows", "B")
