@@ -53,7 +53,7 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
     assert table["pages"].startswith("16 keys each, 7 in the caches, shuffled")
     assert table["split"].endswith(" keys, the plan's choice")
     assert table["kernel"].startswith("causal_split_forward_")
-    assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 2 warps, ")
+    assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 1 warps, ")
     assert " B read, " in table["merge"]
 
 
