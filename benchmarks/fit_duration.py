@@ -2,11 +2,11 @@
 
 Fits those of `flashgen.kernels.planner.models.fitted_time` for the code path sm_90a to the records
 of flashgen's own kernels (`benchmarks/suite/model_errors.py`) and prints them. Calls whose masks
-are ranges of keys decide all constants but `mask_stall`, and all other calls that one. Each record
-has one tile, so that the forms of kernels which were measured in turns (`comparisons` there) say
-what other tiles of the same call cost: each counts as `FORM_WEIGHT` records, since clocks and
-temperatures of a GPU change all forms of a call alike. Calls with one query, which are bound by
-global memory, and gradients of whole groups of query heads that L2 has no room for decide nothing.
+are ranges of keys decide all constants that are fitted. Each record has one tile, so that the forms
+of kernels which were measured in turns (`comparisons` there) say what other tiles of the same call
+cost: each counts as `FORM_WEIGHT` records, since clocks and temperatures of a GPU change all forms
+of a call alike. Calls with one query, which are bound by global memory, and gradients of whole
+groups of query heads that L2 has no room for decide nothing.
 
 Without `--fit` it predicts the durations of other libraries' kernels, whose tiles and speeds are
 published (benchmarks/published.json), by the planner's formulas, and prints the errors: how far
@@ -61,7 +61,10 @@ LEAST = 1024
 PATH = "sm_90a"  # the code path whose constants are fitted
 
 FORM_WEIGHT = 2
-MEASURED = ("atomic_share",)  # constants that are measured by themselves
+FIXED = ("atomic_share", "mask_stall")
+"""The constants that are not fitted. The first is measured by itself. The second was fitted to
+former kernels of masks that divide, by former counts of instructions; of the present code there is
+no record."""
 
 DELTA = 0.01  # relative change of a constant for a difference quotient
 
@@ -212,35 +215,27 @@ def form_errors(forms: list[model_errors.Point], constants: Constants = CONSTANT
 
 def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
     """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
-    calls = model_errors.comparisons()
-    for by_range in (True, False):
-        some = [point for point in of if (point.kind == model_errors.ONE_RANGE) == by_range]
-        own = constants[PATH]
-        names = [
-            name for name in own if (name != "mask_stall") == by_range and name not in MEASURED
-        ]
+    calls, own = model_errors.comparisons(), constants[PATH]
+    some = [point for point in of if point.kind == model_errors.ONE_RANGE]
+    names = [name for name in own if name not in FIXED]
 
-        def residuals(
-            at: Constants, some: list[model_errors.Point] = some, by_range: bool = by_range
-        ) -> np.ndarray[Any, np.dtype[np.float64]]:
-            forms = [each for forms in calls for each in form_errors(forms, at) if by_range]
-            records = [math.log1p(each.error(at)) for each in some]
-            return np.array(records + [FORM_WEIGHT * each for each in forms])
+    def residuals(at: Constants) -> np.ndarray[Any, np.dtype[np.float64]]:
+        forms = [each for forms in calls for each in form_errors(forms, at)]
+        records = [math.log1p(each.error(at)) for each in some]
+        return np.array(records + [FORM_WEIGHT * each for each in forms])
 
-        base = residuals(constants)
-        columns = []
-        for name in names:
-            changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
-            columns.append((residuals(changed) - base) / DELTA)
-        change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
-        change = np.clip(change, -0.5, 0.5)
-        for share in (1, 1 / 2, 1 / 4, 1 / 8):  # the model has kinks: a whole step may go too far
-            factors = zip(names, 1 + share * change, strict=True)
-            changed = {**own, **{name: own[name] * float(by) for name, by in factors}}
-            better = {**constants, PATH: changed}
-            if np.sum(residuals(better) ** 2) < np.sum(base**2):
-                constants = better
-                break
+    base = residuals(constants)
+    columns = []
+    for name in names:
+        changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
+        columns.append((residuals(changed) - base) / DELTA)
+    change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
+    change = np.clip(change, -0.5, 0.5)
+    for share in (1, 1 / 2, 1 / 4, 1 / 8):  # the model has kinks: a whole step may go too far
+        factors = zip(names, 1 + share * change, strict=True)
+        better = {**constants, PATH: {**own, **{x: own[x] * float(by) for x, by in factors}}}
+        if np.sum(residuals(better) ** 2) < np.sum(base**2):
+            return better
     return constants
 
 

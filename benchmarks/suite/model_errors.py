@@ -4,9 +4,10 @@ The records name the tiles of each call, so that a call is predicted with the ti
 whichever the planner chooses today. The kernels of the runs in `EARLIER` computed every tile for
 all rows of a block and score functions as they are written; since then, warpgroups of forward
 kernels skip the tiles that their own rows do not reach, and factors of score functions are folded.
-Hopper's kernels for block layouts gather live blocks since then: their former records are of
-another kernel, whose tiles no longer exist. In the runs up to `FORMER` the last tile of queries was
-the one that lacked some, in every forward kernel, and no backward kernel computed scores ahead.
+Hopper's kernels for block layouts gather live blocks since then, and masks that divide have other
+code: their former records are of another kernel. In the runs up to `FORMER` the last tile of
+queries was the one that lacked some, in every forward kernel, and no backward kernel computed
+scores ahead.
 
 Each of these records has one tile. `comparisons` has calls whose kernels with different tiles took
 turns in one process.
@@ -44,6 +45,8 @@ from flashgen.shared.call import CheckedCall
 from flashgen.shared.launch_facts import STREAMING_KERNELS
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.intervals import row_interval
+from flashgen.spec.language.lets import atoms_of
+from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 
 ARCHS = {"flashgen sm_90a": "sm_90a", "flashgen sm_80": "sm_90"}
 """The architecture of a Hopper GPU by the contender, which names the code path."""
@@ -174,8 +177,10 @@ def of_another_kernel(row: Row) -> bool:
     case, arch = case_of(row), ARCHS[row["contender"].removesuffix(DETERMINISTIC)]
     if row["run"] not in UNSPLIT and row["pass"] == "forward":
         return split_of_call(spec_of(case), arch, call_of(case)) > 0
-    gathered = spec_of(case).block_sparse is not None and row["path"] == PATH
-    return gathered and row["run"] in EARLIER
+    spec = spec_of(case)
+    gathered = spec.block_sparse is not None and row["path"] == PATH
+    divided = row_interval(spec.mask) is None and atoms_of(spec.mask, FloorDiv, FloorMod)
+    return (gathered or bool(divided)) and row["run"] in EARLIER
 
 
 def comparisons(results: Path = RESULTS) -> list[list[Point]]:

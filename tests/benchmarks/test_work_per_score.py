@@ -202,7 +202,8 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
         ("sliding_window", 64, "sm_80", "columns_before(keys."),
         ("causal", 128, "sm_80", "8 * n + e >= hi"),  # 48 keys: words would cost more
         ("full", 128, "sm_90a", "8 * n + e >= hi"),  # one comparison serves all rows
-        ("dilated_window", 64, "sm_90a", "(8 * n + e % 2 >= columns) | !kept"),
+        ("dilated_window", 64, "sm_90a", "distances[bit / 32] >> bit % 32"),
+        ("longformer", 64, "sm_90a", "(8 * n + e % 2 >= columns) | !kept"),
         ("document", 128, "sm_90a", "__funnelshift_r(outside[0][r], kept ? 0 : 1, 1)"),
         ("natten_2d", 64, "sm_80", "__funnelshift_r(outside[g][r], kept ? 0 : 1, 1)"),
         ("document", 192, "sm_90a", "key < p.seq_k\n"),  # O leaves no registers
@@ -217,6 +218,7 @@ def test_the_mask_is_made_in_the_way_that_takes_the_fewest_instructions(
         "columns_before(keys.",
         "8 * n + e >= hi",
         "e % 2 >= columns) |",
+        "distances[bit / 32]",
         "kept ? 0 : 1",
         "key < p.seq_k\n",
     )

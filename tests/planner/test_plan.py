@@ -128,7 +128,10 @@ def test_a_score_function_leaves_registers_for_its_temporaries():
     assert registers.substituted.endswith("+ 16")
 
 
-def test_a_mask_that_is_classified_tile_by_tile_leaves_registers_too():
+def test_a_mask_that_is_evaluated_for_each_score_leaves_registers_too():
+    def of_both(b, h, q, k):
+        return (q + k) % 4 == 0
+
     def dilated(b, h, q, k):
         return (q - k) % 4 == 0
 
@@ -136,10 +139,11 @@ def test_a_mask_that_is_classified_tile_by_tile_leaves_registers_too():
         return k <= q
 
     extra = {}
-    for mask_mod in (dilated, causal):
+    for mask_mod in (of_both, dilated, causal):
         one = plan(fg.AttentionSpec(mask_mod=mask_mod, head_dim=128))
         (extra[mask_mod],) = [x.substituted for x in one.derivation if x.name == "registers"]
-    assert extra[dilated].endswith("+ 4")
+    assert extra[of_both].endswith("+ 4")
+    assert extra[dilated].endswith("+ 0")  # evaluated for each distance
     assert extra[causal].endswith("+ 0")
 
 
