@@ -39,6 +39,13 @@ def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
     return ((q - k) // STEP) % 3 <= h
 
 
+TABLE = fg.Tensor("table", ("heads",), "int32")
+
+
+def by_table(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q - k) % STEP < TABLE[h]
+
+
 MASKS = (strided, either_side, by_head)
 
 
@@ -88,10 +95,18 @@ def test_bits_are_those_of_a_mask_that_is_evaluated_for_each_score(mask: Mask, a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", PATHS)
-def test_numbers_that_change_between_calls_change_the_mask(arch: str) -> None:
-    for scalars in ({"step": 5, "share": 2}, {"step": 64, "share": 3}, {"step": 1, "share": 1}):
-        call_of(strided, arch, scalars).judged_forward()
-        call_of(either_side, arch, scalars).judged_forward()
+@pytest.mark.parametrize("mask", [strided, either_side, by_table])
+def test_what_changes_between_calls_changes_the_mask(mask: Mask, arch: str) -> None:
+    """Scalars, lengths, offsets and a captured tensor, in calls of the same kernels."""
+    for place, (step, lengths, offsets) in enumerate(
+        ((5, (150, 203), (61, 7)), (64, (90, 203), (61, 7)), (64, (150, 170), (0, 30)))
+    ):
+        shape = dict(zip(("seq_q", "seq_k"), lengths, strict=True))
+        call = call_of(mask, arch, {"step": step, "share": 2 + place}, **shape)
+        call.numbers.update(zip(("q_offset", "k_offset"), offsets, strict=True))
+        if mask is by_table:
+            call.numbers["tensors"] = {"table": torch.tensor([3 + place, 8], dtype=torch.int32)}
+        call.judged_backward(call.judged_forward())
 
 
 @pytest.mark.slow
