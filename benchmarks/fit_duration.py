@@ -244,7 +244,8 @@ SINCE = ("20261128T055650Z",)
 
 
 def records(*, seen: bool = True) -> list[model_errors.Point]:
-    """The records that are fitted to; or those of the same kinds that the last fit has not seen."""
+    """The records of the path that is fitted, whose errors are printed; or those of the same kinds
+    since the last fit. Masks that are one range of keys decide."""
     kinds = (model_errors.ONE_RANGE, model_errors.OTHERS)
     return [
         each

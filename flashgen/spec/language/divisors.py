@@ -24,6 +24,11 @@ from flashgen.spec.language.user_source import refuse
 POSITIONS = frozenset((B, H, Q, K))
 
 
+def is_power_of_two(number: sympy.Expr) -> bool:
+    """Whether a divisor is a number of this kind, by which integers are shifted or masked."""
+    return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)
+
+
 def may_be_zero(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None) -> bool:
     """False only if an integer expression is 0 for no element of a call.
 

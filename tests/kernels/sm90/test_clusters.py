@@ -160,12 +160,21 @@ def test_a_cluster_is_chosen_where_it_saves_enough() -> None:
         chosen = plan(spec.replace(head_dim=dims[0], head_dim_v=dims[1]), "sm_90a")
         found[dims] = chosen.cluster
         if chosen.cluster > 1:
-            alone = plan(spec.replace(head_dim=dims[0], head_dim_v=dims[1]), "sm_90a",
-                         tile=replace(chosen.tile, cluster=1))  # fmt: skip
+            alone = plan(
+                spec.replace(head_dim=dims[0], head_dim_v=dims[1]),
+                "sm_90a",
+                tile=replace(chosen.tile, cluster=1),
+            )
             assert chosen.cost < 0.95 * alone.cost
             assert chosen.quantities["l2"] == alone.quantities["l2"] / 2
-    assert found == {(256, 256): 1, (320, 320): 1, (384, 384): 2, (448, 448): 2, (512, 512): 2,
-                     (576, 512): 1}  # fmt: skip
+    assert found == {
+        (256, 256): 1,
+        (320, 320): 1,
+        (384, 384): 2,
+        (448, 448): 2,
+        (512, 512): 2,
+        (576, 512): 1,
+    }
     assert plan(SHARED, "sm_90a").cluster == 1
 
 

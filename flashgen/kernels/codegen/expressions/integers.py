@@ -32,7 +32,7 @@ from flashgen.spec.language.bit_functions import (
     ShiftLeft,
     ShiftRight,
 )
-from flashgen.spec.language.divisors import is_data, may_be_zero
+from flashgen.spec.language.divisors import is_data, is_power_of_two, may_be_zero
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.python_printer import is_subtracted, written_order
 from flashgen.spec.language.sympy_functions import (
@@ -261,10 +261,10 @@ class IntegerPrinter(ABC):
         a, b = expr.args
         quotient = isinstance(expr, FloorDiv)
         text = self._int(a, wide)
-        if _is_power_of_two(b) and quotient:
+        if is_power_of_two(b) and quotient:
             # An arithmetic shift rounds down, for negative numbers too.
             return f"{inside(text, UNARY)} >> {int(b).bit_length() - 1}", SHIFT
-        if _is_power_of_two(b):
+        if is_power_of_two(b):
             return f"{inside(text, UNARY)} & {int(b) - 1}", MASK
         if b in self.multipliers and not wide:
             return self._fast_division(text[0], expr, quotient)
@@ -296,7 +296,7 @@ class IntegerPrinter(ABC):
     def _divides(self, a: sympy.Expr, b: sympy.Expr) -> Text | None:
         """Whether a scalar of the call or a constant divides a number; None for other divisors."""
         made = self.inverses.get(b)
-        if b.is_Integer and not _is_power_of_two(b) and abs(b) <= INT32_MAX:
+        if b.is_Integer and not is_power_of_two(b) and abs(b) <= INT32_MAX:
             made = f"{inverse_of(int(b))}LL"
         if made is None or self._is_wide(a) or self._is_wide(b):
             return None
@@ -309,7 +309,3 @@ class IntegerPrinter(ABC):
             test = inside(self._condition(condition), OR)
             text = f"{test} ? {inside(print_value(value), CHOICE + 1)} : {text}"
         return text, CHOICE
-
-
-def _is_power_of_two(number: sympy.Expr) -> bool:
-    return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)

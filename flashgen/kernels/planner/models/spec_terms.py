@@ -29,7 +29,7 @@ from flashgen.spec.analysis.invariants import Level, LeveledCode
 from flashgen.spec.analysis.score import analyse_score, kind_of_sum
 from flashgen.spec.analysis.windows import Window, window_of
 from flashgen.spec.language.bit_functions import RandomBits
-from flashgen.spec.language.divisors import is_data
+from flashgen.spec.language.divisors import is_data, is_power_of_two
 from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import FloatPower, FloatQuotient, in_reals
 from flashgen.spec.language.integer_limits import limits
@@ -226,7 +226,7 @@ def _tests_multiples(relation: Relational) -> bool:
         return False
     divisor = remainder.args[1]
     known = divisor.is_Integer or (divisor.is_Symbol and not is_data(divisor))
-    return known and not _is_power_of_two(divisor)
+    return known and not is_power_of_two(divisor)
 
 
 def _of_division(node: FloorDiv | FloorMod) -> int:
@@ -234,17 +234,13 @@ def _of_division(node: FloorDiv | FloorMod) -> int:
     number, divisor = node.args
     if not is_int(node) or is_data(divisor) or not (divisor.is_Integer or divisor.is_Symbol):
         return fitted_common.DIVISION_INSTRUCTIONS
-    if _is_power_of_two(divisor):
+    if is_power_of_two(divisor):
         return 1
     if limits(divisor)[0] <= 0:
         return fitted_common.SIGNED_DIVISION_INSTRUCTIONS + isinstance(node, FloorMod)
     natural = node.natural or limits(number)[0] >= 0
     corrected = 0 if natural else fitted_common.ROUNDING_INSTRUCTIONS
     return fitted_common.QUOTIENT_INSTRUCTIONS + corrected + isinstance(node, FloorMod)
-
-
-def _is_power_of_two(number: sympy.Expr) -> bool:
-    return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)
 
 
 # ---- registers of path sm_80, and of the forward kernel on both paths ----------------------------
