@@ -299,12 +299,11 @@ def streamed(call: Call) -> None:
     [
         ("causal", (448, 448)),
         *(slow("causal", each) for each in STREAMED if each[0] != 448),
-        # The dkdv kernel with sums of a learned bias has whole tiles.
         *(
             slow(name, dims)
             for dims in ((384, 384), (512, 512))
             for name in COVERING
-            if name not in ("causal", "relative_bias")
+            if name != "causal"
         ),
         *(slow(name, (576, 512)) for name in ("sliding_window", "softcap", "sink", "full")),
         *(slow(name, (384, 384)) for name in ("sigmoid", "alibi", "retention")),
@@ -326,6 +325,31 @@ def test_gradients_with_dropout_meet_the_error_rule_at_the_widest_heads(
     for report in call.judged_backward(call.judged_forward()).reports:
         if report.kernel is not None:
             check_gates(report.kernel)
+
+
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.parametrize(
+    ("name", "arch", "dims"),
+    [
+        ("dense_bias", "sm_86", (576, 64)),
+        *(
+            slow(name, arch, dims)
+            for name in ("dense_bias", "relative_bias", "temperature")
+            for arch in ("sm_86", "sm_90a")
+            for dims in ((384, 384), (512, 512), (576, 512))
+        ),
+    ],
+)
+def test_gradients_of_learned_tensors_take_one_launch_at_the_widest_heads(
+    name: str, arch: str, dims: tuple[int, int], deterministic: bool
+) -> None:
+    call = wide(name, 1, arch, dims)
+    found = call.judged_backward(call.judged_forward(), deterministic=deterministic).reports
+    built = [report.kernel for report in found if report.kernel is not None]
+    assert [each.source.role for each in built].count("delta") == 1
+    assert built[-1].plan.of_captured
+    for each in built:
+        check_gates(each)
 
 
 @pytest.mark.slow

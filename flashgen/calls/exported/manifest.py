@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.kernels.compile import Resources
-from flashgen.shared.launch_facts import LaunchFacts
+from flashgen.shared.launch_facts import LaunchFacts, places_of_columns
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 5
+FORMAT = 6
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"
@@ -126,28 +126,42 @@ class BackwardRecord:
 
 @dataclass(frozen=True)
 class PathRecord:
-    """Which kernels compute a pass over a block layout in calls that name no architecture.
+    """Which kernels compute a pass, where it is not one launch of the call's own architecture.
 
     Attributes:
         arch: the architecture of the call.
+        is_open: whether it holds only for calls that name no architecture.
+        drops: whether the call drops elements of P.
+        learns: the learned tensors whose gradients are computed; () in a forward pass.
         backward, deterministic: the pass, and whether its gradients have the same bits in each run.
         taken: the architecture of the kernels: this one, or that of its fallback.
-        why: the reason, in words.
+        columns: the columns of V that a launch computes: all, or those of a part.
+        why: the reason for the architecture, in words; "" where it is that of the call.
     """
 
     arch: str
+    is_open: bool
+    drops: bool
+    learns: tuple[str, ...]
     backward: bool
     deterministic: bool
     taken: str
+    columns: int
     why: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it depends on beside the architecture of the call and whether that is named."""
+        return self.drops, self.learns, self.backward, self.deterministic
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """The kernels of a spec, or of a variant of it.
+    """The kernels of a spec, or of a variant of it, or of some columns of V of one of these.
 
     Attributes:
         offsets, part, packs: as in `calls.runtime.programs.Variant`; all empty for the spec.
+        columns: the columns of V of launches that compute a part of them; 0 for all.
         digest: the digest of the spec, which completes the name of the operator where another spec
             has that name.
         signature: the arguments of calls; a block layout is in ``layout`` instead.
@@ -156,12 +170,13 @@ class ProgramRecord:
         tables: by architecture, the kernels of the min/max tables.
         merge: by architecture, the kernel that merges results over split keys.
         no_backward: why there are no backward kernels: the four parts of an error; () otherwise.
-        paths: the choices between code paths; none without a block layout.
+        paths: the passes that take other kernels than those of one launch on the architecture.
     """
 
     offsets: tuple[tuple[str, str], ...]
     part: tuple[str, ...]
     packs: bool
+    columns: int
     digest: str
     signature: CallSignature
     layout: LayoutRecord | None
@@ -172,6 +187,28 @@ class ProgramRecord:
     merge: Mapping[str, int]
     no_backward: tuple[str, ...]
     paths: tuple[PathRecord, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """For which calls it is."""
+        return self.offsets, self.part, self.packs, self.columns
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of V of all launches that compute a part of them."""
+        dim = self.signature.head_dim_v
+        places = (at for x in self.paths for at in places_of_columns(dim, x.columns))
+        found = dict.fromkeys(at.stop - at.start for at in places)
+        return tuple(columns for columns in found if columns < dim)
+
+    def path_of(self, arch: str, key: tuple[object, ...], *, is_open: bool) -> PathRecord | None:
+        """The choice for a pass, whose ``key`` is that of `PathRecord`; None: one launch.
+
+        Args:
+            is_open: whether the call names no architecture.
+        """
+        fitting = (x for x in self.paths if (x.arch, x.key) == (arch, key))
+        return next((x for x in fitting if is_open or not x.is_open), None)
 
 
 @dataclass(frozen=True)
