@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flashgen.calls.exported.manifest import KernelRecord, Manifest, ProgramRecord
+from flashgen.calls.exported.manifest import KernelRecord, Manifest, Pass, ProgramRecord
 from flashgen.kernels.codegen.environment import render_template
 from flashgen.kernels.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.shared.arch import facts, portable, version_of
@@ -157,8 +157,8 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
     sink = record.signature.sink
     all_learned = sink is None or not sink.grad
 
-    def taken_by(arch: str, key: tuple[object, ...]) -> str:
-        path = record.path_of(arch, key, is_open=True)
+    def taken_by(arch: str, of: Pass) -> str:
+        path = record.path_of(arch, of, is_open=True)
         return arch if path is None else path.taken
 
     forwards, backwards, fallbacks = [], [], []
@@ -168,12 +168,12 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
         for fallback in (0, 1) if by_tma else (0,):
             how = {"arch": place, "fallback": fallback}
             for form in record.forward:
-                taken = portable(arch) if fallback else taken_by(arch, (form.drops, (), False, False))
+                taken = portable(arch) if fallback else taken_by(arch, Pass(form.drops))
                 if form.arch == taken and form.heads == 1:
                     forwards.append({**vars(form), **how})
             for each in record.backward:
-                key = each.drops, each.learns, True, each.deterministic
-                taken = portable(arch) if fallback else taken_by(arch, key)
+                of = Pass(each.drops, each.learns, True, each.deterministic)
+                taken = portable(arch) if fallback else taken_by(arch, of)
                 # Exact sums of learned tensors need steps on the host between their launches.
                 exact = each.learns and (each.deterministic or not all_learned)
                 if each.arch == taken and not exact:

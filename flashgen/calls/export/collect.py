@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from flashgen.calls.exported.manifest import (
     ForwardRecord,
     KernelRecord,
     LayoutRecord,
+    Pass,
     PathRecord,
     ProgramRecord,
 )
@@ -169,33 +171,47 @@ class Collection:
     def programs(self) -> tuple[ProgramRecord, ...]:
         """The kernels of the spec and of its variants, and of launches for some columns of V."""
         variants = tuple(self.request.variants())
-        found, widths = [], [0]
-        for columns in widths:  # which grows
-            made = [self._program(variant, columns) for variant in variants]
-            widths += dict.fromkeys(x for each in made for x in each.widths if x not in widths)
+        found = [self._program(variant) for variant in variants]
+        made, parts = found, defaultdict[int, set[Pass]](set)
+        while True:
+            for columns, passes in (x for each in made for x in each.widths.items()):
+                parts[columns].update(passes)
+            if not parts:
+                return tuple(found)
+            columns = max(parts)  # as the passes of fewer columns may be parts of these
+            needed = parts.pop(columns)
+            made = [self._program(variant, columns, needed) for variant in variants]
             found += made
-        return tuple(found)
 
-    def _program(self, variant: Variant, columns: int) -> ProgramRecord:
-        """The kernels of the spec, or of a variant of it; of so many columns of V unless 0."""
+    def _program(
+        self, variant: Variant, columns: int = 0, passes: Set[Pass] | None = None
+    ) -> ProgramRecord:
+        """The kernels of the spec, or of a variant of it.
+
+        Args:
+            columns: the columns of V of launches that compute a part of them; 0 for all.
+            passes: the passes that have such launches; None for all.
+        """
         request = self.request
         spec = SpecProgram(request.spec).variant(variant)
         if columns:
             spec = with_columns(spec, columns)
         signature = signature_of(spec)
         no_backward = _why_no_backward(spec, request)
-        passes = list(_passes(spec, backward=not no_backward))
-        paths = [path for each in passes for arch in request.archs for path in _paths(each, arch)]
+        paths: list[PathRecord] = []
         forward: list[ForwardRecord] = []
         backward: list[BackwardRecord] = []
         builds: list[Build] = []
-        for each in passes:
-            own = [path for path in paths if path.key == each.key]
+        for of, used in _passes(spec, backward=not no_backward):
+            if passes is not None and of not in passes:
+                continue
+            own = [path for arch in request.archs for path in _paths(of, used, arch)]
             whole = _archs_of_whole(own, request.archs, signature.head_dim_v)
-            if each.backward:
-                backward += self._backward(each, whole, builds)
+            if of.backward:
+                backward += self._backward(of, used, whole, builds)
             else:
-                forward += self._forward(each, whole, builds)
+                forward += self._forward(of, used, whole, builds)
+            paths += own
         tables = {
             arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
         }
@@ -225,14 +241,13 @@ class Collection:
         )
 
     def _forward(
-        self, made_for: Pass, whole: frozenset[str], builds: list[Build]
+        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
     ) -> Iterator[ForwardRecord]:
         """The kernels of a forward pass, which are added to ``builds``.
 
         Args:
             whole: the architectures on which calls need the kernel of all columns.
         """
-        spec = made_for.spec
         forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
         ranges = widest(signature_of(spec))
         for arch in _with_fallbacks(self.request.archs):
@@ -245,7 +260,7 @@ class Collection:
                     for is_wide, made in ((False, narrow), (True, wide)):
                         if made is narrow and is_wide:
                             continue  # no call needs it
-                        key = (made_for.drops, arch, access, heads, is_wide)
+                        key = (of.drops, arch, access, heads, is_wide)
                         yield ForwardRecord(*key, self.add(made))
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
@@ -261,11 +276,10 @@ class Collection:
         return heads
 
     def _backward(
-        self, made_for: Pass, whole: frozenset[str], builds: list[Build]
+        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
     ) -> Iterator[BackwardRecord]:
         """The kernels of a backward pass; arguments as of `_forward`."""
-        spec, fixed = made_for.spec, made_for.deterministic
-        ranges = widest(signature_of(spec))
+        fixed, ranges = of.deterministic, widest(signature_of(spec))
         for arch in _with_fallbacks(self.request.archs):
             with _unless_needed(arch in whole):
                 narrow = build_backward(spec, arch, deterministic=fixed)
@@ -274,7 +288,7 @@ class Collection:
                 for is_wide, made in ((False, narrow), (True, wide)):
                     if made is narrow and is_wide:
                         continue  # no call needs it
-                    key = (made_for.drops, made_for.learns, arch, fixed, is_wide)
+                    key = (of.drops, of.learns, arch, fixed, is_wide)
                     yield BackwardRecord(*key, tuple(map(self.add, made)))
 
     def _layout(self, spec: AttentionSpec) -> LayoutRecord | None:
@@ -328,48 +342,23 @@ def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
 # ---- the passes of a program, and which kernels they take ---------------------------------------
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass of a program.
-
-    Attributes:
-        spec: the spec whose kernels compute it.
-        drops, learns, backward, deterministic: as in `PathRecord`.
-    """
-
-    spec: AttentionSpec
-    drops: bool
-    learns: tuple[str, ...] = ()
-    backward: bool = False
-    deterministic: bool = False
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """The key of its `PathRecord`s."""
-        return self.drops, self.learns, self.backward, self.deterministic
-
-    @property
-    def which(self) -> str:
-        """Its name in the runtime and the planner."""
-        return "deterministic" if self.deterministic else "backward" if self.backward else "forward"
-
-
-def _passes(spec: AttentionSpec, *, backward: bool) -> Iterator[Pass]:
+def _passes(spec: AttentionSpec, *, backward: bool) -> Iterator[tuple[Pass, AttentionSpec]]:
+    """The passes of all calls, each with the spec whose kernels compute it."""
     used = _with_and_without_dropout(spec)
     for drops, each in used:
-        yield Pass(each, drops)
+        yield Pass(drops), each
     learned = tuple(tensor.name for tensor in signature_of(spec).learned)
     for drops, each in used if backward else ():
         for names in dict.fromkeys((learned, ())):
             for fixed in (False, True):
-                yield Pass(learning(each, frozenset(names)), drops, names, True, fixed)
+                yield Pass(drops, names, True, fixed), learning(each, frozenset(names))
 
 
-def _paths(of: Pass, arch: str) -> Iterator[PathRecord]:
-    """The choices for a pass of calls on an architecture, those of the runtime."""
-    program, columns = SpecProgram(of.spec), of.spec.head_dim_v
+def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
+    """The choices for a pass of calls on an architecture, which are those of the runtime."""
+    program, columns = SpecProgram(spec), spec.head_dim_v
     assert columns is not None, "that of an export"
-    default = PathRecord(arch, False, *of.key, arch, columns, "")
+    default = PathRecord(arch, False, of, arch, columns, "")
     found = []
     for is_open in (True, False):
         target = Target("gpu", arch, torch.device("cpu"), 0, open_path=is_open)
@@ -377,7 +366,7 @@ def _paths(of: Pass, arch: str) -> Iterator[PathRecord]:
         path = program.path_of_pass(target, **how)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
         why = path.why.removeprefix(ALIGNED).removeprefix("; ")
-        found.append(PathRecord(arch, is_open, *of.key, path.arch, at_once, why))
+        found.append(PathRecord(arch, is_open, of, path.arch, at_once, why))
     by_default, named = found
     if replace(by_default, is_open=False) != named:
         yield by_default

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.kernels.compile import Resources
 from flashgen.shared.launch_facts import LaunchFacts, places_of_columns
@@ -124,6 +124,26 @@ class BackwardRecord:
     kernels: tuple[int, ...]
 
 
+class Pass(NamedTuple):
+    """A pass of calls.
+
+    Attributes:
+        drops: whether the calls drop elements of P.
+        learns: the learned tensors whose gradients are computed; () in a forward pass.
+        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+    """
+
+    drops: bool
+    learns: tuple[str, ...] = ()
+    backward: bool = False
+    deterministic: bool = False
+
+    @property
+    def which(self) -> str:
+        """Its name in `CallProgram.columns_of_launch`."""
+        return "deterministic" if self.deterministic else "backward" if self.backward else "forward"
+
+
 @dataclass(frozen=True)
 class PathRecord:
     """Which kernels compute a pass, where it is not one launch of the call's own architecture.
@@ -131,9 +151,7 @@ class PathRecord:
     Attributes:
         arch: the architecture of the call.
         is_open: whether it holds only for calls that name no architecture.
-        drops: whether the call drops elements of P.
-        learns: the learned tensors whose gradients are computed; () in a forward pass.
-        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+        of: the pass.
         taken: the architecture of the kernels: this one, or that of its fallback.
         columns: the columns of V that a launch computes: all, or those of a part.
         why: the reason for the architecture, in words; "" where it is that of the call.
@@ -141,18 +159,10 @@ class PathRecord:
 
     arch: str
     is_open: bool
-    drops: bool
-    learns: tuple[str, ...]
-    backward: bool
-    deterministic: bool
+    of: Pass
     taken: str
     columns: int
     why: str
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What it depends on beside the architecture of the call and whether that is named."""
-        return self.drops, self.learns, self.backward, self.deterministic
 
 
 @dataclass(frozen=True)
@@ -194,20 +204,22 @@ class ProgramRecord:
         return self.offsets, self.part, self.packs, self.columns
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The columns of V of all launches that compute a part of them."""
-        dim = self.signature.head_dim_v
-        places = (at for x in self.paths for at in places_of_columns(dim, x.columns))
-        found = dict.fromkeys(at.stop - at.start for at in places)
-        return tuple(columns for columns in found if columns < dim)
+    def widths(self) -> Mapping[int, tuple[Pass, ...]]:
+        """The passes that have launches for some columns of V, by the number of these."""
+        found: dict[int, tuple[Pass, ...]] = {}
+        for path in self.paths:
+            places = places_of_columns(self.signature.head_dim_v, path.columns)
+            for columns in {at.stop - at.start for at in places if len(places) > 1}:
+                found[columns] = (*found.get(columns, ()), path.of)
+        return found
 
-    def path_of(self, arch: str, key: tuple[object, ...], *, is_open: bool) -> PathRecord | None:
-        """The choice for a pass, whose ``key`` is that of `PathRecord`; None: one launch.
+    def path_of(self, arch: str, of: Pass, *, is_open: bool) -> PathRecord | None:
+        """The choice for a pass; None where it is one launch on the architecture of the call.
 
         Args:
             is_open: whether the call names no architecture.
         """
-        fitting = (x for x in self.paths if (x.arch, x.key) == (arch, key))
+        fitting = (x for x in self.paths if (x.arch, x.of) == (arch, of))
         return next((x for x in fitting if is_open or not x.is_open), None)
 
 

@@ -16,6 +16,7 @@ from flashgen.calls.exported.folder import ExportedKernel, Folder, open_folder
 from flashgen.calls.exported.manifest import (
     ForwardRecord,
     LayoutRecord,
+    Pass,
     PathRecord,
     ProgramRecord,
 )
@@ -273,8 +274,8 @@ class ExportedProgram(CallProgram):
 
     def _path(self, target: Target, *, backward: bool, deterministic: bool) -> PathRecord | None:
         learns = tuple(tensor.name for tensor in self.signature.learned) if backward else ()
-        key = self.drops, learns, backward, deterministic
-        return self.record.path_of(target.arch, key, is_open=target.open_path)
+        of = Pass(self.drops, learns, backward, deterministic)
+        return self.record.path_of(target.arch, of, is_open=target.open_path)
 
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
         path = self._path(target, backward=backward, deterministic=deterministic)

@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from flashgen.calls.exported.manifest import FORMAT, KERNELS, KernelRecord, Manifest, ProgramRecord
+from flashgen.calls.exported.manifest import (
+    FORMAT,
+    KERNELS,
+    KernelRecord,
+    Manifest,
+    Pass,
+    ProgramRecord,
+)
 from flashgen.shared.arch import portable
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
@@ -165,8 +172,9 @@ def _check_parts(manifest: Manifest) -> None:
         of_call = whole.get(program.key[:-1])
         _require(of_call is not None, f"a part of no program: {program.columns} columns of V")
         assert of_call is not None
-        own = {"head_dim_v": of_call.head_dim_v, "shared_kv": of_call.shared_kv}
-        _require(replace(program.signature, **own) == of_call, f"{program.columns} columns of V")
+        dim, shared_kv = of_call.head_dim_v, of_call.shared_kv
+        own = replace(program.signature, head_dim_v=dim, shared_kv=shared_kv)
+        _require(own == of_call, f"{program.columns} columns of V of another call")
     for columns in {width for program in manifest.programs for width in program.widths}:
         found = {each.key[:-1] for each in manifest.programs if each.columns == columns}
         _require(found == set(whole), f"launches of {columns} columns of V without kernels")
@@ -174,28 +182,28 @@ def _check_parts(manifest: Manifest) -> None:
 
 def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
     """Whether each pass of all calls has kernels of one launch, or several compute it."""
-    dim, learned = program.signature.head_dim_v, {x.name for x in program.signature.learned}
+    dim, drops = program.signature.head_dim_v, {False, program.signature.dropout}
     _require(program.columns in (0, dim), f"a program of {program.columns} of {dim} columns")
-    choices = [(path.arch, path.is_open, path.key) for path in program.paths]
+    choices = [(path.arch, path.is_open, path.of) for path in program.paths]
     _require(len(set(choices)) == len(choices), f"two of the {len(choices)} choices of paths")
     for path in program.paths:
         arch = path.arch
         _require(arch in manifest.archs and path.taken in (arch, portable(arch)), f"{path}")
-        _require(path.drops <= program.signature.dropout and learned >= {*path.learns}, f"{path}")
-        _require(path.backward or not (path.learns or path.deterministic), f"{path}")
         _require(1 <= path.columns <= dim and path.why.isprintable(), f"{path}")
-    forward = {(x.arch, (x.drops, (), False, False)) for x in program.forward if x.heads == 1}
-    backward = {(x.arch, (x.drops, x.learns, True, x.deterministic)) for x in program.backward}
-    passes: list[tuple[object, ...]] = [((), False, False)]
+    passes = {Pass(drop) for drop in drops}
     if not program.no_backward:
         learns = {(), tuple(x.name for x in program.signature.learned)}
-        passes += product(learns, (True,), (False, True))
-    keys = [(drops, *each) for drops in {False, program.signature.dropout} for each in passes]
-    for arch, is_open, key in product(manifest.archs, (False, True), keys):
-        path = program.path_of(arch, key, is_open=is_open)
-        if path is None or path.columns == dim:
-            taken = arch if path is None else path.taken
-            _require((taken, key) in forward | backward, f"a program without kernels for {taken}")
+        passes |= {Pass(*each) for each in product(drops, learns, (True,), (False, True))}
+    _require(passes >= {path.of for path in program.paths}, "a choice for a pass of no call")
+    made = {(x.arch, Pass(x.drops)) for x in program.forward if x.heads == 1}
+    made |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
+    if program.columns:
+        passes &= {of for each in manifest.programs for of in each.widths.get(program.columns, ())}
+    for arch, is_open, of in product(manifest.archs, (False, True), passes):
+        chosen = program.path_of(arch, of, is_open=is_open)
+        if chosen is None or chosen.columns == dim:
+            taken = arch if chosen is None else chosen.taken
+            _require((taken, of) in made, f"a program without kernels for {taken}")
 
 
 def _check_kernels(numbers: Iterable[int], arch: str, manifest: Manifest) -> None:
