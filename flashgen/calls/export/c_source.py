@@ -37,9 +37,10 @@ def why_no_sources(record: ProgramRecord) -> str:
     if record.signature.paged:
         return "caches with pages are for Python"
     if record.widths:
+        exports = " and ".join(f"--head-dim-v {x}" for x in sorted(record.widths, reverse=True))
         return (
-            "some passes compute the columns of V in several launches; with --head-dim-v "
-            f"{min(record.widths)} C has the launch for so many of them, whose dq and dk are added"
+            f"some passes compute the columns of V in several launches; exports with {exports} "
+            "have these launches for C, of which the caller adds dq and dk"
         )
     return ""
 

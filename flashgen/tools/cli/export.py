@@ -57,11 +57,9 @@ def export(arguments: ExportArguments) -> None:
 
 def _shown(choice: PathRecord) -> str:
     """Which kernels compute a pass of some calls."""
-    calls = (
-        "that name no architecture" if choice.is_open else f"on {choice.arch}, {choice.of.which}"
-    )
-    how = choice.why or f"each launch computes {choice.columns} columns of v"
-    return f"calls {calls}: {how}"
+    calls = "that name no architecture" if choice.is_open else f"on {choice.arch}"
+    columns = f"{choice.of.which}, {choice.columns} columns of v in each launch"
+    return f"calls {calls}: {choice.why or columns}"
 
 
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:
