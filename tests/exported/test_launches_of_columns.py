@@ -109,6 +109,21 @@ def test_split_keys_of_some_columns_have_the_bits_of_the_spec(
     assert len(both.columns) == 2
 
 
+@pytest.mark.slow
+def test_operands_without_a_kernel_of_all_columns_are_refused_with_a_way_out(
+    tmp_path: Path,
+) -> None:
+    """On sm_90a one launch computes 416 columns; the kernel for other addresses has no tile."""
+    both = Both(tmp_path / "export", "causal", "sm_90a", head_dim=16, head_dim_v=416)
+    assert same(both.forward())
+    assert both.columns == [416]
+    q, k, v = both.qkv
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    with pytest.raises(fg.InputError, match="no forward kernel for this call") as error:
+        both.ops[0](shifted, k, v, **both.where)
+    assert "x.contiguous()" in error.value.way_out
+
+
 # ---- manifests that name other columns
 
 

@@ -18,6 +18,8 @@ from tests.support.examples import spec_path
 def exported(name: str, archs: tuple[str, ...] = ("sm_80",), **options: Any) -> Path:
     """The export of a spec of ``specs/``, at head dim 16 unless told otherwise."""
     changes = {"head_dim": options.pop("head_dim", 16), "dropout": options.pop("dropout", False)}
+    if "head_dim_v" in options:
+        changes["head_dim_v"] = options.pop("head_dim_v")
     spec = fg.load(str(spec_path(name))).replace(**changes)
     folder = Path(tempfile.mkdtemp(prefix="flashgen-export-"))
     command = f"flashgen export specs/{name}.py -o {name} --arch {','.join(archs)}"

@@ -397,7 +397,8 @@ class ExportedProgram(CallProgram):
             f"the export has no {what} for this call",
             where=str(self.folder.path),
             numbers=f"for {arch}, {access_bytes} B per access, {64 if wide else 32}-bit integers",
-            way_out=f"export again with this release: {self._command}",
+            way_out="operands whose addresses and strides are multiples of 16 B and not 0: "
+            f"x.contiguous(); or export again with this release: {self._command}",
         )
 
 

@@ -243,7 +243,12 @@ def test_no_planned_tile_spills(path: Path, head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "dropout_p"),
-    [slow("relative_bias", 64, 0.0), slow("dense_bias", 40, 0.1), slow("temperature", 192, 0.1)],
+    [
+        slow("relative_bias", 64, 0.0),
+        slow("dense_bias", 40, 0.1),
+        slow("temperature", 192, 0.1),
+        slow("dense_bias", 384, 0.0),
+    ],
 )
 @pytest.mark.parametrize("deterministic", [False, slow(True)])
 def test_bytes_of_operands_and_products_are_those_that_the_plan_predicts(
