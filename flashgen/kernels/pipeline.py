@@ -406,7 +406,7 @@ def build_backward(
     ranges: CallRanges | None = None,
     sizes: Sizes | None = None,
     memory: GpuMemory | None = None,
-    queries_alone: bool = False,
+    alone: str = "",
     few_rows: int = 0,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
@@ -414,9 +414,9 @@ def build_backward(
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
     Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
-    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With
-    ``queries_alone``, only the gradient of q is computed: the keys may be in the pages of a cache,
-    and sequences may have ``few_rows``, for which the tile is planned.
+    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With ``alone``
+    "queries", only the gradient of q is computed: the keys may be in the pages of a cache; with
+    "keys", those of k and v. Sequences may then have ``few_rows``, for which the tile is planned.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
@@ -424,10 +424,10 @@ def build_backward(
     request = BackwardPlanRequest(
         *(spec, arch, sram, deterministic),
         tiles=_pairs(tiles),
-        queries_alone=queries_alone,
+        alone=alone,
         few_rows=few_rows,
     )
-    if sizes is not None and not queries_alone:
+    if sizes is not None and not alone:
         request = replace(request, in_parts=divides_groups(request, sizes, memory))
     return _build_backward(request, _needs_wide(request, ranges))
 
@@ -507,10 +507,10 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
-        for alone in (False, True):
+        for alone in ("", "queries"):
             with suppress(PlanError, SpecError):
                 found += _emit_backward(
-                    BackwardPlanRequest(spec, arch, in_parts=not alone, queries_alone=alone)
+                    BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone)
                 )
         return tuple(dict.fromkeys(source.filename for source in found))
 

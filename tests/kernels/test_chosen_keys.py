@@ -255,7 +255,8 @@ def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.Mo
 
     def short(*given: Any) -> KeyRows:
         made = lists_of(*given)
-        return made._replace(lengths=(made.lengths - 1).clamp_min(0))
+        groups, lengths = made.pages
+        return made._replace(pages=(groups, (lengths - 1).clamp_min(0)))
 
     monkeypatch.setattr(KeyRows, "of_blocks_of", short)
     verdicts = call.verdicts(call.backward(run))

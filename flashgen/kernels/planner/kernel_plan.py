@@ -635,10 +635,10 @@ class BackwardPlan:
     Attributes:
         scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
             float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
-            have a fixed order. "queries": only dQ is computed.
+            have a fixed order. "queries": only dQ is computed. "keys": only dK and dV are.
         deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
             kernels for learned tensors only "captured_exact".
-        kernels: in launch order: ("delta", "dq") for queries alone, or
+        kernels: in launch order: ("delta", "dq") for queries alone, ("delta", "dkdv") for keys, or
             ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
             followed by "captured" or "captured_exact" where the score reads learned tensors.
         notes: the predicted costs of both schemes, and the reason for the choice.
