@@ -23,6 +23,7 @@ from flashgen.kernels.planner import (
     TangentPlanRequest,
     Tile,
     parts_pay,
+    plan_add_rows,
     plan_forward,
     plan_merge,
     plan_minmax_table,
@@ -393,6 +394,18 @@ def build_merge(
     spec = AttentionSpec(head_dim=head_dim_v, dtype=dtype, name=name)
     spec = with_options(spec, normalize=normalize)
     source = codegen.merge(spec, plan_merge(spec, arch, splits=splits))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
+
+
+@override.cached(maxsize=64)
+def build_add_rows(dtype: str, arch: str = DEFAULT_ARCH) -> Build:
+    """The compiled kernel that adds rows of this dtype to sums in float32, in a fixed order.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    spec = AttentionSpec(head_dim=64, dtype=dtype, name="add_rows")
+    source = codegen.add_rows(spec, plan_add_rows(spec, arch))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 

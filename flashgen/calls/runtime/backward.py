@@ -325,10 +325,10 @@ class ChosenBackward(ChosenPass):
             return super().run(operands, gradients)
         self._named(operands.captured, operands.k)
         passes = forward.prepare, prepare_queries, functools.partial(prepare, alone="keys")
-        results, record, of_keys = self._chosen.backward(operands, gradients, *passes)
+        results, record, of_keys = self._chosen.backward(operands, gradients, self.target, *passes)
         launches = [*record.launches]
-        for of_values, of_rows in of_keys:
-            launches += [*map(_run_of, of_values), *of_rows.launches]
+        for of_values, of_rows, added in of_keys:
+            launches += [*map(_run_of, of_values), *of_rows.launches, *added]
         return results, record._replace(launches=tuple(launches))
 
 

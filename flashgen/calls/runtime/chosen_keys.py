@@ -19,10 +19,13 @@ import torch
 
 from flashgen.calls import sinks
 from flashgen.calls.runtime import memory_layout
+from flashgen.calls.runtime.add_rows import Order, add_rows
 from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.block_layouts import Layout, dense_lists
 from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, KeyRows, Pages, Sizes, lists_of
 from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.prepared_call import PreparedCall
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared.call import (
@@ -208,14 +211,16 @@ class ChosenCall:
         self,
         operands: Operands,
         gradients: OutputGradients,
+        target: Target,
         prepare: Callable[..., Any],
         prepare_queries: Callable[..., Any],
         prepare_keys: Callable[..., Any],
-    ) -> tuple[tuple[Tensor, ...], Any, list[tuple[tuple[Any, ...], Any]]]:
-        """dq, dk, dv and the gradient of a learned sink; the record of dq, and those of forward and
-        backward calls for some of the keys each.
+    ) -> tuple[tuple[Tensor, ...], Any, list[tuple[tuple[Any, ...], Any, tuple[KernelRun, ...]]]]:
+        """dq, dk, dv and the gradient of a learned sink; the record of dq, and for some of the keys
+        each those of forward calls, that of the backward call, and the launches that add rows.
 
         Args:
+            target: where the call runs.
             prepare: as that of `flashgen.calls.runtime.forward`.
             prepare_queries, prepare_keys: as those of `flashgen.calls.runtime.backward`, alone.
         """
@@ -233,7 +238,7 @@ class ChosenCall:
         keys = self._of_keys(read)
         tensors = self._captured(read.captured) | {ROWS[0]: lse.view(-1, sizes.groups, sizes.rows)}
         of_blocks = [sizes.in_blocks(x) for x in operands[1:3]]
-        totals = [x.new_zeros((len(x) + 1, *x.shape[1:]), dtype=torch.float32) for x in of_blocks]
+        totals = [x.new_zeros(x.shape, dtype=torch.float32) for x in of_blocks]
         delta, of_out = self._delta(gradients), dout
         if not (keys.of_groups or delta is None):
             of_out = _widened(dout, _in_parts(sizes.by_groups(delta), dout.dtype))
@@ -248,11 +253,14 @@ class ChosenCall:
             else:
                 passes = prepare, prepare_queries, rest
                 found, record = self._by_keys(*of_part, rows, of_out, *passes)
-            for total, x in zip(totals, found, strict=True):
-                part.add_to(total, x)
-            records.append(record)
+            order = Order.of(part.places.flatten(), len(totals[0]))
+            added = tuple(
+                add_rows(total, x[:, 0].reshape(-1, total.shape[2]), order, target, self._launch)
+                for total, x in zip(totals, found, strict=True)
+            )
+            records.append((*record, added))
         dk, dv = (
-            memory_layout.in_memory_order_of(like, sizes.of_blocks(x[:-1]).to(like.dtype))
+            memory_layout.in_memory_order_of(like, sizes.of_blocks(x).to(like.dtype))
             for x, like in zip(totals, operands[1:3], strict=True)
         )
         results = (dq, dk, dv, *self._of_sink(read.captured, operands.q, gradients.lse, delta))

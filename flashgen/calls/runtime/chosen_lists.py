@@ -245,12 +245,6 @@ class KeyRows(NamedTuple):
         taken: Tensor = x[self.places.clamp(max=len(x) - 1)]
         return taken.flatten(1, 2)[:, None]
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Adds rows to those of total [blocks + 1, block_k, columns], in the order of the
-        sequences. Those of no block are added to the last one."""
-        rows = x[:, 0].reshape(-1, *total.shape[1:]).float()
-        total.index_put_((self.places.flatten(),), rows, accumulate=True)
-
 
 def _in_lists(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:
     """Which entries of the lists of groups are blocks of the keys."""

@@ -81,7 +81,8 @@ class Plan(LaunchRules):
             sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured
             tensors, before all other kernels);
             "merge" (partial results, after all other kernels); "append_kv" (new keys and values,
-            written to a paged cache) or "append_codes" (the same, as codes of 8 bits).
+            written to a paged cache) or "append_codes" (the same, as codes of 8 bits);
+            "add_rows" (rows of gradients, added to sums in float32).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
