@@ -64,6 +64,7 @@ _FORMULAS = {
         "k_cache[page, h, slot] = code of k[b, h, row] / k_scale[page, h, slot]    v likewise",
         "with page and slot of each token from slot_mapping, or from page_table and cache_seqlens",
     ),
+    "add_rows": ("sums[block] += rows[order[n]] for n from starts[block] up to starts[block + 1]",),
     "minmax_table": ("table = the minimum and the maximum of every range of spans",),
     "tangent": (
         "S = {score}    P = {kept}exp(S - LSE){end}    for tangents x' of each x:",
@@ -92,6 +93,8 @@ def banner(
         splits = ", splits=True" if plan.of_splits else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         again = f"flashgen.kernels.pipeline.build_merge({of_out})"
+    elif plan.kernel == "add_rows":
+        again = f'flashgen.kernels.pipeline.build_add_rows("{plan.dtype}", "{plan.arch}")'
     elif appends:
         again = f'flashgen.kernels.append_pipeline.{appends}, "{plan.arch}")'
     elif shared:
@@ -116,7 +119,7 @@ def banner(
     elif plan.head_dim_v != plan.head_dim:
         dims += f"  head_dim_v {plan.head_dim_v}"
     of = f"dtype {plan.dtype}  {dims}"
-    if plan.kernel == "append_codes":
+    if plan.kernel in ("append_codes", "add_rows"):
         of = f"dtype {plan.dtype}  any head dim"
     elif plan.kernel == "append_kv":
         of = f"any dtype and head dim, {plan.access_bytes} B at once"
@@ -168,6 +171,8 @@ def banner(
     if plan.kernel in APPEND_KERNELS:
         rows = "tokens * heads_kv" + " * 2" * (plan.kernel == "append_codes")
         grid = f"ceil({rows} / rows per block)"
+    if plan.kernel == "add_rows":
+        grid = "ceil(keys / rows per block)"
     launch = []
     if plan.is_persistent:
         launch.append(f"tiles     ({grid}), drawn from a counter in global memory")

@@ -24,6 +24,7 @@ from flashgen.kernels.planner.split_keys import (
     split_of_call,
 )
 from flashgen.kernels.planner.streaming_kernels import (
+    plan_add_rows,
     plan_append_codes,
     plan_append_kv,
     plan_merge,
@@ -55,6 +56,7 @@ __all__ = [
     "moves",
     "parts_pay",
     "plan",
+    "plan_add_rows",
     "plan_append_codes",
     "plan_append_kv",
     "plan_backward",

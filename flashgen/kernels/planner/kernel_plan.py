@@ -81,7 +81,8 @@ class Plan(LaunchRules):
             sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured
             tensors, before all other kernels);
             "merge" (partial results, after all other kernels); "append_kv" (new keys and values,
-            written to a paged cache) or "append_codes" (the same, as codes of 8 bits).
+            written to a paged cache) or "append_codes" (the same, as codes of 8 bits);
+            "add_rows" (rows of gradients, added to sums in float32).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
@@ -635,10 +636,10 @@ class BackwardPlan:
     Attributes:
         scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
             float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
-            have a fixed order. "queries": only dQ is computed.
+            have a fixed order. "queries": only dQ is computed. "keys": only dK and dV are.
         deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
             kernels for learned tensors only "captured_exact".
-        kernels: in launch order: ("delta", "dq") for queries alone, or
+        kernels: in launch order: ("delta", "dq") for queries alone, ("delta", "dkdv") for keys, or
             ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
             followed by "captured" or "captured_exact" where the score reads learned tensors.
         notes: the predicted costs of both schemes, and the reason for the choice.

@@ -309,14 +309,14 @@ def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpe
     return _changed(spec, "returns_maxima", returned)
 
 
-def refuse_backward(spec: AttentionSpec, *, queries_alone: bool = False) -> None:
+def refuse_backward(spec: AttentionSpec, *, alone: str = "") -> None:
     """Raises SpecError for a variant that has no backward pass.
 
     Args:
-        queries_alone: whether only the gradient of q is computed, which does not need that the
-            keys of a sequence lie one after another.
+        alone: "queries" where only the gradient of q is computed, which does not need that the
+            keys of a sequence lie one after another; "keys" where those of k and v are.
     """
-    if spec.paged and not queries_alone:
+    if spec.paged and alone != "queries":
         raise SpecError(
             "a call with a paged cache has no backward pass",
             where="argument page_table",
