@@ -196,6 +196,11 @@ class Plan(LaunchRules):
     tangents: tuple[str, ...] = ()
 
     @property
+    def joins(self) -> bool:
+        """Whether a block of "forward" has several splits of its rows."""
+        return self.folds or self.runs
+
+    @property
     def output_columns(self) -> int:
         """Columns of O that a warp of "forward" has."""
         return self.head_dim_v // self.column_warps
