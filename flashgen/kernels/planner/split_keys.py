@@ -86,7 +86,9 @@ KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*w
 PARTS = Formula("parts", "ceil(splits/run)")
 PARTS_MOVED = Formula("parts_moved", "moved*parts/splits")
 FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
-RUN_WORK = Formula("work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits")
+RUN_WORK = Formula(
+    "work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits"
+)
 EVEN_ROUNDS = Formula("idle", "slots*rounds/work_tiles")
 UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
 LAUNCH_TIME = Formula(
@@ -173,7 +175,7 @@ def _plan_of_heads(
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
     queries = -(-seq_q // batch) if spec.packed else seq_q
-    few = few_rows_of(spec, plan, heads, queries)
+    few = few_rows_of(spec, plan, heads, queries, heads_q // heads_kv)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 
