@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import flashgen as fg
-from flashgen.kernels.planner import plan_backward
+from flashgen.kernels.planner import BackwardPlanRequest, plan_backward, plan_schemes
 from tests.support.plan_problems import (
     DTYPES,
     backward_of,
@@ -114,7 +114,7 @@ def test_keys_alone_have_the_kernel_of_their_gradients_in_steps_of_few_queries()
             assert each.deterministic
         tile, step = (each.of_keys.block_q for each in (many, few))
         assert step <= tile
-        assert -(-16 // step) * step * few.cost <= -(-16 // tile) * tile * many.cost
+        assert -(-16 // step) * step * few.of_keys.cost <= -(-16 // tile) * tile * many.of_keys.cost
 
 
 def test_deterministic_gradients_take_the_split_scheme_and_say_why():
