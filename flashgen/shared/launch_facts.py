@@ -47,6 +47,11 @@ Sizes = tuple[int, int, int, int, int]
 """The sizes of a call: batch, query heads, key heads, queries and keys."""
 
 
+def places_of_columns(dim: int, columns: int) -> tuple[slice, ...]:
+    """The columns of V of each launch, of ``dim`` columns of which a launch computes so many."""
+    return tuple(slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
+
+
 @dataclass(frozen=True)
 class HeadsPerTile:
     """The choice for a call.

@@ -337,7 +337,8 @@ class ChosenCall:
     def read(self, operands: Operands) -> CallLists:
         """The captured tensors of a call, and its lists without entries that are no block."""
         captured = named(self._signature, operands.captured)
-        return CallLists(captured, *lists_of(self.sizes, *(captured[name] for name in LISTS)))
+        keys = captured[PAGE_NAMES[1]] if self._signature.paged else None
+        return CallLists(captured, *lists_of(self.sizes, *(captured[name] for name in LISTS), keys))
 
     def by_groups(
         self, operands: Operands, read: CallLists
@@ -365,7 +366,7 @@ class ChosenCall:
             OWNED: sizes.owners(lines.repeat_interleave(sizes.groups), own),
             LISTED: blocks.flatten(0, 1).to(torch.int32),
             PAGE_NAMES[0]: pages.flatten(0, 1).to(torch.int32),
-            PAGE_NAMES[1]: (lengths.flatten() * sizes.block_k).to(torch.int32),
+            PAGE_NAMES[1]: self._keys(blocks, lengths, lines, captured).flatten().to(torch.int32),
             OFFSETS[0]: torch.zeros(1, dtype=torch.int32, device=device),
         }
         sink = self._signature.sink
@@ -378,6 +379,22 @@ class ChosenCall:
         options = self._options._replace(q_offset=0, scalars=self._scalars)
         q = sizes.by_groups(operands.q)
         return spec, Operands(q, of_k.cache, of_v.cache, _in_order(spec, tensors)), options
+
+    def _keys(
+        self, blocks: Tensor, lengths: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The keys in listed blocks, [batch * heads, groups].
+
+        Slots of a page past the keys of a sequence are no keys: P is 0 there, but V may be NaN.
+        """
+        keys = lengths * self.sizes.block_k
+        if not self._signature.paged or not blocks.shape[-1]:
+            return keys
+        of_entry = captured[PAGE_NAMES[1]].long()[lines // self.sizes.heads][:, None]
+        rest = of_entry % self.sizes.block_k
+        last = blocks.gather(-1, (lengths - 1).clamp(min=0)[..., None])[..., 0]
+        ragged = (lengths > 0) & (rest > 0) & (last == of_entry // self.sizes.block_k)
+        return torch.where(ragged, keys - self.sizes.block_k + rest, keys)
 
     def _pages(
         self, of: Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]

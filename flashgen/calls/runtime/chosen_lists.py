@@ -127,12 +127,23 @@ class Sizes(NamedTuple):
         return torch.stack([lines // self.heads, heads, own, lines], -1).to(torch.int32)
 
 
-def lists_of(sizes: Sizes, counts: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and lengths of the lists of each key head, without entries that are no block."""
+def lists_of(
+    sizes: Sizes, counts: Tensor, blocks: Tensor, keys: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Blocks and lengths of the lists of each key head, without entries that are no block.
+
+    Args:
+        keys: the keys of each batch entry, where these differ. A block that lacks some of its keys
+            is then the last one of its list, as the last page of any sequence is.
+    """
     shape = sizes.batch, sizes.heads, sizes.groups
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     none = (place >= counts[..., None]) | (blocks == -1)
-    kept = blocks.gather(-1, none.to(torch.uint8).argsort(dim=-1, stable=True)).long()
+    rank = 2 * none.to(torch.uint8)
+    if keys is not None:
+        lacking = blocks == keys.view(-1, 1, 1, 1) // sizes.block_k
+        rank, blocks = torch.broadcast_tensors(torch.where(none, rank, lacking), blocks)
+    kept = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
     lengths = none.logical_not().sum(-1)
     kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
     return kept, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)

@@ -23,6 +23,7 @@ from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
 from flashgen.shared.signature import SPLIT, CallSignature
+from flashgen.shared.split_choice import ALL_SPLITS
 
 if TYPE_CHECKING:
     from flashgen.kernels.compile import Binary
@@ -132,13 +133,14 @@ class CallProgram(abc.ABC):
     def split(self) -> CallProgram:
         """The program of calls that have the scalars `WHOLE` and `SPLIT`."""
 
-    def folds(self, target: Target, call: CheckedCall) -> bool:
-        """Whether one kernel has all splits of the rows of such a call, and joins their results."""
-        return False
+    def run_of(self, target: Target, call: CheckedCall) -> int:
+        """The neighbouring splits of such a call that a thread block has and joins: one of
+        `split_choice.RUNS`, or `ALL_SPLITS`."""
+        return 1
 
-    def folded(self) -> CallProgram:
-        """The program of these calls, which has the bits of the one with split keys."""
-        raise AssertionError("only where `folds` is true")
+    def joining(self, run: int) -> CallProgram:
+        """The program of calls with another run than 1, which has the bits of this one."""
+        raise AssertionError("only where `run_of` is another one")
 
     @abc.abstractmethod
     def planned_split(self, target: Target, call: CheckedCall) -> int:
@@ -292,15 +294,15 @@ class SpecProgram(CallProgram):
 
         return program_of(split(self.spec))
 
-    def folds(self, target: Target, call: CheckedCall) -> bool:
-        from flashgen.kernels.planner import folds_splits
+    def run_of(self, target: Target, call: CheckedCall) -> int:
+        from flashgen.kernels.planner import run_of_splits
 
-        return folds_splits(self.spec, target.arch, call, sms=target.sms)
+        return run_of_splits(self.spec, target.arch, call, sms=target.sms)
 
-    def folded(self) -> CallProgram:
-        from flashgen.spec.language.signature import folded
+    def joining(self, run: int) -> CallProgram:
+        from flashgen.spec.language.signature import folded, in_runs
 
-        return program_of(folded(self.spec))
+        return program_of(folded(self.spec) if run == ALL_SPLITS else in_runs(self.spec))
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         from flashgen.kernels.planner import split_of_call

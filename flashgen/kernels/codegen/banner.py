@@ -102,7 +102,8 @@ def banner(
     elif plan.heads_per_tile > 1 or plan.partial or spec.split:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
         if plan.partial or spec.split:
-            variant = "folded" if spec.folds else "split" if spec.split else "partial"
+            variant = "folded" if spec.folds else "in_runs" if spec.runs else "split"
+            variant = variant if spec.split else "partial"
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
@@ -251,10 +252,11 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     if spec.folds and kernel == "forward":
         lines.append("in splits of the keys, whose results are joined in order, as a merge does")
     elif spec.split and kernel == "forward":
+        keys = "run of splits" if spec.runs else "split"
         lines.append(
-            "for the keys of each split: O in float32 and LSE without a sink, to be merged"
+            f"for the keys of each {keys}: O in float32 and LSE without a sink, to be merged"
             if spec.is_softmax
-            else "for the keys of each split: O in float32, which is not divided, to be added up"
+            else f"for the keys of each {keys}: O in float32, which is not divided, to be added up"
         )
     if spec.offsets and kernel not in STREAMING_KERNELS:
         begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)

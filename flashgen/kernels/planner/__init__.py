@@ -18,9 +18,9 @@ from flashgen.kernels.planner.requests import (
 )
 from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.kernels.planner.split_keys import (
-    folds_splits,
     invariant_splits,
     plan_splits,
+    run_of_splits,
     split_of_call,
 )
 from flashgen.kernels.planner.streaming_kernels import (
@@ -50,7 +50,7 @@ __all__ = [
     "columns_of_launch",
     "feasible",
     "few_rows_of",
-    "folds_splits",
+    "run_of_splits",
     "forward_traffic",
     "invariant_splits",
     "moves",

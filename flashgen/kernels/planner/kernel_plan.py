@@ -94,6 +94,7 @@ class Plan(LaunchRules):
         one_tensor: whether a tile of keys is that of their values too, which are its first columns.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         folds: whether a block of "forward" has all splits of its rows and joins their results.
+        runs: whether it has a run of neighbouring splits, joins their results and writes a part.
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -184,6 +185,7 @@ class Plan(LaunchRules):
     has_rows: bool = True
     partial: bool = False
     folds: bool = False
+    runs: bool = False
     returns_maxima: bool = False
     box_k: int = 0
     gathers: bool = False
@@ -193,6 +195,11 @@ class Plan(LaunchRules):
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether a block of "forward" has several splits of its rows."""
+        return self.folds or self.runs
 
     @property
     def output_columns(self) -> int:

@@ -207,11 +207,10 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = of_expressions(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    unsplit = dict.fromkeys(("split", "folds", "runs"), False)
     if not spec.paged:
-        return with_options(spec, split=False, folds=False, **changed)
-    whole = with_options(
-        spec, paged=False, packed=True, split=False, folds=False, tensors=others, **changed
-    )
+        return with_options(spec, **unsplit, **changed)
+    whole = with_options(spec, paged=False, packed=True, **unsplit, tensors=others, **changed)
     tensors = before_layout(whole, BOUNDARIES)
     return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
 
@@ -297,6 +296,16 @@ def folded(spec: AttentionSpec) -> AttentionSpec:
     """
     parts = spec if spec.split else split(spec)
     return with_options(parts, folds=True, name=f"{str(parts.name).removesuffix('_split')}_folded")
+
+
+@functools.lru_cache(maxsize=1024)
+def in_runs(spec: AttentionSpec) -> AttentionSpec:
+    """`split` for calls whose thread blocks have a run of neighbouring splits of their rows each.
+
+    They join the results over these as the kernel that merges parts would, and write one part.
+    """
+    parts = spec if spec.split else split(spec)
+    return with_options(parts, runs=True, name=f"{str(parts.name).removesuffix('_split')}_runs")
 
 
 @functools.lru_cache(maxsize=1024)
