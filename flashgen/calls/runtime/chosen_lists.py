@@ -23,7 +23,7 @@ FEWEST_ROWS = 16
 """Keys of a block that are the rows of a sequence, at least. The keys of smaller blocks are rows of
 the groups that list them: a small block would fill few of the 64 rows or more of a tile."""
 
-MOST_ROWS = 1 << 18
+MOST_ROWS = 1 << 19
 """Rows of keys at once, each with its key, value and gradients in memory."""
 
 
