@@ -28,7 +28,10 @@ PAGED_KERNELS = ("forward", "dq")
 APPEND_KERNELS = ("append_kv", "append_codes")
 """The kernels that write new keys and values to a paged cache."""
 
-STREAMING_KERNELS = ("delta", *CONVERT_KERNELS, "minmax_table", "merge", *APPEND_KERNELS)
+STREAMING_KERNELS = (
+    *("delta", *CONVERT_KERNELS, "minmax_table", "merge", "add_rows"),
+    *APPEND_KERNELS,
+)
 """The kernels without score elements, which are bound by memory."""
 
 MAX_WORK_TILES = 2**30
@@ -42,6 +45,11 @@ Box = tuple[int, int, int]
 
 Sizes = tuple[int, int, int, int, int]
 """The sizes of a call: batch, query heads, key heads, queries and keys."""
+
+
+def places_of_columns(dim: int, columns: int) -> tuple[slice, ...]:
+    """The columns of V of each launch, of ``dim`` columns of which a launch computes so many."""
+    return tuple(slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,46 @@ def test_launches_of_clusters_from_c_have_the_bytes_of_python(
     assert torch.equal(both.memory["o"], both.results[0])
 
 
+def test_a_spec_whose_launches_compute_some_columns_names_exports_with_sources() -> None:
+    manifest = open_folder(exported("causal", head_dim_v=392)).manifest
+    found = c_source.why_no_sources(manifest.programs[0])
+    assert "--head-dim-v 208 and --head-dim-v 184 have these launches for C" in found
+    assert not any(name.endswith(".c") for name in manifest.files)
+
+
+@pytest.mark.slow
+def test_launches_of_some_columns_from_c_add_up_to_the_results_of_python(tmp_path: Path) -> None:
+    case = Case(24, 40, 1, 2, 1, "float16", 16, 392)
+    q, k, v = case.tensors(3)
+    op = fg.load_export(exported("causal", head_dim_v=392, backward=True))
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = op(*given, return_lse=True)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    expected = torch.autograd.grad(out, given, dout)
+    found: dict[str, list[torch.Tensor]] = {"dq": [], "dk": [], "dv": []}
+    for at in (slice(0, 208), slice(208, 392)):
+        part = replace(case, head_dim_v=at.stop - at.start)
+        options = {"head_dim_v": part.head_dim_v, "backward": True}
+        folder = tmp_path / str(at.start)
+        folder.mkdir()
+        both = Compared("causal", "sm_80", folder, part, **options)
+        both.qkv = q, k, v[..., at]
+        both.results, both.dout = (out.detach()[..., at], lse.detach()), dout[..., at]
+        _, status, workspace = both.c_forward()
+        assert status == 0, both.library.status_string(status)
+        both.execute(workspace)
+        assert torch.equal(both.memory["o"], out[..., at])
+        assert torch.equal(both.memory["lse"], lse)
+        _, status, workspace = both.c_backward(deterministic=True)
+        assert status == 0, both.library.status_string(status)
+        both.execute(workspace)
+        for name, each in found.items():
+            each.append(both.memory[name])
+    made = sum(found["dq"]), sum(found["dk"]), torch.cat(found["dv"], dim=-1)
+    for mine, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "deterministic"),
     [

@@ -17,7 +17,7 @@ import flashgen as fg
 from flashgen.calls.export import ExportRequest, export
 from flashgen.calls.exported import folder as folders
 from flashgen.calls.exported.folder import open_folder
-from flashgen.calls.exported.manifest import FORMAT, PathRecord, digest_of
+from flashgen.calls.exported.manifest import FORMAT, Pass, PathRecord, digest_of
 from flashgen.calls.exported.program import ExportedProgram
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.runtime.backends import Target
@@ -476,7 +476,8 @@ def test_calls_without_an_architecture_take_the_path_that_the_export_recorded() 
     (record,) = folder.manifest.programs
     spec = spec_of("local_global")
     (path,) = paths_of_layout(spec, "sm_90a", backward=False)
-    assert record.paths == (PathRecord("sm_90a", False, False, path.arch, path.why),)
+    forward = PathRecord("sm_90a", True, Pass(False), path.arch, 16, path.why)
+    assert record.paths == (forward,)
     program = ExportedProgram(folder, with_portable_path(record), drops=False)
     target = Target("gpu", "sm_90a", torch.device("cpu"), 0, open_path=True)
     for backward, deterministic, arch in (

@@ -14,6 +14,7 @@ from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
+from flashgen.shared.split_choice import ALL_SPLITS
 from flashgen.tools.profile.run import profile_backward, profile_forward
 from tests.support.codes import Coded
 from tests.support.examples import COVERING, spec_path
@@ -216,14 +217,15 @@ def test_folded_splits_in_shares_have_the_bits_of_merged_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, found = wide(name, 1, "sm_90a", (512, 512)), []
-    for folds in (False, True):
-        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+    for run in (1, 2, ALL_SPLITS):
+        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(call.judged_forward(split_size=64))
         assert found[-1].report.kernel is not None
         assert found[-1].report.kernel.plan.column_warps == 2
-        assert found[-1].report.kernel.plan.folds == folds
+        assert found[-1].report.kernel.plan.folds == (run == ALL_SPLITS)
         assert found[-1].report.kernel.binary.resources.spill_store_bytes == 0
-    assert equal(*found)
+    assert equal(*found[:2])
+    assert equal(*found[1:])
 
 
 @pytest.mark.parametrize("dims", [(448, 448), slow((576, 512))])
@@ -299,12 +301,11 @@ def streamed(call: Call) -> None:
     [
         ("causal", (448, 448)),
         *(slow("causal", each) for each in STREAMED if each[0] != 448),
-        # The dkdv kernel with sums of a learned bias has whole tiles.
         *(
             slow(name, dims)
             for dims in ((384, 384), (512, 512))
             for name in COVERING
-            if name not in ("causal", "relative_bias")
+            if name != "causal"
         ),
         *(slow(name, (576, 512)) for name in ("sliding_window", "softcap", "sink", "full")),
         *(slow(name, (384, 384)) for name in ("sigmoid", "alibi", "retention")),
@@ -326,6 +327,31 @@ def test_gradients_with_dropout_meet_the_error_rule_at_the_widest_heads(
     for report in call.judged_backward(call.judged_forward()).reports:
         if report.kernel is not None:
             check_gates(report.kernel)
+
+
+@pytest.mark.parametrize("deterministic", [False, slow(True)])
+@pytest.mark.parametrize(
+    ("name", "arch", "dims"),
+    [
+        ("dense_bias", "sm_86", (576, 64)),
+        *(
+            slow(name, arch, dims)
+            for name in ("dense_bias", "relative_bias", "temperature")
+            for arch in ("sm_86", "sm_90a")
+            for dims in ((384, 384), (512, 512), (576, 512))
+        ),
+    ],
+)
+def test_gradients_of_learned_tensors_take_one_launch_at_the_widest_heads(
+    name: str, arch: str, dims: tuple[int, int], deterministic: bool
+) -> None:
+    call = wide(name, 1, arch, dims)
+    found = call.judged_backward(call.judged_forward(), deterministic=deterministic).reports
+    built = [report.kernel for report in found if report.kernel is not None]
+    assert [each.source.role for each in built].count("delta") == 1
+    assert built[-1].plan.of_captured
+    for each in built:
+        check_gates(each)
 
 
 @pytest.mark.slow
@@ -488,13 +514,14 @@ def test_folded_splits_that_exchange_have_the_bits_of_merged_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, found = wide(name, 1, "sm_80", (384, 384)), []
-    for folds in (False, True):
-        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+    for run in (1, 2, ALL_SPLITS):
+        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(call.judged_forward(split_size=64))
         assert found[-1].report.kernel is not None
         plan = found[-1].report.kernel.plan
-        assert (plan.exchanges, plan.folds) == (True, folds)
-    assert equal(*found)
+        assert (plan.exchanges, plan.folds) == (True, run == ALL_SPLITS)
+    assert equal(*found[:2])
+    assert equal(*found[1:])
 
 
 @pytest.mark.slow

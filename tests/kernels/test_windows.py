@@ -9,6 +9,7 @@ import torch
 
 import flashgen as fg
 from flashgen.kernels.pipeline import Build, build_backward
+from flashgen.kernels.planner import Tile
 from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.run import profile_backward
 from tests.support.examples import spec_path
@@ -22,6 +23,9 @@ WIDTH = 16  # of the image of the specs with two axes
 line = fg.Tensor("t", ("n",), "float32", grad=True)
 image = fg.Tensor("t", ("heads", "y", "x"), "float32", grad=True)
 small = fg.Tensor("t", (13, 13), "float32", grad=True)
+row = fg.Tensor("row", ("heads", "seq_q"), "float32", grad=True)
+column = fg.Tensor("column", ("seq_k",), "float32", grad=True)
+gate = fg.Tensor("gate", (), "float32", grad=True)
 
 
 def clip(x: Any, lo: int, hi: int) -> Any:
@@ -52,6 +56,11 @@ def of_pixels(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 def of_near_pixels(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     y, x = q // WIDTH - k // WIDTH, q % WIDTH - k % WIDTH
     return s + small[clip(y, -6, 6) + 6, clip(x, -6, 6) + 6]
+
+
+def in_registers(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Sums of a row, of a column and of all scores, which lanes keep in registers."""
+    return s * gate + fg.tanh(s * column[k]) + row[h, q]
 
 
 SCORES: dict[Any, tuple[int, ...]] = {
@@ -94,6 +103,29 @@ def test_sums_in_shared_memory_meet_the_error_rule(
     kernel = run.reports[-1].kernel
     assert kernel is not None
     assert windows(kernel)
+    check_gates(kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("column_warps", [2, 4])
+@pytest.mark.parametrize("step", [16, 48])
+@pytest.mark.parametrize("score", [*SCORES, in_registers])
+def test_warps_with_the_same_rows_divide_the_sums(
+    score: Any, step: int, column_warps: int, deterministic: bool
+) -> None:
+    spec = fg.AttentionSpec(reaches, score, name=score.__name__, dropout=deterministic, head_dim=64)
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"t": SCORES.get(score, ()), "row": (2, 56), "column": (150,), "gate": ()}
+    tensors = {x.name: torch.randn(shapes[x.name], generator=generator) for x in spec.tensors}
+    numbers = {"tensors": tensors, "q_offset": 16, **(dropping(0.2) if deterministic else {})}
+    call = Call(spec, Case(40, 150, 1, 2, 1).tensors(seed=1), numbers, arch="sm_80")
+    name = "captured_exact" if deterministic else "captured"
+    tile = Tile(step, 4, 1, 1, column_warps)
+    run = call.judged_backward(deterministic=deterministic, tiles={name: tile})
+    kernel = run.reports[-1].kernel
+    assert kernel is not None
+    assert kernel.plan.tile == tile
     check_gates(kernel)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import flashgen as fg
 from flashgen.calls.export import ExportRequest, export
-from flashgen.calls.exported.manifest import PathRecord, ProgramRecord
+from flashgen.calls.exported.manifest import Pass, PathRecord, ProgramRecord
 from tests.support.examples import spec_path
 
 
@@ -18,6 +18,8 @@ from tests.support.examples import spec_path
 def exported(name: str, archs: tuple[str, ...] = ("sm_80",), **options: Any) -> Path:
     """The export of a spec of ``specs/``, at head dim 16 unless told otherwise."""
     changes = {"head_dim": options.pop("head_dim", 16), "dropout": options.pop("dropout", False)}
+    if "head_dim_v" in options:
+        changes["head_dim_v"] = options.pop("head_dim_v")
     spec = fg.load(str(spec_path(name))).replace(**changes)
     folder = Path(tempfile.mkdtemp(prefix="flashgen-export-"))
     command = f"flashgen export specs/{name}.py -o {name} --arch {','.join(archs)}"
@@ -32,5 +34,9 @@ def spec_of(name: str, **changes: Any) -> fg.AttentionSpec:
 def with_portable_path(record: ProgramRecord) -> ProgramRecord:
     """As if the forward pass of sm_90a, and its gradients in fixed order, took kernels of sm_90."""
     passes = ((False, False, "sm_90"), (True, False, "sm_90a"), (True, True, "sm_90"))
-    paths = (PathRecord("sm_90a", *how, taken, "predicted") for *how, taken in passes)
+    dim = record.signature.head_dim_v
+    paths = (
+        PathRecord("sm_90a", True, Pass(False, (), *how), taken, dim, "predicted")
+        for *how, taken in passes
+    )
     return replace(record, paths=tuple(paths))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flashgen.calls.exported.manifest import KernelRecord, Manifest, ProgramRecord
+from flashgen.calls.exported.manifest import KernelRecord, Manifest, Pass, ProgramRecord
 from flashgen.kernels.codegen.environment import render_template
 from flashgen.kernels.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.shared.arch import facts, portable, version_of
@@ -34,7 +34,15 @@ _SIZES = {"batch": "batch", "heads": "heads_q", "seq_q": "seq_q", "seq_k": "seq_
 
 def why_no_sources(record: ProgramRecord) -> str:
     """Why a spec has no sources for C; "" where it has."""
-    return "caches with pages are for Python" if record.signature.paged else ""
+    if record.signature.paged:
+        return "caches with pages are for Python"
+    if record.widths:
+        exports = " and ".join(f"--head-dim-v {x}" for x in sorted(record.widths, reverse=True))
+        return (
+            f"some passes compute the columns of V in several launches; exports with {exports} "
+            "have these launches for C, of which the caller adds dq and dk"
+        )
+    return ""
 
 
 def c_sources(manifest: Manifest) -> dict[str, str]:
@@ -148,8 +156,12 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
     Calls name no architecture.
     """
     sink = record.signature.sink
-    paths = {(path.arch, path.backward, path.deterministic): path.taken for path in record.paths}
     all_learned = sink is None or not sink.grad
+
+    def taken_by(arch: str, of: Pass) -> str:
+        path = record.path_of(arch, of, is_open=True)
+        return arch if path is None else path.taken
+
     forwards, backwards, fallbacks = [], [], []
     for place, arch in enumerate(archs):
         by_tma = facts(arch).code_path.copies_by_tma
@@ -157,12 +169,12 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
         for fallback in (0, 1) if by_tma else (0,):
             how = {"arch": place, "fallback": fallback}
             for form in record.forward:
-                taken = portable(arch) if fallback else paths.get((arch, False, False), arch)
+                taken = portable(arch) if fallback else taken_by(arch, Pass(form.drops))
                 if form.arch == taken and form.heads == 1:
                     forwards.append({**vars(form), **how})
             for each in record.backward:
-                chosen = paths.get((arch, True, each.deterministic), arch)
-                taken = portable(arch) if fallback else chosen
+                of = Pass(each.drops, each.learns, True, each.deterministic)
+                taken = portable(arch) if fallback else taken_by(arch, of)
                 # Exact sums of learned tensors need steps on the host between their launches.
                 exact = each.learns and (each.deterministic or not all_learned)
                 if each.arch == taken and not exact:

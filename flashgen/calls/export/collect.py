@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from flashgen.calls.exported.manifest import (
     KERNELS,
@@ -14,26 +18,29 @@ from flashgen.calls.exported.manifest import (
     ForwardRecord,
     KernelRecord,
     LayoutRecord,
+    Pass,
     PathRecord,
     ProgramRecord,
 )
+from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.memory_layout import ALIGNED
 from flashgen.calls.runtime.programs import SpecProgram, Variant
 from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.codegen.text import printable
 from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
 from flashgen.kernels.planner.schedule import why_walks_differ
-from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.arch import facts, portable
-from flashgen.shared.call import CallRanges
+from flashgen.shared.call import DEFAULT_LAUNCH, CallRanges
 from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
-from flashgen.shared.errors import InputError, SpecError
+from flashgen.shared.errors import InputError, PlanError, SpecError
 from flashgen.shared.launch_facts import LaunchFacts
 from flashgen.shared.signature import OFFSETS, SPLIT, WHOLE, CallSignature
 from flashgen.spec.language.signature import (
     learning,
     refuse_backward,
     signature_of,
+    with_columns,
     without_dropout,
 )
 from flashgen.spec.language.spec import AttentionSpec
@@ -161,17 +168,50 @@ class Collection:
             self.files |= {f"{KERNELS}/{stem}.{kind}": data for kind, data in files.items()}
         return self._stems[key]
 
-    def program(self, variant: Variant) -> ProgramRecord:
-        """The kernels of the spec, or of a variant of it."""
+    def programs(self) -> tuple[ProgramRecord, ...]:
+        """The kernels of the spec and of its variants, and of launches for some columns of V."""
+        variants = tuple(self.request.variants())
+        found = [self._program(variant) for variant in variants]
+        made, parts = found, defaultdict[int, set[Pass]](set)
+        while True:
+            for columns, passes in (x for each in made for x in each.widths.items()):
+                parts[columns].update(passes)
+            if not parts:
+                return tuple(found)
+            columns = max(parts)  # as the passes of fewer columns may be parts of these
+            needed = parts.pop(columns)
+            made = [self._program(variant, columns, needed) for variant in variants]
+            found += made
+
+    def _program(
+        self, variant: Variant, columns: int = 0, passes: Set[Pass] | None = None
+    ) -> ProgramRecord:
+        """The kernels of the spec, or of a variant of it.
+
+        Args:
+            columns: the columns of V of launches that compute a part of them; 0 for all.
+            passes: the passes that have such launches; None for all.
+        """
         request = self.request
         spec = SpecProgram(request.spec).variant(variant)
+        if columns:
+            spec = with_columns(spec, columns)
         signature = signature_of(spec)
         no_backward = _why_no_backward(spec, request)
-        forward, builds = self._forward(spec)
+        paths: list[PathRecord] = []
+        forward: list[ForwardRecord] = []
         backward: list[BackwardRecord] = []
-        if not no_backward:
-            backward, more = self._backward(spec)
-            builds += more
+        builds: list[Build] = []
+        for of, used in _passes(spec, backward=not no_backward):
+            if passes is not None and of not in passes:
+                continue
+            own = [path for arch in request.archs for path in _paths(of, used, arch)]
+            whole = _archs_of_whole(own, request.archs, signature.head_dim_v)
+            if of.backward:
+                backward += self._backward(of, used, whole, builds)
+            else:
+                forward += self._forward(of, used, whole, builds)
+            paths += own
         tables = {
             arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
         }
@@ -187,6 +227,7 @@ class Collection:
             offsets=variant.offsets,
             part=variant.part,
             packs=variant.packs,
+            columns=columns,
             digest=SpecProgram(spec).digest,
             signature=replace(signature, block_sparse=None),
             layout=self._layout(spec),
@@ -196,30 +237,31 @@ class Collection:
             tables={arch: found for arch, found in tables.items() if found},
             merge=merge,
             no_backward=no_backward,
-            paths=tuple(
-                PathRecord(arch, path.backward, path.deterministic, path.arch, path.why)
-                for arch in request.archs
-                for path in paths_of_layout(spec, arch, backward=not no_backward)
-            ),
+            paths=tuple(paths),
         )
 
-    def _forward(self, spec: AttentionSpec) -> tuple[list[ForwardRecord], list[Build]]:
-        records: list[ForwardRecord] = []
-        builds: list[Build] = []
+    def _forward(
+        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
+    ) -> Iterator[ForwardRecord]:
+        """The kernels of a forward pass, which are added to ``builds``.
+
+        Args:
+            whole: the architectures on which calls need the kernel of all columns.
+        """
         forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
-        for drops, used in _with_and_without_dropout(spec):
-            for arch in _with_fallbacks(self.request.archs):
-                for access, heads in dict.fromkeys(forms):
-                    options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
-                    narrow = build(used, arch, **options)
-                    wide = build(used, arch, **options, ranges=widest(signature_of(used)))
+        ranges = widest(signature_of(spec))
+        for arch in _with_fallbacks(self.request.archs):
+            for access, heads in dict.fromkeys(forms):
+                options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
+                with _unless_needed(arch in whole and access == 16):
+                    narrow = build(spec, arch, **options)
+                    wide = build(spec, arch, **options, ranges=ranges)
                     builds.append(narrow)
                     for is_wide, made in ((False, narrow), (True, wide)):
                         if made is narrow and is_wide:
                             continue  # no call needs it
-                        key = (drops, arch, access, heads, is_wide)
-                        records.append(ForwardRecord(*key, self.add(made)))
-        return records, builds
+                        key = (of.drops, arch, access, heads, is_wide)
+                        yield ForwardRecord(*key, self.add(made))
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
         heads = tuple(sorted({1, *self.request.heads_per_tile}))
@@ -233,28 +275,21 @@ class Collection:
             )
         return heads
 
-    def _backward(self, spec: AttentionSpec) -> tuple[list[BackwardRecord], list[Build]]:
-        records: list[BackwardRecord] = []
-        builds: list[Build] = []
-        learned = tuple(tensor.name for tensor in signature_of(spec).learned)
-        uses = [
-            (drops, names, learning(used, frozenset(names)))
-            for drops, used in _with_and_without_dropout(spec)
-            for names in dict.fromkeys((learned, ()))
-        ]
-        for drops, names, used in uses:
-            for arch in _with_fallbacks(self.request.archs):
-                for fixed in (False, True):
-                    narrow = build_backward(used, arch, deterministic=fixed)
-                    ranges = widest(signature_of(used))
-                    wide = build_backward(used, arch, deterministic=fixed, ranges=ranges)
-                    builds += narrow
-                    for is_wide, made in ((False, narrow), (True, wide)):
-                        if made is narrow and is_wide:
-                            continue  # no call needs it
-                        key = (drops, names, arch, fixed, is_wide)
-                        records.append(BackwardRecord(*key, tuple(map(self.add, made))))
-        return records, builds
+    def _backward(
+        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
+    ) -> Iterator[BackwardRecord]:
+        """The kernels of a backward pass; arguments as of `_forward`."""
+        fixed, ranges = of.deterministic, widest(signature_of(spec))
+        for arch in _with_fallbacks(self.request.archs):
+            with _unless_needed(arch in whole):
+                narrow = build_backward(spec, arch, deterministic=fixed)
+                wide = build_backward(spec, arch, deterministic=fixed, ranges=ranges)
+                builds += narrow
+                for is_wide, made in ((False, narrow), (True, wide)):
+                    if made is narrow and is_wide:
+                        continue  # no call needs it
+                    key = (of.drops, of.learns, arch, fixed, is_wide)
+                    yield BackwardRecord(*key, tuple(map(self.add, made)))
 
     def _layout(self, spec: AttentionSpec) -> LayoutRecord | None:
         sparse = spec.block_sparse
@@ -302,6 +337,61 @@ def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
     """The architectures, and those whose kernels read operands over which TMA does not step."""
     more = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
     return tuple(dict.fromkeys((*archs, *more)))
+
+
+# ---- the passes of a program, and which kernels they take ---------------------------------------
+
+
+def _passes(spec: AttentionSpec, *, backward: bool) -> Iterator[tuple[Pass, AttentionSpec]]:
+    """The passes of all calls, each with the spec whose kernels compute it."""
+    used = _with_and_without_dropout(spec)
+    for drops, each in used:
+        yield Pass(drops), each
+    learned = tuple(tensor.name for tensor in signature_of(spec).learned)
+    for drops, each in used if backward else ():
+        for names in dict.fromkeys((learned, ())):
+            for fixed in (False, True):
+                yield Pass(drops, names, True, fixed), learning(each, frozenset(names))
+
+
+def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
+    """The choices for a pass of calls on an architecture, which are those of the runtime."""
+    program, columns = SpecProgram(spec), spec.head_dim_v
+    assert columns is not None, "that of an export"
+    default = PathRecord(arch, False, of, arch, columns, "")
+    found = []
+    for is_open in (True, False):
+        target = Target("gpu", arch, torch.device("cpu"), 0, open_path=is_open)
+        how = {"backward": of.backward, "deterministic": of.deterministic}
+        path = program.path_of_pass(target, **how)
+        at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
+        why = path.why.removeprefix(ALIGNED).removeprefix("; ")
+        found.append(PathRecord(arch, is_open, of, path.arch, at_once, why))
+    by_default, named = found
+    if replace(by_default, is_open=False) != named:
+        yield by_default
+    if named != default:
+        yield named
+
+
+def _archs_of_whole(
+    paths: Sequence[PathRecord], archs: Iterable[str], columns: int
+) -> frozenset[str]:
+    """The architectures whose kernels compute all columns of V in some calls of a pass."""
+    found = {path.taken for path in paths if path.columns == columns}
+    named = {path.arch for path in paths if not path.is_open}
+    return frozenset(found | (set(archs) - named))
+
+
+@contextmanager
+def _unless_needed(needed: bool) -> Iterator[None]:
+    """Kernels that some calls need, or that no tile of all columns of V is for: calls then have
+    others, but for those with operands that these cannot read."""
+    try:
+        yield
+    except PlanError:
+        if needed:
+            raise
 
 
 def _why_no_backward(spec: AttentionSpec, request: ExportRequest) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def export(request: ExportRequest, folder: Path) -> Manifest:
         facts(arch)  # an unknown one is refused before anything is compiled
     Destination(folder).earlier({})
     found = Collection(request)
-    programs = tuple(map(found.program, request.variants()))
+    programs = found.programs()
     manifest = Manifest(
         flashgen=__version__,
         nvrtc=nvrtc.version().partition(" ")[0],

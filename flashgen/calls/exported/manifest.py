@@ -16,14 +16,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.kernels.compile import Resources
-from flashgen.shared.launch_facts import LaunchFacts
+from flashgen.shared.launch_facts import LaunchFacts, places_of_columns
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 5
+FORMAT = 6
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"
@@ -124,30 +124,54 @@ class BackwardRecord:
     kernels: tuple[int, ...]
 
 
+class Pass(NamedTuple):
+    """A pass of calls.
+
+    Attributes:
+        drops: whether the calls drop elements of P.
+        learns: the learned tensors whose gradients are computed; () in a forward pass.
+        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+    """
+
+    drops: bool
+    learns: tuple[str, ...] = ()
+    backward: bool = False
+    deterministic: bool = False
+
+    @property
+    def which(self) -> str:
+        """Its name in `CallProgram.columns_of_launch`."""
+        return "deterministic" if self.deterministic else "backward" if self.backward else "forward"
+
+
 @dataclass(frozen=True)
 class PathRecord:
-    """Which kernels compute a pass over a block layout in calls that name no architecture.
+    """Which kernels compute a pass, where it is not one launch of the call's own architecture.
 
     Attributes:
         arch: the architecture of the call.
-        backward, deterministic: the pass, and whether its gradients have the same bits in each run.
+        is_open: whether it holds only for calls that name no architecture.
+        of: the pass.
         taken: the architecture of the kernels: this one, or that of its fallback.
-        why: the reason, in words.
+        columns: the columns of V that a launch computes: all, or those of a part.
+        why: the reason for the architecture, in words; "" where it is that of the call.
     """
 
     arch: str
-    backward: bool
-    deterministic: bool
+    is_open: bool
+    of: Pass
     taken: str
+    columns: int
     why: str
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """The kernels of a spec, or of a variant of it.
+    """The kernels of a spec, or of a variant of it, or of some columns of V of one of these.
 
     Attributes:
         offsets, part, packs: as in `calls.runtime.programs.Variant`; all empty for the spec.
+        columns: the columns of V of launches that compute a part of them; 0 for all.
         digest: the digest of the spec, which completes the name of the operator where another spec
             has that name.
         signature: the arguments of calls; a block layout is in ``layout`` instead.
@@ -156,12 +180,13 @@ class ProgramRecord:
         tables: by architecture, the kernels of the min/max tables.
         merge: by architecture, the kernel that merges results over split keys.
         no_backward: why there are no backward kernels: the four parts of an error; () otherwise.
-        paths: the choices between code paths; none without a block layout.
+        paths: the passes that take other kernels than those of one launch on the architecture.
     """
 
     offsets: tuple[tuple[str, str], ...]
     part: tuple[str, ...]
     packs: bool
+    columns: int
     digest: str
     signature: CallSignature
     layout: LayoutRecord | None
@@ -172,6 +197,30 @@ class ProgramRecord:
     merge: Mapping[str, int]
     no_backward: tuple[str, ...]
     paths: tuple[PathRecord, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """For which calls it is."""
+        return self.offsets, self.part, self.packs, self.columns
+
+    @property
+    def widths(self) -> Mapping[int, tuple[Pass, ...]]:
+        """The passes that have launches for some columns of V, by the number of these."""
+        found: dict[int, tuple[Pass, ...]] = {}
+        for path in self.paths:
+            places = places_of_columns(self.signature.head_dim_v, path.columns)
+            for columns in {at.stop - at.start for at in places if len(places) > 1}:
+                found[columns] = (*found.get(columns, ()), path.of)
+        return found
+
+    def path_of(self, arch: str, of: Pass, *, is_open: bool) -> PathRecord | None:
+        """The choice for a pass; None where it is one launch on the architecture of the call.
+
+        Args:
+            is_open: whether the call names no architecture.
+        """
+        fitting = (x for x in self.paths if (x.arch, x.of) == (arch, of))
+        return next((x for x in fitting if is_open or not x.is_open), None)
 
 
 @dataclass(frozen=True)

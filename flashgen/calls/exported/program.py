@@ -13,7 +13,13 @@ from typing import Any, NoReturn
 import torch
 
 from flashgen.calls.exported.folder import ExportedKernel, Folder, open_folder
-from flashgen.calls.exported.manifest import ForwardRecord, LayoutRecord, ProgramRecord
+from flashgen.calls.exported.manifest import (
+    ForwardRecord,
+    LayoutRecord,
+    Pass,
+    PathRecord,
+    ProgramRecord,
+)
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.ops.api import Attention
 from flashgen.calls.ops.registration import register_hashed_name
@@ -113,6 +119,7 @@ class ExportedProgram(CallProgram):
             record.offsets,
             record.part,
             record.packs,
+            record.columns,
             self.drops,
             self.learns,
         )
@@ -178,10 +185,10 @@ class ExportedProgram(CallProgram):
         every = frozenset(tensor.name for tensor in self.record.signature.learned)
         return replace(self, learns=every if names else frozenset())
 
-    def refuse_backward(self, *, queries_alone: bool = False) -> None:
-        if queries_alone:
+    def refuse_backward(self, *, alone: str = "") -> None:
+        if alone:
             raise SpecError(
-                "an export has no kernels for the gradient of q alone",
+                f"an export has no kernels for the gradients of {alone} alone",
                 where=f"the export of {self.signature.name}",
                 numbers="its backward kernels compute all gradients",
                 way_out="the spec itself, where flashgen can compile kernels",
@@ -205,9 +212,9 @@ class ExportedProgram(CallProgram):
                 way_out="torch.autocast(..., enabled=False) around the call, or an export with "
                 f"--dtype {str(dtype).removeprefix('torch.')}",
             )
-        for record in self.folder.manifest.programs:
-            if (record.offsets, record.part, record.packs) == (offsets, part, packs):
-                return ExportedProgram(self.folder, record, record.signature.dropout)
+        found = self._of(offsets, part, packs, self.record.columns)
+        if found is not None:
+            return found
         raise InputError(
             "the export has no kernels for a call with these arguments",
             where="arguments " + ", ".join(name.partition(":")[0] for name in names),
@@ -215,9 +222,18 @@ class ExportedProgram(CallProgram):
             way_out=f"{self._command} with --call {'+'.join(names)}",
         )
 
+    def _of(self, *key: object) -> ExportedProgram | None:
+        """The program of the record with this key."""
+        for record in self.folder.manifest.programs:
+            if record.key == key:
+                return ExportedProgram(self.folder, record, record.signature.dropout)
+        return None
+
     def _calls(self) -> str:
         found = []
         for record in self.folder.manifest.programs:
+            if record.columns:
+                continue
             names = [name for name, _ in record.offsets] + list(record.part)
             names += ["cu_seqlens_q"] if record.packs else []
             found.append("+".join(names) or "none of them")
@@ -228,9 +244,8 @@ class ExportedProgram(CallProgram):
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """0 also where the export has no kernels with split keys for such a call."""
-        own = self.record.offsets, (*WHOLE, SPLIT), self.record.packs
-        programs = self.folder.manifest.programs
-        if not any((r.offsets, r.part, r.packs) == own for r in programs):
+        record = self.record
+        if self._of(record.offsets, (*WHOLE, SPLIT), record.packs, record.columns) is None:
             return 0
         facts = self._facts_of_split(target)
         sms = target.sms or facts.machine.sms
@@ -248,17 +263,38 @@ class ExportedProgram(CallProgram):
         Raises:
             InputError: the export has none.
         """
-        split = self.split()
+        split = self.split().without_dropout()
         assert isinstance(split, ExportedProgram), "a variant of an export"
-        records = (r for r in split.record.forward if (r.arch, r.heads) == (target.arch, 1))
+        path = split._path(target, backward=False, deterministic=False)
+        if path is not None and path.columns < split.record.signature.head_dim_v:
+            split = split.of_columns(path.columns)
+        arch = target.arch if path is None else path.taken
+        records = (r for r in split.record.forward if (r.arch, r.heads) == (arch, 1))
         return self._kernel(min(records, key=lambda r: r.drops).kernel).facts
 
+    def _path(self, target: Target, *, backward: bool, deterministic: bool) -> PathRecord | None:
+        learns = tuple(tensor.name for tensor in self.signature.learned) if backward else ()
+        of = Pass(self.drops, learns, backward, deterministic)
+        return self.record.path_of(target.arch, of, is_open=target.open_path)
+
     def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
-        which = target.arch, backward, deterministic
-        for path in self.record.paths if target.open_path else ():
-            if (path.arch, path.backward, path.deterministic) == which:
-                return Decision(path.taken, f"{memory_layout.ALIGNED}; {path.why}")
-        return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+        path = self._path(target, backward=backward, deterministic=deterministic)
+        if path is None or not path.why:
+            return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+        return Decision(path.taken, f"{memory_layout.ALIGNED}; {path.why}")
+
+    def columns_of_launch(
+        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+    ) -> int:
+        backward, fixed = which != "forward", which == "deterministic"
+        path = self._path(target, backward=backward, deterministic=fixed)
+        return self.signature.head_dim_v if path is None else path.columns
+
+    def of_columns(self, columns: int) -> ExportedProgram:
+        record = self.record
+        found = self._of(record.offsets, record.part, record.packs, columns)
+        assert found is not None, "a manifest with such launches has their kernels"
+        return found
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}
@@ -361,7 +397,8 @@ class ExportedProgram(CallProgram):
             f"the export has no {what} for this call",
             where=str(self.folder.path),
             numbers=f"for {arch}, {access_bytes} B per access, {64 if wide else 32}-bit integers",
-            way_out=f"export again with this release: {self._command}",
+            way_out="operands whose addresses and strides are multiples of 16 B and not 0: "
+            f"x.contiguous(); or export again with this release: {self._command}",
         )
 
 
@@ -379,6 +416,8 @@ class ExportedAttention(Attention):
         self.path = folder.path
         # Programs of torch.export look operators up by their names.
         for each in folder.manifest.programs:
+            if each.columns:
+                continue
             register_hashed_name(ExportedProgram(folder, each, each.signature.dropout))
 
     def __repr__(self) -> str:

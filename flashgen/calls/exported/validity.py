@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
-from flashgen.calls.exported.manifest import FORMAT, KERNELS, KernelRecord, Manifest, ProgramRecord
+from flashgen.calls.exported.manifest import (
+    FORMAT,
+    KERNELS,
+    KernelRecord,
+    Manifest,
+    Pass,
+    ProgramRecord,
+)
 from flashgen.shared.arch import portable
 from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
@@ -53,11 +61,12 @@ def checked(manifest: Manifest) -> Manifest:
         _require(bool(_DIGEST.fullmatch(file.sha256)) and file.bytes >= 0, f"the record of {name}")
     for kernel in manifest.kernels:
         _check_kernel(kernel, manifest)
-    keys = [(each.offsets, each.part, each.packs) for each in manifest.programs]
+    keys = [each.key for each in manifest.programs]
     _require(_are_unique(keys), f"{len(keys)} programs: each is for another call")
-    _require(keys[0] == ((), (), False), "the first program is for calls without options")
+    _require(keys[0] == ((), (), False, 0), "the first program is for calls without options")
     for program in manifest.programs:
         _check_program(program, manifest)
+    _check_parts(manifest)
     return manifest
 
 
@@ -139,11 +148,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         _check_kernels(backward.kernels, backward.arch, manifest)
         _require(bool(backward.kernels), "a backward pass without kernels")
         _require(backward.arch in served and backward.drops in drops, f"{backward}")
-    passes = [{(each.arch, each.drops) for each in program.forward}]
-    if not program.no_backward:
-        passes.append({(each.arch, each.drops) for each in program.backward})
-    for arch, drop, of_pass in product(manifest.archs, drops, passes):
-        _require((arch, drop) in of_pass, f"a program without kernels for {arch}")
+    _check_paths(program, manifest)
     for arch in {each.arch for each in program.forward}:
         found = any((x.arch, x.heads) == (arch, 1) for x in program.forward)
         _require(found, f"a program without kernels of one head for {arch}")
@@ -158,6 +163,47 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
     for box in program.narrow or ():
         fits = set(box) == names and all(low <= high for low, high in box.values())
         _require(fits, f"the ranges {box}")
+
+
+def _check_parts(manifest: Manifest) -> None:
+    """Whether launches for some columns of V have programs, of all variants of the spec."""
+    whole = {each.key[:-1]: each.signature for each in manifest.programs if not each.columns}
+    for program in manifest.programs:
+        of_call = whole.get(program.key[:-1])
+        _require(of_call is not None, f"a part of no program: {program.columns} columns of V")
+        assert of_call is not None
+        dim, shared_kv = of_call.head_dim_v, of_call.shared_kv
+        own = replace(program.signature, head_dim_v=dim, shared_kv=shared_kv)
+        _require(own == of_call, f"{program.columns} columns of V of another call")
+    for columns in {width for program in manifest.programs for width in program.widths}:
+        found = {each.key[:-1] for each in manifest.programs if each.columns == columns}
+        _require(found == set(whole), f"launches of {columns} columns of V without kernels")
+
+
+def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
+    """Whether each pass of all calls has kernels of one launch, or several compute it."""
+    dim, drops = program.signature.head_dim_v, {False, program.signature.dropout}
+    _require(program.columns in (0, dim), f"a program of {program.columns} of {dim} columns")
+    choices = [(path.arch, path.is_open, path.of) for path in program.paths]
+    _require(len(set(choices)) == len(choices), f"two of the {len(choices)} choices of paths")
+    for path in program.paths:
+        arch = path.arch
+        _require(arch in manifest.archs and path.taken in (arch, portable(arch)), f"{path}")
+        _require(1 <= path.columns <= dim and path.why.isprintable(), f"{path}")
+    passes = {Pass(drop) for drop in drops}
+    if not program.no_backward:
+        learns = {(), tuple(x.name for x in program.signature.learned)}
+        passes |= {Pass(*each) for each in product(drops, learns, (True,), (False, True))}
+    _require(passes >= {path.of for path in program.paths}, "a choice for a pass of no call")
+    made = {(x.arch, Pass(x.drops)) for x in program.forward if x.heads == 1}
+    made |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
+    if program.columns:
+        passes &= {of for each in manifest.programs for of in each.widths.get(program.columns, ())}
+    for arch, is_open, of in product(manifest.archs, (False, True), passes):
+        chosen = program.path_of(arch, of, is_open=is_open)
+        if chosen is None or chosen.columns == dim:
+            taken = arch if chosen is None else chosen.taken
+            _require((taken, of) in made, f"a program without kernels for {taken}")
 
 
 def _check_kernels(numbers: Iterable[int], arch: str, manifest: Manifest) -> None:

@@ -18,6 +18,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CheckedCall, LaunchOptions
 from flashgen.shared.errors import PlanError
+from flashgen.shared.launch_facts import places_of_columns
 from flashgen.shared.paged import contiguous_call
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def parts_of(
     dtype = program.signature.dtype
     assert dtype is not None, "that of a call"
     given = program_of(spec).of_dtype(getattr(torch, dtype))
-    places = (slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
+    places = places_of_columns(dim, columns)
     return tuple((given.of_columns(at.stop - at.start), at) for at in places)
 
 

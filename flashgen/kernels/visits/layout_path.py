@@ -33,7 +33,7 @@ from flashgen.kernels.planner.requests import BackwardPlanRequest, PlanRequest
 from flashgen.kernels.visits.visited_tiles import KnownCall, walks_of
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import CheckedCall
-from flashgen.shared.errors import called_by_users
+from flashgen.shared.errors import PlanError, called_by_users
 from flashgen.shared.signature import LAYOUT
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.analysis.mask import analyse_mask
@@ -103,10 +103,13 @@ def path_of_layout(
         return None
     if not facts(arch).code_path.copies_by_tma:
         return None
-    seconds = {
-        each: _seconds(spec, _plans(spec, each, backward, deterministic))
-        for each in (arch, portable(arch))
-    }
+    try:
+        seconds = {
+            each: _seconds(spec, _plans(spec, each, backward, deterministic))
+            for each in (arch, portable(arch))
+        }
+    except PlanError:  # several launches compute the columns of V, which have no model here
+        return None
     best = min(seconds, key=lambda each: seconds[each])
     other = next(each for each in seconds if each != best)
     what = "backward" if backward else "forward"

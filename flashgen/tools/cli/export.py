@@ -9,6 +9,7 @@ from pathlib import Path
 from flashgen.calls.export import ExportRequest
 from flashgen.calls.export import export as export_spec
 from flashgen.calls.export.c_source import c_name, why_no_sources
+from flashgen.calls.exported.manifest import PathRecord
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import ExportArguments
@@ -50,8 +51,15 @@ def export(arguments: ExportArguments) -> None:
         )
         kernels = plural(len(manifest.kernels), "kernel")
         say(f"{folder.as_posix()}: {kernels} for {', '.join(archs)}; {for_c}")
-        for choice in record.paths:
-            say(f"calls that name no architecture: {choice.why}")
+        for line in dict.fromkeys(map(_shown, record.paths)):
+            say(line)
+
+
+def _shown(choice: PathRecord) -> str:
+    """Which kernels compute a pass of some calls."""
+    calls = "that name no architecture" if choice.is_open else f"on {choice.arch}"
+    columns = f"{choice.of.which}, {choice.columns} columns of v in each launch"
+    return f"calls {calls}: {choice.why or columns}"
 
 
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ steps of ``block_k``. K has two buffers, V one. Warps that own the same queries 
 their scores and have a share of the columns of dQ.
 
 captured and captured_exact: the loop of dq without the product for dQ. They sum the gradients of
-learned tensors.
+learned tensors. Warps that own the same queries divide these sums by the keys of a step.
 
 The number of buffers is a property of each kernel: ``stages`` has no meaning here. The results are
 staged over the operands that the block owns, and need no other space.
@@ -56,8 +56,7 @@ SYNCS = 2
 SHARING = {
     "dkdv": ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1)),
     "fused": ((1, 1), (2, 2), (4, 4)),
-    "dq": ((1, 1), (2, 1), (4, 1)),
-} | dict.fromkeys(LEARNED_KERNELS, ((1, 1),))
+} | dict.fromkeys(("dq", *LEARNED_KERNELS), ((1, 1), (2, 1), (4, 1)))
 
 # Tiles of P and dS that warps write to shared memory.
 WRITTEN_TILES = {"dkdv": "2*min(1, exchanged)", "fused": "(1 + min(1, exchanged))"}

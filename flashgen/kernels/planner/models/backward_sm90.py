@@ -201,7 +201,8 @@ def _model(kernel: str) -> KernelModel:
         _cost_steps(kernel),
         register_limit=CONSUMER,
         stages=2,
-        warp_counts=(8,),  # two consumer warpgroups
+        # One consumer warpgroup or two.
+        warp_counts=(4, 8) if kernel in LEARNED_KERNELS else (8,),
         row_groups=(1,),
         other_warps=PRODUCER_WARPS,
         other_forms=tuple(
