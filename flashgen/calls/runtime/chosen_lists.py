@@ -142,7 +142,8 @@ def lists_of(
     rank = 2 * none.to(torch.uint8)
     if keys is not None:
         lacking = blocks == keys.view(-1, 1, 1, 1) // sizes.block_k
-        rank, blocks = torch.broadcast_tensors(torch.where(none, rank, lacking), blocks)
+        rank = torch.where(none, rank, lacking)
+        blocks = blocks.expand_as(rank)  # those that batch entries share
     kept = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
     lengths = none.logical_not().sum(-1)
     kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
