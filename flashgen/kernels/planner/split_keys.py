@@ -86,9 +86,7 @@ KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*w
 PARTS = Formula("parts", "ceil(splits/run)")
 PARTS_MOVED = Formula("parts_moved", "moved*parts/splits")
 FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
-RUN_WORK = Formula(
-    "work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits"
-)
+RUN_WORK = Formula("work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits")
 EVEN_ROUNDS = Formula("idle", "slots*rounds/work_tiles")
 UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
 LAUNCH_TIME = Formula(

@@ -95,9 +95,7 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         ]
         run = len(of_splits) if plan.folds else call.run
         blocks_of = [of_splits[first : first + run] for first in range(0, len(of_splits), run)]
-        runs = [
-            _walks_of_run(walks, early=place < early) for place, walks in enumerate(blocks_of)
-        ]
+        runs = [_walks_of_run(walks, early=place < early) for place, walks in enumerate(blocks_of)]
         entries.append((batch, runs))
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
