@@ -1,4 +1,4 @@
-"""Kernels whose blocks have runs of splits of their rows, or all: the bits of parts of one split."""
+"""Kernels whose blocks have runs of splits, or all: the bits of parts of one split each."""
 
 from __future__ import annotations
 
