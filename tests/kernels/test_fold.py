@@ -219,7 +219,7 @@ def test_bugs_of_joining_are_seen(
             found = run_forward(of, *qkv, **how)
     except fg.EmulatorError:  # memory that nothing has written
         return
-    assert not torch.equal(found.out, expected.out)
+    assert not (torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse))
 
 
 @pytest.mark.parametrize("arch", PATHS)

@@ -18,7 +18,7 @@ from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import FlashgenError
 from flashgen.shared.paths import PATHS
-from flashgen.shared.split_choice import LOADS, Load
+from flashgen.shared.split_choice import ALL_SPLITS, LOADS, Load
 from flashgen.tools.profile.decoding import DecodingPlan, plan_decoding
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
@@ -83,18 +83,23 @@ def test_predicted_bytes_of_both_launches_are_exactly_those_that_are_counted(
 @pytest.mark.parametrize(
     ("arch", "page"), [("sm_80", 0), ("sm_90a", 16), slow("sm_80", 16), slow("sm_90a", 0)]
 )
-def test_a_block_with_all_splits_of_its_rows_reads_their_queries_once(
-    arch: str, page: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("run", [ALL_SPLITS, 2])
+def test_a_block_with_several_splits_of_its_rows_reads_their_queries_once(
+    run: int, arch: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SpecProgram, "folds", lambda *_: True)
+    monkeypatch.setattr(SpecProgram, "run_of", lambda *_: run)
     keys = (250, 130) if page else (250,)
     of = Sequences.of((1,) * len(keys), keys, heads=(4, 1), dims=(64, 64))
-    (found,) = profiles(CAUSAL, of, page, arch, 96)
-    assert found.plan.folds
-    issued = {tensor.name: tensor.issued for tensor in found.tensors}
-    for name, bytes_ in issued.items():
-        assert bytes_.counted == bytes_.predicted, name
-    assert issued["q"].counted == 2 * 64 * 4 * len(keys)
+    found = profiles(CAUSAL, of, page, arch, 96)
+    assert (found[0].plan.folds, found[0].plan.runs) == (run == ALL_SPLITS, run == 2)
+    for profile in found:
+        for tensor in profile.tensors:
+            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
+    issued = {tensor.name: tensor.issued for tensor in found[0].tensors}
+    blocks = 1 if run == ALL_SPLITS else 2  # of the longest sequence: 3 splits
+    reads = len(keys) * blocks if arch == "sm_90a" else len(keys) * blocks - (len(keys) - 1)
+    reads = len(keys) if run == ALL_SPLITS else reads
+    assert issued["q"].counted == 2 * 64 * 4 * reads
 
 
 def large(batch: int, keys: int, page: int, heads: tuple[int, int] = (32, 8)) -> DecodingPlan:
@@ -117,7 +122,8 @@ def test_slots_are_busy_from_one_sequence_of_32k_keys_on(heads_kv: int) -> None:
     for keys in (32_768, 49_152, 65_536, 98_304, 131_072):
         found = large(1, keys, 16, heads=(4 * heads_kv, heads_kv)).predicted
         assert found is not None
-        assert found.busy >= 0.95, keys
+        # Blocks of many splits leave some slots idle where global memory takes longer all the same.
+        assert found.busy >= 0.95 or found.forward.bound == "hbm", keys
         assert found.traffic.over_bound <= 1.05
 
 
@@ -131,10 +137,8 @@ def test_shorter_splits_are_predicted_slower() -> None:
         )
         assert short is not None
         assert planned is not None
-        if short.merge is None:  # one launch for all splits, which the keys bind in both cases
-            assert short.seconds >= planned.seconds
-        else:
-            assert short.seconds > planned.seconds
+        # Where the keys bind both, blocks of as many keys write as many parts.
+        assert short.seconds >= planned.seconds
 
 
 @pytest.mark.slow
@@ -166,8 +170,10 @@ def test_every_line_of_a_decoding_plan_is_its_own_arithmetic() -> None:
         assert evaluate(line.substituted) == pytest.approx(line.value, rel=2e-3), line
     text = str(found)
     assert str(found.chosen) in text
-    splits = f"splits    {-(-40_000 // found.split_size)} of {found.split_size:,} keys, and a merge"
-    assert splits in text
+    splits = f"splits    {-(-40_000 // found.split_size)} of {found.split_size:,} keys, "
+    parts = -(-found.splits // found.run)
+    assert splits + f"{found.run} in each block, and a merge of {parts} results" in text
+    assert "splits in a block: time over that of busy SMs" in text
     assert "predicted forward: " in text
     assert "predicted merge: " in text
 
@@ -193,7 +199,7 @@ def test_queries_and_values_inside_keys_pass_through_global_memory_once() -> Non
     found = plan_decoding(of, "sm_90a", sizes, page_size=64, split_size=512).predicted
     assert found is not None
     (moved,) = [line for line in str(found.forward).splitlines() if "hbm = bytes" in line]
-    rows = 64 * 256
+    rows = 64 * 128  # blocks have two splits
     each_once = 2 * 576 * (131_072 + 64) + (4 * 512 + 4) * rows
     assert f"= {each_once}/" in moved
 
@@ -249,7 +255,7 @@ def test_the_time_that_decides_on_splits_is_the_predicted_one(dim: int, load: Lo
     assert found.predicted is not None
     ratio = found.predicted.seconds / found.bound_seconds
     parts = chosen.predicted(load).over_bound
-    if found.plan.folds:  # not known where splits are chosen: calls that write no parts are faster
+    if found.run != 1:  # not known where splits are chosen: calls that write fewer parts are faster
         assert 0.9 * parts <= ratio <= 1.01 * parts
     else:
         assert parts == pytest.approx(ratio, rel=0.02)
@@ -276,7 +282,7 @@ def test_the_plan_says_that_calls_are_batch_invariant() -> None:
 
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
+def test_codes_are_predicted_to_take_at_most_057_of_the_time_of_elements(
     arch: str, kv_dtype: str
 ) -> None:
     for batch, keys in LARGE:
@@ -285,5 +291,5 @@ def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
         codes = plan_decoding(SERVED, arch, sizes, page_size=16, kv_dtype=kv_dtype).predicted
         assert elements is not None
         assert codes is not None
-        assert codes.seconds <= 0.56 * elements.seconds
+        assert codes.seconds <= 0.57 * elements.seconds
         assert codes.traffic.over_bound <= 1.06

@@ -413,6 +413,7 @@ def report(fields: tuple[Any, ...]) -> Report:
         integers=kernel.integers,
         merge=None if merge is None else aligned.of_run(*merge),
         split_size=int(record.call.call.scalars.get(SPLIT, 0)),
+        run=record.call.call.run,
         columns=record.call.call.head_dim_v,
         others=tuple(map(report, record.others)),
     )

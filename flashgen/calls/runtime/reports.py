@@ -39,6 +39,7 @@ class Report:
             level l is defined where i + 2^l <= entries.
         integers: "32-bit" or "64-bit" with the reason, for a kernel that has both forms; else "".
         split_size: the keys of a split; 0 where they are not split.
+        run: with split keys, the neighbouring splits of a thread block that writes a part.
         merge: with split keys, the report of the kernel that merges the results over each split.
         columns: the columns of V that the kernel computes.
         others: the reports of the forward kernels of the other columns of V, where no tile holds
@@ -60,6 +61,7 @@ class Report:
     table: Tensor | None = None
     integers: str = ""
     split_size: int = 0
+    run: int = 1
     merge: Report | None = None
     columns: int = 0
     others: tuple[Report, ...] = ()
