@@ -1,4 +1,4 @@
-"""Kernels whose blocks have runs of splits, or all: the bits of parts of one split each."""
+"""Kernels whose blocks have runs of splits of their rows, or all: the bits of single splits."""
 
 from __future__ import annotations
 

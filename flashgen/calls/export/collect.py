@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from flashgen.calls.exported.manifest import (
     KERNELS,
     LAYOUT_TABLE,
@@ -22,7 +20,7 @@ from flashgen.calls.exported.manifest import (
     PathRecord,
     ProgramRecord,
 )
-from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.backends import gpu_of
 from flashgen.calls.runtime.memory_layout import ALIGNED
 from flashgen.calls.runtime.programs import SpecProgram, Variant
 from flashgen.kernels.built_kernel import Build
@@ -361,7 +359,7 @@ def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
     default = PathRecord(arch, False, of, arch, columns, "")
     found = []
     for is_open in (True, False):
-        target = Target("gpu", arch, torch.device("cpu"), 0, open_path=is_open)
+        target = gpu_of(arch, open_path=is_open)
         how = {"backward": of.backward, "deterministic": of.deterministic}
         path = program.path_of_pass(target, **how)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)

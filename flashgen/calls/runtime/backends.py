@@ -60,6 +60,11 @@ class Target:
         return device_memory(self.index) if self.backend == "gpu" else None
 
 
+def gpu_of(arch: str, *, open_path: bool) -> Target:
+    """A target with which a `CallProgram` chooses kernels where there is no such GPU."""
+    return Target("gpu", arch, torch.device("cpu"), 0, open_path=open_path)
+
+
 def target_of(backend: str | None, arch: str | None, device: torch.device) -> Target:
     """The backend, architecture and device of a call with these arguments.
 

@@ -16,7 +16,7 @@ from flashgen.kernels.planner.requests import (
     TangentPlanRequest,
     tangents_of,
 )
-from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of, is_unpaired
 from flashgen.kernels.planner.split_keys import (
     invariant_splits,
     plan_splits,
@@ -52,6 +52,7 @@ __all__ = [
     "few_rows_of",
     "forward_traffic",
     "invariant_splits",
+    "is_unpaired",
     "moves",
     "parts_pay",
     "plan",
