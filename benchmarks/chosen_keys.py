@@ -28,7 +28,12 @@ from flashgen.kernels.planner import (
 )
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
-from flashgen.spec.language.chosen_specs import by_groups, by_keys, value_gradients
+from flashgen.spec.language.chosen_specs import (
+    by_groups,
+    by_keys,
+    by_listed_keys,
+    value_gradients,
+)
 from flashgen.spec.language.signature import with_columns
 from flashgen.tools.profile.run import profile_forward
 
@@ -122,30 +127,30 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
 
 def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]]:
     """Clocks of a score that the forward kernel computes, the share of computed scores that are
-    listed, and the milliseconds of each gradient's kernel, by its name, beside "forward".
+    listed, and the milliseconds of each kernel, by the names of its results.
 
     All lists are long: those of the first queries are shorter under a causal mask.
     """
     spec, even = choice.spec, (False, False)
     rows = choice.block_q * choice.heads // choice.heads_kv
     groups = choice.heads_kv * -(-choice.queries // choice.block_q)
-    of_groups = choice.block_k < FEWEST_ROWS
     by_group = groups, rows, choice.most
-    if of_groups:
-        by_key = groups, choice.most, rows
-    else:  # as many lists as blocks of keys, all equally long
-        blocks = choice.heads_kv * choice.queries // choice.block_k
-        by_key = blocks, choice.block_k, groups * choice.most // choice.block_k * rows // blocks
-    of_queries, of_values = by_groups(spec, even), value_gradients(spec, even, of_groups)
-    of_keys = by_keys(spec, even, of_groups)
-    of_keys = with_columns(of_keys, choice.head_dim_v + 8)
+    of_queries = by_groups(spec, even)
     forward = cheapest(of_queries, arch, "forward", few_rows=rows)
     kernels = {
         "forward": (forward, by_group),
         "dq": (cheapest(of_queries, arch, "queries", few_rows=rows), by_group),
-        "dv": (cheapest(of_values, arch, "forward", few_rows=by_key[1]), by_key),
-        "dk": (cheapest(of_keys, arch, "queries", few_rows=by_key[1]), by_key),
     }
+    if choice.block_k < FEWEST_ROWS:
+        of_lists = by_listed_keys(spec, (False, True))
+        kernels["dk, dv"] = cheapest(of_lists, arch, "keys", few_rows=rows), by_group
+    else:  # as many lists as blocks of keys, all equally long
+        blocks = choice.heads_kv * choice.queries // choice.block_k
+        by_key = blocks, choice.block_k, groups * choice.most // choice.block_k * rows // blocks
+        of_values = value_gradients(spec, even)
+        of_keys = with_columns(by_keys(spec, even), choice.head_dim_v + 8)
+        kernels["dv"] = cheapest(of_values, arch, "forward", few_rows=by_key[1]), by_key
+        kernels["dk"] = cheapest(of_keys, arch, "queries", few_rows=by_key[1]), by_key
     machine, found = facts(arch), {}
     for name, ((parts, kernel), (sequences, of_q, of_k)) in kernels.items():
         tiles = -(-of_q // kernel.block_q), -(-of_k // kernel.block_k)
@@ -166,7 +171,7 @@ def cheapest(spec: fg.AttentionSpec, arch: str, which: str, few_rows: int) -> tu
     parts = -(-int(spec.head_dim_v or 0) // columns)
     if which == "forward":
         return parts, plan(part, arch, few_rows=few_rows)
-    request = BackwardPlanRequest(part, arch, queries_alone=True, few_rows=few_rows)
+    request = BackwardPlanRequest(part, arch, alone=which, few_rows=few_rows)
     return parts, plan_schemes(request).kernels[-1]
 
 
@@ -178,13 +183,12 @@ def lines(archs: tuple[str, ...], choices: tuple[Choice, ...]) -> Iterator[str]:
             listed, padded, computed, sectors = counted(choice, arch)
             yield f"{choice.name:16}{arch:8}{listed:10,}{computed:10,.0f}{padded:10,}{sectors:19,}"
     yield "predicted: clocks of a score of the forward kernel, and milliseconds of each kernel"
-    names = "".join(f"{name:>10}" for name in ("forward", "dq", "dv", "dk"))
-    yield f"{'':16}{'':8}{'clk/score':>10}{'listed':>10}{names}"
+    yield f"{'':16}{'':8}{'clk/score':>10}{'listed':>10}  milliseconds"
     for choice in choices:
         for arch in archs:
             cost, share, ms = predicted(choice, arch)
-            times = "".join(f"{x:10.1f}" for x in ms.values())
-            yield f"{choice.name:16}{arch:8}{cost:10.3f}{share:10.0%}{times}"
+            times = ", ".join(f"{name} {x:.1f}" for name, x in ms.items())
+            yield f"{choice.name:16}{arch:8}{cost:10.3f}{share:10.0%}  {times}"
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from flashgen.kernels.planner import (
     TangentPlanRequest,
     Tile,
     parts_pay,
+    plan_add_rows,
     plan_forward,
     plan_merge,
     plan_minmax_table,
@@ -396,6 +397,18 @@ def build_merge(
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 
+@override.cached(maxsize=64)
+def build_add_rows(dtype: str, arch: str = DEFAULT_ARCH) -> Build:
+    """The compiled kernel that adds rows of this dtype to sums in float32, in a fixed order.
+
+    Raises:
+        PlanError, RenderError, CompileError: as ``build``.
+    """
+    spec = AttentionSpec(head_dim=64, dtype=dtype, name="add_rows")
+    source = codegen.add_rows(spec, plan_add_rows(spec, arch))
+    return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
+
+
 def build_backward(
     spec: AttentionSpec,
     arch: str = DEFAULT_ARCH,
@@ -406,7 +419,7 @@ def build_backward(
     ranges: CallRanges | None = None,
     sizes: Sizes | None = None,
     memory: GpuMemory | None = None,
-    queries_alone: bool = False,
+    alone: str = "",
     few_rows: int = 0,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
@@ -414,9 +427,9 @@ def build_backward(
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
     Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
-    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With
-    ``queries_alone``, only the gradient of q is computed: the keys may be in the pages of a cache,
-    and sequences may have ``few_rows``, for which the tile is planned.
+    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With ``alone``
+    "queries", only the gradient of q is computed: the keys may be in the pages of a cache; with
+    "keys", those of k and v. Sequences may then have ``few_rows``, for which the tile is planned.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
@@ -424,10 +437,10 @@ def build_backward(
     request = BackwardPlanRequest(
         *(spec, arch, sram, deterministic),
         tiles=_pairs(tiles),
-        queries_alone=queries_alone,
+        alone=alone,
         few_rows=few_rows,
     )
-    if sizes is not None and not queries_alone:
+    if sizes is not None and not alone:
         request = replace(request, in_parts=divides_groups(request, sizes, memory))
     return _build_backward(request, _needs_wide(request, ranges))
 
@@ -507,10 +520,10 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 made = emit(spec, arch, deterministic=deterministic)
                 found += [made.forward, *made.minmax_tables]
                 found += made.backward
-        for alone in (False, True):
+        for alone in ("", "queries"):
             with suppress(PlanError, SpecError):
                 found += _emit_backward(
-                    BackwardPlanRequest(spec, arch, in_parts=not alone, queries_alone=alone)
+                    BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone)
                 )
         return tuple(dict.fromkeys(source.filename for source in found))
 

@@ -133,7 +133,9 @@ class CheckedCall:
         batch: the number of batch entries. Where sequences are packed, batch is their number, and
             seq_q and seq_k are the totals of all sequences.
         scalars: values of the run-time scalars, by name.
-        splits: the splits in which a batch entry can have keys; 1 where they are not split.
+        splits: the splits in which a batch entry can have keys, or the runs of them that are parts;
+            1 where keys are not split.
+        run: the neighbouring splits of a part.
     """
 
     batch: int
@@ -149,6 +151,7 @@ class CheckedCall:
     scalars: Mapping[str, Number]
     dropout_p: float = 0.0
     splits: int = 1
+    run: int = 1
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

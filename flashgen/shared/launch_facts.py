@@ -28,7 +28,10 @@ PAGED_KERNELS = ("forward", "dq")
 APPEND_KERNELS = ("append_kv", "append_codes")
 """The kernels that write new keys and values to a paged cache."""
 
-STREAMING_KERNELS = ("delta", *CONVERT_KERNELS, "minmax_table", "merge", *APPEND_KERNELS)
+STREAMING_KERNELS = (
+    *("delta", *CONVERT_KERNELS, "minmax_table", "merge", "add_rows"),
+    *APPEND_KERNELS,
+)
 """The kernels without score elements, which are bound by memory."""
 
 MAX_WORK_TILES = 2**30

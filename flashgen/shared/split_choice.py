@@ -71,6 +71,17 @@ behind its border is computed. It has two tiles at least, so that one is loaded 
 MERGE_WARPS_OF_SM = 20
 """Warps of the kernel that merges parts, which an SM holds at the same time."""
 
+SPLITS_OF_GROUP = 8
+"""Neighbouring splits whose results are joined in pairs, and these in pairs, before those of groups
+are added up in order: a thread block may have any aligned power of two of them, the bits are the
+same. A longer group would have more of its results set aside at the same time."""
+
+RUNS = (1, 2, 4, 8)
+"""Splits that a thread block may have of its rows, of which it writes a part."""
+
+ALL_SPLITS = 0
+"""The run of a block that has all splits of its rows, and writes the result."""
+
 PARTS_IN_FLIGHT = 32
 """Parts of which each lane of that kernel, whose blocks are warps, has an element in flight."""
 

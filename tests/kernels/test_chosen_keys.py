@@ -13,7 +13,7 @@ from flashgen.calls.runtime.chosen_lists import KeyRows
 from flashgen.shared.errors import EmulatorError
 from flashgen.shared.paths import PATHS
 from tests.support.chosen_lists import call_of, spec_of
-from tests.support.judged import equal, normal
+from tests.support.judged import check_gates, equal, normal
 from tests.support.planted import planted
 from tests.support.tiers import slow
 
@@ -84,6 +84,29 @@ def test_float32_meets_the_error_rule() -> None:
 def test_heads_of_512_and_values_inside_keys_meet_the_error_rule(arch: str) -> None:
     wide = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True}
     judged(spec_of(1, 1, **wide), (1, 16, 1, 3, 90), arch, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "block_k"), [(64, 1), (128, 1), (64, 64), (128, 64)])
+def test_wide_heads_meet_the_error_rule_with_the_same_bits_in_every_order(
+    heads: int, block_k: int
+) -> None:
+    """Also with a mask, a score function and a sink; single keys on the path of Hopper."""
+    wide = {"head_dim": 576, "head_dim_v": 512, "shared_kv": True, "sink": True}
+    spec = spec_of(1, block_k, score_mod=lambda s, b, h, q, k: 20 * fg.tanh(s / 20), **wide)
+    most = 40 if block_k == 1 else 2
+    sink = normal((heads,), torch.float32, 10)
+    call = call_of(spec, (1, heads, 1, 3, 90), "sm_90a", most, tensors={"sink": sink})
+    run = call.judged_forward()
+    found = call.judged_backward(run)
+    for build in (report.kernel for report in found.reports):
+        if build is not None and block_k == 1:
+            check_gates(build)
+    plans = {each.kernel.plan.kernel: each.kernel.plan for each in found.reports if each.kernel}
+    if block_k == 1:
+        assert plans["dkdv"].path == "sm_90a"
+    again = call.backward(run, backend="emulator:7")
+    assert all(torch.equal(getattr(found, x), getattr(again, x)) for x in ("dq", "dk", "dv"))
 
 
 def gathered(
@@ -170,7 +193,9 @@ def test_paged_caches_meet_the_error_rule(arch: str) -> None:
     }
     lists["kv_indices"] = lists["kv_indices"].int()
     call = call_of(spec, (2, 4, 1, 2, 96), arch, lists=lists)
-    caches = (normal((6, 1, 32, 64), torch.bfloat16, seed) for seed in (1, 2))
+    caches = [normal((6, 1, 32, 64), torch.bfloat16, seed) for seed in (1, 2)]
+    for cache in caches:
+        cache[table[0, 1], :, 28:] = torch.nan  # slots past the keys, in a block that is listed first
     call.qkv = call.qkv[0], *caches
     call.numbers["tensors"] |= {"page_table": table, "cache_seqlens": lengths}
     call.judged_forward()
@@ -211,9 +236,10 @@ def test_groups_without_blocks_are_rows_without_keys() -> None:
     assert not any(x.any() for x in (gradients.dq, gradients.dk, gradients.dv))
 
 
+@pytest.mark.parametrize("block_k", [1, 16])
 @pytest.mark.parametrize("arch", PATHS)
-def test_gradients_have_the_same_bits_in_every_order_of_blocks(arch: str) -> None:
-    call = call_of(spec_of(1, 16, head_dim=64), (1, 4, 2, 30, 64), arch)
+def test_gradients_have_the_same_bits_in_every_order_of_blocks(arch: str, block_k: int) -> None:
+    call = call_of(spec_of(1, block_k, head_dim=64), (1, 4, 2, 30, 64), arch)
     run = call.forward()
     first = call.backward(run)
     again = call.backward(run, backend="emulator:7")
@@ -255,12 +281,43 @@ def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.Mo
 
     def short(*given: Any) -> KeyRows:
         made = lists_of(*given)
-        return made._replace(lengths=(made.lengths - 1).clamp_min(0))
+        groups, lengths = made.pages
+        return made._replace(pages=(groups, (lengths - 1).clamp_min(0)))
 
     monkeypatch.setattr(KeyRows, "of_blocks_of", short)
     verdicts = call.verdicts(call.backward(run))
     assert not verdicts["dk"].ok
     assert not verdicts["dv"].ok
+
+
+def test_the_oracle_finds_keys_of_lists_that_miss_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(spec_of(1, 1, None, head_dim=32), (1, 2, 1, 20, 64), "sm_80", 9)
+    run = call.forward()
+    lists_of = KeyRows.of_groups_of
+
+    def short(*given: Any) -> KeyRows:
+        made = lists_of(*given)
+        places = made.places.clone()
+        places[0, 0] = made.sizes.blocks  # of no block
+        return made._replace(places=places)
+
+    monkeypatch.setattr(KeyRows, "of_groups_of", short)
+    verdicts = call.verdicts(call.backward(run))
+    assert not verdicts["dk"].ok
+    assert not verdicts["dv"].ok
+
+
+@pytest.mark.parametrize("arch", PATHS)
+def test_groups_in_parts_have_the_gradients_of_all_at_once(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(spec_of(2, 1, head_dim=32), (1, 4, 2, 9, 64), arch, 9)
+    run = call.forward()
+    whole = call.backward(run)
+    monkeypatch.setattr("flashgen.calls.runtime.chosen_lists.MOST_ROWS", 30)
+    parts = call.backward(run)
+    assert len(parts.reports) > len(whole.reports)
+    assert all(torch.equal(getattr(whole, x), getattr(parts, x)) for x in ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("arch", PATHS)

@@ -1,8 +1,9 @@
-"""Kernels whose blocks have all splits of their rows: the bits of parts that are merged."""
+"""Kernels whose blocks have runs of splits of their rows, or all: the bits of parts of one split."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,17 +12,19 @@ import torch
 import flashgen as fg
 from flashgen.calls.ops import run_forward
 from flashgen.calls.runtime.programs import SpecProgram
-from flashgen.kernels.planner import folds_splits, plan
+from flashgen.kernels.planner import plan, run_of_splits
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.paths import PATHS
 from flashgen.shared.signature import SPLIT
-from flashgen.spec.language.signature import folded, returning_maxima, split
+from flashgen.shared.split_choice import ALL_SPLITS, RUNS
+from flashgen.spec.language.signature import folded, in_runs, returning_maxima, split
 from tests.support.planted import planted
 from tests.support.tiers import one_in
 
 Tensor = torch.Tensor
 
-SIZE = 32  # keys of a split
+SIZE = 16  # keys of a split
+INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def causal(b, h, q, k):  # type: ignore[no-untyped-def]
@@ -78,21 +81,27 @@ SHAPES = [(2, 4, 2, 150, 143), (1, 2, 2, 65, 97)]
 
 
 def compared(
-    given: fg.AttentionSpec, qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch, **how: Any
-) -> tuple[Any, Any]:
-    """The results of parts that are merged, and those of one kernel, which are compared."""
+    given: fg.AttentionSpec,
+    qkv: tuple[Tensor, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    runs: Sequence[int] = (*RUNS, ALL_SPLITS),
+    **how: Any,
+) -> tuple[Any, ...]:
+    """The results of a call whose blocks have one run or another of splits, which are compared."""
     found = []
-    for folds in (False, True):
-        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+    for run in runs:
+        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(run_forward(given, *qkv, split_size=SIZE, backend="emulator", **how))
-    parts, whole = found
-    assert parts.report.merge is not None
-    assert whole.report.merge is None
-    assert "_folded_" in whole.report.kernel.source.name
-    assert torch.equal(whole.lse, parts.lse)
-    assert torch.equal(whole.out, parts.out)
-    assert not whole.out.isnan().any()
-    return parts, whole
+    first = found[0]
+    assert not first.out.isnan().any()
+    for run, each in zip(runs, found, strict=True):
+        assert (each.report.merge is None) == (run == ALL_SPLITS)
+        kind = "split" if run == 1 else "runs" if run else "folded"
+        assert f"_{kind}_" in each.report.kernel.source.name
+        assert torch.equal(each.lse, first.lse)
+        bits = INTEGERS[each.out.dtype]
+        assert torch.equal(each.out.view(bits), first.out.view(bits))
+    return tuple(found)
 
 
 def drawn(of: fg.AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +125,7 @@ def drawn(of: fg.AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Tensor,
     ("name", "arch", "shape"),
     one_in(8, [(name, arch, shape) for name in CASES for arch in PATHS for shape in SHAPES]),
 )
-def test_one_kernel_has_the_bits_of_parts_that_are_merged(
+def test_runs_of_splits_have_the_bits_of_parts_of_one(
     name: str, arch: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, how = CASES[name]
@@ -149,7 +158,8 @@ def test_values_inside_keys_have_these_bits_whatever_warps_share_their_columns(
     arch: str, dims: tuple[int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = spec(causal, head_dim=dims[0], head_dim_v=dims[1], shared_kv=True, dtype="bfloat16")
-    parts, _ = compared(of, drawn(of, shape), monkeypatch, arch=arch, q_offset=shape[4] - shape[3])
+    how = {"arch": arch, "q_offset": shape[4] - shape[3]}
+    parts, *_ = compared(of, drawn(of, shape), monkeypatch, **how)
     assert (parts.report.kernel.plan.column_warps > 1) == (dims[1] == 512)
 
 
@@ -185,20 +195,23 @@ def test_packed_rows_over_sequences_and_pages_have_these_bits(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("joined = true;", "joined = false;"),
-        ("stats[2 * r] = top;", ""),
-        ("fmaf(stats[2 * r + 1], factor[r], weight[r])", "stats[2 * r + 1] + weight[r]"),
-        ("before[e] = join(before[e],", "join(before[e],"),
+        ("entries |= 1u << number;", ""),
+        ("lse = top;", ""),
+        ("fmaf(before[2 * r + 1], factor[r], weight[r])", "before[2 * r + 1] + weight[r]"),
+        ("x = join(left[e],", "join(left[e],"),
+        ("place & ~(place + 1)", "place"),
+        ("stored = entries >> number & 1;", "stored = true;"),
+        ("    ++number;", "    number += 2;"),
     ],
 )
 def test_bugs_of_joining_are_seen(
     old: str, new: str, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forgotten split, an earlier maximum, sums with another scale, a result that is lost."""
+    """A forgotten split, an earlier maximum, sums with another scale, a result that is lost, pairs
+    of splits that are no neighbours, memory that is read before it is written, a level left out."""
     of = CASES["causal"][0]
-    compared(of, drawn(of, SHAPES[1]), monkeypatch, arch=arch)
-    monkeypatch.setattr(SpecProgram, "folds", lambda *_: True)
-    qkv = drawn(of, SHAPES[1])
+    monkeypatch.setattr(SpecProgram, "run_of", lambda *_: ALL_SPLITS)
+    qkv = drawn(of, SHAPES[0])
     how = {"split_size": SIZE, "backend": "emulator", "arch": arch}
     expected = run_forward(of, *qkv, **how)
     try:
@@ -215,6 +228,7 @@ def test_the_tile_is_that_of_parts(arch: str) -> None:
     for of, _ in CASES.values():
         if of.dtype != "float32" or arch == "sm_80":
             assert plan(folded(of), arch).tile == plan(split(of), arch).tile
+            assert plan(in_runs(of), arch).tile == plan(split(of), arch).tile
 
 
 @pytest.mark.parametrize("arch", PATHS)
@@ -225,7 +239,7 @@ def test_calls_with_many_rows_write_no_parts(arch: str) -> None:
         sizes = batch, heads, max(heads // 4, 1), rows, keys
         splits = -(-keys // 1120)
         call = CheckedCall(*sizes, 128, 128, keys - rows, 0, 1.0, {SPLIT: 1120}, splits=splits)
-        return folds_splits(of, arch, call)
+        return run_of_splits(of, arch, call) == ALL_SPLITS
 
     assert folds(1, 32, 8192, 8192)  # training
     assert folds(16, 4, 2048, 2048)  # of a rank
@@ -240,7 +254,7 @@ def test_decoding_writes_no_parts_where_tiles_full_of_heads_keep_the_gpu_busy() 
     def folds(batch: int, heads: int) -> bool:
         sizes = batch, heads, 1, 1, 4096
         call = CheckedCall(*sizes, 576, 512, 4095, 0, 1.0, {SPLIT: 512}, splits=8)
-        return folds_splits(split(of), "sm_90a", call)
+        return run_of_splits(split(of), "sm_90a", call) == ALL_SPLITS
 
     assert folds(128, 64)  # 128 blocks, each of 64 rows, on 132 SMs
     assert folds(64, 128)

@@ -406,6 +406,23 @@ def test_statistics_are_of_the_modified_and_divided_weights(normalize: Any) -> N
         torch.testing.assert_close(value.double(), exact[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", [None, slow("sm_80"), slow("sm_90a")])
+def test_weights_that_sum_to_0_are_shares_of_0(arch: str | None) -> None:
+    spec = fg.AttentionSpec(
+        some_rows,
+        weight_mod=lambda score, *_: fg.maximum(score, 0) ** 2,
+        normalize="sum",
+        statistics=OWN,
+        dtype="float32",
+    )
+    q, k, v = Case(19, 30, 1, 4, 2, "float32").tensors()
+    q[:, :, ::2] = 0  # no score is above 0
+    how = {} if arch is None else {"backend": "emulator", "arch": arch}
+    captured = captured_by(spec, 4, 30)
+    _, aux = fg.attention(spec)(q, k, v, return_aux=OF_WEIGHTS, **captured, **how)
+    check(results(aux), spec, q, k, tensors=captured)
+
+
 def test_weights_of_a_part_of_a_whole_are_those_of_its_heads_and_length() -> None:
     spec = fg.AttentionSpec(
         weight_mod=lambda score, b, h, q, k: (2 + fg.tanh(score)) * (h + 1) / fg.seq_k,

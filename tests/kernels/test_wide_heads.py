@@ -14,6 +14,7 @@ from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
+from flashgen.shared.split_choice import ALL_SPLITS
 from flashgen.tools.profile.run import profile_backward, profile_forward
 from tests.support.codes import Coded
 from tests.support.examples import COVERING, spec_path
@@ -216,14 +217,15 @@ def test_folded_splits_in_shares_have_the_bits_of_merged_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, found = wide(name, 1, "sm_90a", (512, 512)), []
-    for folds in (False, True):
-        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+    for run in (1, 2, ALL_SPLITS):
+        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(call.judged_forward(split_size=64))
         assert found[-1].report.kernel is not None
         assert found[-1].report.kernel.plan.column_warps == 2
-        assert found[-1].report.kernel.plan.folds == folds
+        assert found[-1].report.kernel.plan.folds == (run == ALL_SPLITS)
         assert found[-1].report.kernel.binary.resources.spill_store_bytes == 0
-    assert equal(*found)
+    assert equal(*found[:2])
+    assert equal(*found[1:])
 
 
 @pytest.mark.parametrize("dims", [(448, 448), slow((576, 512))])
@@ -512,13 +514,14 @@ def test_folded_splits_that_exchange_have_the_bits_of_merged_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, found = wide(name, 1, "sm_80", (384, 384)), []
-    for folds in (False, True):
-        monkeypatch.setattr(SpecProgram, "folds", lambda *_, folds=folds: folds)
+    for run in (1, 2, ALL_SPLITS):
+        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(call.judged_forward(split_size=64))
         assert found[-1].report.kernel is not None
         plan = found[-1].report.kernel.plan
-        assert (plan.exchanges, plan.folds) == (True, folds)
-    assert equal(*found)
+        assert (plan.exchanges, plan.folds) == (True, run == ALL_SPLITS)
+    assert equal(*found[:2])
+    assert equal(*found[1:])
 
 
 @pytest.mark.slow

@@ -75,6 +75,19 @@ def test_learned_tensors_have_gradients_where_they_are_needed(needed: bool, back
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_rows_whose_weights_sum_to_0_have_gradients_of_0() -> None:
+    spec = SPEC.replace(weight_mod=lambda s, *_: fg.maximum(s, 0) ** 2, normalize="sum")
+    lists = lists_of(spec)
+    given = operands()
+    given[0][:, :, 4:6] = 0  # all queries of a group, whose scores are 0
+    exact = reference.gradients(spec, *given, torch.ones_like(given[0]), tensors=lists)
+    given = tuple(x.requires_grad_() for x in given)
+    out = fg.attention(spec)(*given, layout=layout_of(lists), backend="emulator")
+    for one, other in zip(torch.autograd.grad(out.sum(), given), exact, strict=False):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_calls_compile_to_one_graph_with_lists_of_any_length() -> None:
     op = fg.attention(SPEC)
 

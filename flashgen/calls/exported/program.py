@@ -185,10 +185,10 @@ class ExportedProgram(CallProgram):
         every = frozenset(tensor.name for tensor in self.record.signature.learned)
         return replace(self, learns=every if names else frozenset())
 
-    def refuse_backward(self, *, queries_alone: bool = False) -> None:
-        if queries_alone:
+    def refuse_backward(self, *, alone: str = "") -> None:
+        if alone:
             raise SpecError(
-                "an export has no kernels for the gradient of q alone",
+                f"an export has no kernels for the gradients of {alone} alone",
                 where=f"the export of {self.signature.name}",
                 numbers="its backward kernels compute all gradients",
                 way_out="the spec itself, where flashgen can compile kernels",

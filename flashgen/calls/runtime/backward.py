@@ -68,6 +68,9 @@ Inputs = dict[str, Tensor]
 # The tensors that are read row by row: their names in kernels, and the names of their arguments.
 _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
 
+_GRADIENTS = {"": ("dq", "dk", "dv"), "queries": ("dq",), "keys": ("dk", "dv")}
+"""The gradients of q, k and v that a call computes, by which it computes alone."""
+
 
 class BackwardOutcome(NamedTuple):
     """The facts of one `PreparedBackward.run`, from which `reports` makes Reports on demand."""
@@ -92,18 +95,19 @@ class PreparedBackward(PreparedCall):
         deterministic: bool,
         launch: LaunchOptions = DEFAULT_LAUNCH,
         invariant: bool = False,
-        queries_alone: bool = False,
+        alone: str = "",
     ) -> None:
         """
         Args:
             spec: the spec, in which only tensors whose gradients are needed have grad=True.
             inputs: the tensors q, k, v, o and do.
             invariant: whether the call is batch-invariant: tuned tiles depend on its sizes.
-            queries_alone: whether only the gradient of q is computed; k and v may be caches then.
+            alone: "queries" where only the gradient of q is computed, and k and v may be caches;
+                "keys" where only those of k and v are.
         """
         super().__init__(spec, call, target, launch)
         self.deterministic = deterministic
-        self.queries_alone = queries_alone
+        self._alone = alone
         self._invariant = invariant
         self._obstacles = {
             name: memory_layout.row_obstacle(_READ[name], tensor) for name, tensor in inputs.items()
@@ -114,8 +118,8 @@ class PreparedBackward(PreparedCall):
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        if queries_alone:
-            path = self.program.path_of_queries(target)
+        if alone:
+            path = self.program.path_of(alone, target)
         else:
             path = self.program.path_of_pass(target, backward=True, deterministic=deterministic)
         self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
@@ -130,7 +134,7 @@ class PreparedBackward(PreparedCall):
     ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
         """Returns dq, dk, dv and the needed gradients of learned tensors, and a record.
 
-        With ``queries_alone``, dq is the only gradient.
+        Without those of the others where some are computed alone.
         """
         q, k, v, captured, rng = operands
         read = _inputs(operands, gradients)
@@ -145,8 +149,8 @@ class PreparedBackward(PreparedCall):
         if self.target.backend == "tiled" and not self.call.is_empty:
             of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
             return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
-        of = {"dq": q} if self.queries_alone else {"dq": q, "dk": k, "dv": v}
-        made = {name: empty_rows(tensor, tensor.shape[3]) for name, tensor in of.items()}
+        of = dict(zip(_GRADIENTS[""], (q, k, v), strict=True))
+        made = {name: empty_rows(of[name], of[name].shape[3]) for name in _GRADIENTS[self._alone]}
         if self.signature.packed:  # kernels do not write rows outside all sequences
             for gradient in made.values():
                 gradient.zero_()
@@ -229,12 +233,12 @@ class PreparedBackward(PreparedCall):
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self.launch
-        if not (self._invariant or self.queries_alone):
+        if not (self._invariant or self._alone):
             launch = self._tuned("deterministic" if deterministic else "backward")
         ranges = ranges_of(call, self.signature)
         memory = self.target.memory if call.group > 1 else None  # which decides on parts of groups
-        if self.queries_alone:
-            builds = self.program.queries(self._kernel_arch, launch, ranges, call.seq_q)
+        if self._alone:
+            builds = self.program.alone(self._alone, self._kernel_arch, launch, ranges, call.seq_q)
         else:
             builds = self.program.backward(
                 self._kernel_arch, deterministic, launch, ranges, call.sizes, memory
@@ -277,9 +281,11 @@ class PreparedBackward(PreparedCall):
             else:
                 tiles = self._tiles(q, k, captured, rng, backward=True)
                 found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
-            of = (q,) if self.queries_alone else (q, k, v)
+            made = dict(
+                zip(_GRADIENTS[""], map(in_memory_order_of, (q, k, v), found), strict=False)
+            )
             results = (
-                *map(in_memory_order_of, of, found),
+                *(made[name] for name in _GRADIENTS[self._alone]),
                 *(gradient.contiguous() for gradient in found[3:]),
             )
         run = KernelRun(None, None, time.perf_counter() - start)
@@ -318,11 +324,11 @@ class ChosenBackward(ChosenPass):
         if self._chosen is None:
             return super().run(operands, gradients)
         self._named(operands.captured, operands.k)
-        passes = forward.prepare, prepare_queries
-        results, record, of_keys = self._chosen.backward(operands, gradients, *passes)
+        passes = forward.prepare, prepare_queries, functools.partial(prepare, alone="keys")
+        results, record, of_keys = self._chosen.backward(operands, gradients, self.target, *passes)
         launches = [*record.launches]
-        for done, of_k in of_keys:
-            launches += [_run_of(done), *of_k.launches]
+        for of_values, of_rows, added in of_keys:
+            launches += [*map(_run_of, of_values), *of_rows.launches, *added]
         return results, record._replace(launches=tuple(launches))
 
 
@@ -357,7 +363,8 @@ class BackwardInParts(PreparedBackward):
     def run(
         self, operands: Operands, gradients: OutputGradients
     ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
-        dv = [] if self.queries_alone else [empty_rows(operands.v, self.call.head_dim_v)]
+        names = _GRADIENTS[self._alone]
+        dv = [empty_rows(operands.v, self.call.head_dim_v)] if "dv" in names else []
         sums: list[Tensor] = []
         records: list[BackwardOutcome] = []
         for part, at in zip(self._parts, places_of(self._parts), strict=True):
@@ -365,12 +372,13 @@ class BackwardInParts(PreparedBackward):
             (*found,), record = part.run(*given)
             records.append(record)
             for of_columns_of_v in dv:
-                of_columns_of_v[..., at] = found.pop(2)
+                of_columns_of_v[..., at] = found.pop(len(names) - 1)
             sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
         launches = tuple(run for record in records for run in record.launches)
         copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
         record = records[0]._replace(launches=launches, copies=copies)
-        return (*sums[:2], *dv, *sums[2:]), record
+        before = len(names) - len(dv)
+        return (*sums[:before], *dv, *sums[before:]), record
 
 
 def of_columns(gradients: OutputGradients, at: slice) -> OutputGradients:
@@ -415,13 +423,13 @@ def prepare(
     launch: LaunchOptions = DEFAULT_LAUNCH,
     needed: tuple[bool, ...] = (),
     *,
-    queries_alone: bool = False,
+    alone: str = "",
 ) -> BackwardCall:
     """Checks a backward call and chooses its backend, architecture and kernels.
 
     Args:
         needed: for each learned tensor, whether its gradient is needed; () when all are.
-        queries_alone: whether the gradient of q is the only one; k and v may be caches then.
+        alone: as for `PreparedBackward`.
 
     Raises:
         InputError: an argument is wrong.
@@ -429,13 +437,13 @@ def prepare(
         PlanError: the generation of the GPU is not supported.
     """
     program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
-    program.refuse_backward(queries_alone=queries_alone)
+    program.refuse_backward(alone=alone)
     signature = program.signature
     call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)
     target = program.target(options.backend, options.arch, operands.q.device)
-    deterministic = queries_alone or settled(options.deterministic)
-    if queries_alone:
+    deterministic = bool(alone) or settled(options.deterministic)
+    if alone:
         program = program.learning(frozenset())
     elif not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
@@ -449,10 +457,10 @@ def prepare(
         "deterministic": deterministic,
         "launch": launch,
         "invariant": invariant,
-        "queries_alone": queries_alone,
+        "alone": alone,
     }
     checked = program, call, target, _inputs(operands, gradients)
-    which = "queries" if queries_alone else "deterministic" if deterministic else "backward"
+    which = alone or ("deterministic" if deterministic else "backward")
     if places := parts_of(spec, program, call, target, launch, which):
         parts = [
             prepare(
@@ -462,7 +470,7 @@ def prepare(
                 options,
                 launch,
                 needed,
-                queries_alone=queries_alone,
+                alone=alone,
             )
             for part, at in places
         ]
@@ -488,4 +496,4 @@ def prepare_queries(
         InputError, PlanError: as `prepare`.
         SpecError: the results are parts of others, or the cache has codes.
     """
-    return prepare(spec, operands, gradients, options, launch, queries_alone=True)
+    return prepare(spec, operands, gradients, options, launch, alone="queries")

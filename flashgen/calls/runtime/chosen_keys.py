@@ -2,7 +2,8 @@
 
 It is computed by calls with paged caches (`flashgen.spec.language.chosen_specs`): the queries of a
 group are a sequence, and the blocks of its list are the pages. The lists by blocks of keys, for the
-gradients of keys and values, are made on the device, without waiting for it.
+gradients of keys and values, are made on the device, without waiting for it; small blocks are
+copied in the order of the lists of groups instead.
 
 The CPU path, tangents and gradients of learned tensors take the same blocks as a layout for all
 heads instead, which has a byte for each block of each group.
@@ -18,10 +19,13 @@ import torch
 
 from flashgen.calls import sinks
 from flashgen.calls.runtime import memory_layout
+from flashgen.calls.runtime.add_rows import Order, add_rows
 from flashgen.calls.runtime.arguments.refusals import refuse
+from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.block_layouts import Layout, dense_lists
 from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, KeyRows, Pages, Sizes, lists_of
 from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.prepared_call import PreparedCall
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared.call import (
@@ -207,18 +211,19 @@ class ChosenCall:
         self,
         operands: Operands,
         gradients: OutputGradients,
+        target: Target,
         prepare: Callable[..., Any],
         prepare_queries: Callable[..., Any],
-    ) -> tuple[tuple[Tensor, ...], Any, list[tuple[Any, Any]]]:
-        """dq, dk, dv and the gradient of a learned sink; the record of dq, and those of dv and dk
-        for some of the keys each.
+        prepare_keys: Callable[..., Any],
+    ) -> tuple[tuple[Tensor, ...], Any, list[tuple[tuple[Any, ...], Any, tuple[KernelRun, ...]]]]:
+        """dq, dk, dv and the gradient of a learned sink; the record of dq, and for some of the keys
+        each those of forward calls, that of the backward call, and the launches that add rows.
 
         Args:
-            prepare, prepare_queries: as those of `flashgen.calls.runtime.forward` and `backward`.
+            target: where the call runs.
+            prepare: as that of `flashgen.calls.runtime.forward`.
+            prepare_queries, prepare_keys: as those of `flashgen.calls.runtime.backward`, alone.
         """
-        from flashgen.spec.language.chosen_specs import by_keys, value_gradients
-        from flashgen.spec.language.signature import with_columns
-
         read, sizes = self.read(operands), self.sizes
         spec, given, options = self.by_groups(operands, read)
         rest = options._replace(split_size=0), self._launch
@@ -233,34 +238,96 @@ class ChosenCall:
         keys = self._of_keys(read)
         tensors = self._captured(read.captured) | {ROWS[0]: lse.view(-1, sizes.groups, sizes.rows)}
         of_blocks = [sizes.in_blocks(x) for x in operands[1:3]]
-        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in of_blocks)
+        totals = [x.new_zeros(x.shape, dtype=torch.float32) for x in of_blocks]
         delta, of_out = self._delta(gradients), dout
-        if delta is not None:
+        if not (keys.of_groups or delta is None):
             of_out = _widened(dout, _in_parts(sizes.by_groups(delta), dout.dtype))
-        which = self._spec, keys.ragged, keys.of_groups
-        to_v, to_k = value_gradients(*which), with_columns(by_keys(*which), of_out.shape[3])
         records = []
-        for part in keys.parts():
-            own = tensors | part.tensors()
-            k, v = (part.rows_of(x) for x in of_blocks)
-            given_v = Operands(k, given.q, dout, _in_order(to_v, own))
-            name = f"dv {len(k)}"
-            call = self._prepare(name, functools.partial(prepare, to_v, given_v, *rest))
-            found, _, done = call.run(given_v)
-            part.add_to(dv, found)
-            of_v = v if delta is None else _widened(v, v.new_full((3,), -1))
-            given_k = Operands(k, given.q, of_out, _in_order(to_k, own))
-            of_keys = OutputGradients(of_v, lse.new_zeros(k.shape[:3]), of_v)
-            make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
-            (found,), of_k = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
-            part.add_to(dk, found)
-            records.append((done, of_k))
+        for at, part in keys.parts():
+            k = part.rows_of(of_blocks[0])
+            shared = self._signature.shared_kv
+            v = k[..., : dout.shape[3]] if shared else part.rows_of(of_blocks[1])
+            of_part = Operands(given.q, k, v, ()), tensors | part.tensors(), part
+            if keys.of_groups:
+                found, record = self._by_listed_keys(*of_part, rows, at, prepare_keys, rest)
+            else:
+                passes = prepare, prepare_queries, rest
+                found, record = self._by_keys(*of_part, rows, of_out, *passes)
+            order = Order.of(part.places.flatten(), len(totals[0]))
+            added = tuple(
+                add_rows(total, x[:, 0].reshape(-1, total.shape[2]), order, target, self._launch)
+                for total, x in zip(totals, found, strict=True)
+            )
+            records.append((*record, added))
         dk, dv = (
             memory_layout.in_memory_order_of(like, sizes.of_blocks(x).to(like.dtype))
-            for x, like in zip((dk, dv), operands[1:3], strict=True)
+            for x, like in zip(totals, operands[1:3], strict=True)
         )
         results = (dq, dk, dv, *self._of_sink(read.captured, operands.q, gradients.lse, delta))
         return results, of_queries, records
+
+    def _by_listed_keys(
+        self,
+        operands: Operands,
+        tensors: Mapping[str, Tensor],
+        part: KeyRows,
+        rows: OutputGradients,
+        at: slice,
+        prepare_keys: Callable[..., Any],
+        rest: tuple[Any, ...],
+    ) -> tuple[Any, tuple[tuple[Any, ...], Any]]:
+        """dk and dv of the keys in the lists of some groups, and the records of the calls.
+
+        Args:
+            operands: all queries, and the keys and values of the part.
+            rows: of all queries.
+            at: the groups of the part.
+            rest: options and launch of the calls.
+        """
+        from flashgen.spec.language.chosen_specs import by_listed_keys
+
+        spec = by_listed_keys(self._spec, part.ragged)
+        dlse = None if rows.dlse is None else rows.dlse[at]
+        own = OutputGradients(rows.out[at], rows.lse[at], rows.dout[at], dlse)
+        given = operands._replace(q=operands.q[at], captured=_in_order(spec, tensors))
+        make = functools.partial(prepare_keys, spec, given, own, *rest)
+        found, record = self._prepare(f"dkdv {len(given.q)}", make).run(given, own)
+        return found, ((), record)
+
+    def _by_keys(
+        self,
+        operands: Operands,
+        tensors: Mapping[str, Tensor],
+        part: KeyRows,
+        rows: OutputGradients,
+        of_out: Tensor,
+        prepare: Callable[..., Any],
+        prepare_queries: Callable[..., Any],
+        rest: tuple[Any, ...],
+    ) -> tuple[Any, tuple[tuple[Any, ...], Any]]:
+        """dk and dv of blocks of keys, and the records of the calls.
+
+        Args:
+            operands: all queries, and the keys and values of the part.
+            of_out: dO with columns that subtract delta, where there is one.
+            rest: options and launch of the calls.
+        """
+        from flashgen.spec.language.chosen_specs import by_keys, value_gradients
+        from flashgen.spec.language.signature import with_columns
+
+        q, k, v = operands[:3]
+        to_v, to_k = (of(self._spec, part.ragged) for of in (value_gradients, by_keys))
+        given_v = Operands(k, q, rows.dout, _in_order(to_v, tensors))
+        call = self._prepare(f"dv {len(k)}", functools.partial(prepare, to_v, given_v, *rest))
+        dv, _, done = call.run(given_v)
+        if of_out.shape[3] > v.shape[3]:
+            to_k = with_columns(to_k, of_out.shape[3])
+            v = _widened(v, v.new_full((3,), -1))
+        given_k = Operands(k, q, of_out, _in_order(to_k, tensors))
+        of_keys = OutputGradients(v, rows.lse.new_zeros(k.shape[:3]), v)
+        make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
+        (dk,), record = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
+        return (dk, dv), ((done,), record)
 
     def _prepare(self, name: str, make: Any) -> Any:
         if name not in self._prepared:
@@ -270,7 +337,8 @@ class ChosenCall:
     def read(self, operands: Operands) -> CallLists:
         """The captured tensors of a call, and its lists without entries that are no block."""
         captured = named(self._signature, operands.captured)
-        return CallLists(captured, *lists_of(self.sizes, *(captured[name] for name in LISTS)))
+        keys = captured[PAGE_NAMES[1]] if self._signature.paged else None
+        return CallLists(captured, *lists_of(self.sizes, *(captured[name] for name in LISTS), keys))
 
     def by_groups(
         self, operands: Operands, read: CallLists
@@ -298,7 +366,7 @@ class ChosenCall:
             OWNED: sizes.owners(lines.repeat_interleave(sizes.groups), own),
             LISTED: blocks.flatten(0, 1).to(torch.int32),
             PAGE_NAMES[0]: pages.flatten(0, 1).to(torch.int32),
-            PAGE_NAMES[1]: (lengths.flatten() * sizes.block_k).to(torch.int32),
+            PAGE_NAMES[1]: self._keys(blocks, lengths, lines, captured).flatten().to(torch.int32),
             OFFSETS[0]: torch.zeros(1, dtype=torch.int32, device=device),
         }
         sink = self._signature.sink
@@ -311,6 +379,22 @@ class ChosenCall:
         options = self._options._replace(q_offset=0, scalars=self._scalars)
         q = sizes.by_groups(operands.q)
         return spec, Operands(q, of_k.cache, of_v.cache, _in_order(spec, tensors)), options
+
+    def _keys(
+        self, blocks: Tensor, lengths: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The keys in listed blocks, [batch * heads, groups].
+
+        Slots of a page past the keys of a sequence are no keys: P is 0 there, but V may be NaN.
+        """
+        keys = lengths * self.sizes.block_k
+        if not self._signature.paged or not blocks.shape[-1]:
+            return keys
+        of_entry = captured[PAGE_NAMES[1]].long()[lines // self.sizes.heads][:, None]
+        rest = of_entry % self.sizes.block_k
+        last = blocks.gather(-1, (lengths - 1).clamp(min=0)[..., None])[..., 0]
+        ragged = (lengths > 0) & (rest > 0) & (last == of_entry // self.sizes.block_k)
+        return torch.where(ragged, keys - self.sizes.block_k + rest, keys)
 
     def _pages(
         self, of: Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]

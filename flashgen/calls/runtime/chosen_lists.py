@@ -127,48 +127,63 @@ class Sizes(NamedTuple):
         return torch.stack([lines // self.heads, heads, own, lines], -1).to(torch.int32)
 
 
-def lists_of(sizes: Sizes, counts: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and lengths of the lists of each key head, without entries that are no block."""
+def lists_of(
+    sizes: Sizes, counts: Tensor, blocks: Tensor, keys: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Blocks and lengths of the lists of each key head, without entries that are no block.
+
+    Args:
+        keys: the keys of each batch entry, where these differ. A block that lacks some of its keys
+            is then the last one of its list, as the last page of any sequence is.
+    """
     shape = sizes.batch, sizes.heads, sizes.groups
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     none = (place >= counts[..., None]) | (blocks == -1)
-    kept = blocks.gather(-1, none.to(torch.uint8).argsort(dim=-1, stable=True)).long()
+    rank = 2 * none.to(torch.uint8)
+    if keys is not None:
+        lacking = blocks == keys.view(-1, 1, 1, 1) // sizes.block_k
+        rank, blocks = torch.broadcast_tensors(torch.where(none, rank, lacking), blocks)
+    kept = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
     lengths = none.logical_not().sum(-1)
     kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
     return kept, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)
 
 
 class KeyRows(NamedTuple):
-    """Sequences whose rows are keys, for the gradients of keys and values.
+    """Sequences that have rows of keys, for the gradients of keys and values.
+
+    A sequence has a block of keys, and a list of the groups that chose it, where long ones are cut;
+    or it has the keys in the list of a group.
 
     Attributes:
-        of_groups: whether a sequence has the keys in the list of a group; else it has a block of
-            keys, and its list names groups that chose it. Long lists of this kind are cut.
         owners: int32 [sequences, 4], as `Sizes.owners`.
-        listed: int32 [sequences, most], the blocks of its list, or the groups.
-        pages: int32 [sequences, most or 1], the groups among those of all key heads.
-        lengths: int32 [sequences], how many of these there are.
+        listed: int32 [sequences, most], the groups of its list, or the blocks.
         places: int64 [sequences, blocks of rows], the blocks of keys that its rows are, among those
             of all key heads; their number for one that is none.
+        pages: int32 [sequences, most], the groups among those of all key heads, and int32
+            [sequences], how many of them there are; () where a sequence is that of a group.
     """
 
     sizes: Sizes
-    of_groups: bool
     owners: Tensor
     listed: Tensor
-    pages: Tensor
-    lengths: Tensor
     places: Tensor
+    pages: tuple[Tensor, ...] = ()
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether a sequence has the keys in the list of a group."""
+        return not self.pages
 
     @property
     def ragged(self) -> tuple[bool, bool]:
-        """As `Sizes.ragged`; the rows of a list may be none, beyond all keys."""
+        """As `Sizes.ragged`; the keys of a list may be none, beyond all keys."""
         of_queries, of_keys = self.sizes.ragged
         return of_queries, of_keys or self.of_groups
 
     @staticmethod
     def of_groups_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
-        """The keys that each group lists; each key is a row as often as it is listed.
+        """The keys that each group lists; each key is there as often as it is listed.
 
         Args:
             blocks, lengths: the lists, as `lists_of` gives them.
@@ -180,15 +195,8 @@ class KeyRows(NamedTuple):
         kept = torch.where(listed, blocks.flatten(0, 1), sizes.blocks)
         line = (group // groups)[:, None]
         places = torch.where(listed, line * sizes.blocks + kept, lines * sizes.blocks)
-        return KeyRows(
-            sizes,
-            True,
-            sizes.owners(group // groups, group % groups),
-            kept.to(torch.int32),
-            group[:, None].to(torch.int32),
-            torch.ones_like(group, dtype=torch.int32),
-            places,
-        )
+        owners = sizes.owners(group // groups, group % groups)
+        return KeyRows(sizes, owners, kept.to(torch.int32), places)
 
     @staticmethod
     def of_blocks_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
@@ -220,42 +228,33 @@ class KeyRows(NamedTuple):
         rest = counts[places] - (number - cuts[places]) * width
         return KeyRows(
             sizes,
-            False,
             sizes.owners(places // sizes.blocks, places % sizes.blocks),
             (pages % groups).to(torch.int32),
-            pages.to(torch.int32),
-            rest.clamp(0, width).to(torch.int32),
             places[:, None],
+            (pages.to(torch.int32), rest.clamp(0, width).to(torch.int32)),
         )
 
-    def parts(self) -> Iterator[KeyRows]:
-        """Some of the sequences each, whose rows fit in memory."""
+    def parts(self) -> Iterator[tuple[slice, KeyRows]]:
+        """Some of the sequences each, whose rows fit in memory, and which these are."""
         many = max(MOST_ROWS // (self.places.shape[1] * self.sizes.block_k), 1)
         for first in range(0, len(self.owners), many):
-            yield KeyRows(*self[:2], *(x[first : first + many] for x in self[2:]))
+            at = slice(first, first + many)
+            owners, listed, places = (x[at] for x in self[1:4])
+            yield at, KeyRows(self.sizes, owners, listed, places, tuple(x[at] for x in self.pages))
 
     def tensors(self) -> dict[str, Tensor]:
         """The captured tensors of the calls, by name."""
-        return {
-            OWNED: self.owners,
-            LISTED: self.listed,
-            PAGE_NAMES[0]: self.pages,
-            PAGE_NAMES[1]: self.lengths * self.sizes.rows,
-            OFFSETS[0]: self.lengths.new_zeros(1),
-        }
+        found = {OWNED: self.owners, LISTED: self.listed}
+        if self.pages:
+            pages, lengths = self.pages
+            found |= {PAGE_NAMES[0]: pages, PAGE_NAMES[1]: lengths * self.sizes.rows}
+            found[OFFSETS[0]] = lengths.new_zeros(1)
+        return found
 
     def rows_of(self, x: Tensor) -> Tensor:
         """The rows [sequences, 1, rows, columns] of x [blocks, block_k, columns]."""
         taken: Tensor = x[self.places.clamp(max=len(x) - 1)]
         return taken.flatten(1, 2)[:, None]
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Adds rows to those of total [blocks, block_k, columns], in the order of the sequences."""
-        inside = (self.places < len(total)).flatten()
-        rows = x[:, 0].reshape(-1, *total.shape[1:]).float()
-        rows = rows.masked_fill(~inside[:, None, None], 0)
-        places = self.places.flatten().clamp(max=len(total) - 1)
-        total.index_put_((places,), rows, accumulate=True)
 
 
 def _in_lists(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:

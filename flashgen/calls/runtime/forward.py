@@ -45,6 +45,7 @@ from flashgen.shared.call import (
 from flashgen.shared.errors import InputError
 from flashgen.shared.paged import contiguous_call
 from flashgen.shared.signature import SPLIT, WHOLE
+from flashgen.shared.split_choice import ALL_SPLITS
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -481,8 +482,8 @@ def split(
 ) -> tuple[CallProgram, CheckedCall]:
     """The program that splits the keys of a checked call, and the call with its scalars.
 
-    Where a kernel can join the results over the splits itself, and its blocks keep the GPU of the
-    target busy, no parts are written and merged.
+    Where blocks of a kernel that joins the results over several splits keep the GPU of the target
+    busy, fewer parts are written and merged, or none.
     """
     scalars = options.scalars
     if WHOLE[0] not in call.scalars:
@@ -491,6 +492,9 @@ def split(
     options = options._replace(scalars=(*scalars, size))
     call = check(program.signature, operands, options)
     runs = target is not None and target.backend != "tiled" and not call.is_empty
-    if target is not None and runs and program.folds(target, call):
-        program = program.folded()
+    run = program.run_of(target, call) if target is not None and runs else 1
+    if run != 1:
+        program = program.joining(run)
+    if run not in (1, ALL_SPLITS):
+        call = replace(call, splits=-(-call.splits // run), run=run)
     return program, call

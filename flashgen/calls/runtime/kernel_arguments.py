@@ -27,6 +27,7 @@ _MOST_MAPS = 1024  # of one tensor of a kernel, at as many addresses
 _OF_CALL = (
     *("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "q_offset", "k_offset", "scale"),
     "splits",
+    "run",
 )
 
 

@@ -26,6 +26,7 @@ from flashgen.calls.runtime.programs import CallProgram, LaunchableKernel
 from flashgen.calls.sinks import logits_of, of_heads, rows_of_call
 from flashgen.shared.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import dtype_name
+from flashgen.shared.split_choice import SPLITS_OF_GROUP
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
@@ -127,8 +128,9 @@ def bind_merge(
     results: Results,
     merged: Results | None,
     sink: Tensor | None,
+    run: int = 1,
 ) -> BoundKernel:
-    """The merge kernel bound to tensors of these sizes and strides."""
+    """The merge kernel bound to tensors of these sizes and strides; ``run``: splits of a part."""
     parts_out, out = parts[0], results[0]
     batch, heads, rows, dim = out.shape
     return bind(
@@ -138,6 +140,7 @@ def bind_merge(
         {"o": out, "parts_o": parts_out[0], "merged_o": out if merged is None else merged[0]},
         numbers={
             "splits": len(parts_out),
+            "parts_of_group": SPLITS_OF_GROUP // run,
             "parts_o_stride_s": parts_out.stride(0),
             "sink_stride": 0 if sink is None else sink.stride(0),
         },
@@ -175,7 +178,8 @@ class Splits:
         start = perf_counter()
         given = parts, results, *self._sink(captured, results[0])
         if self._merge is None:
-            self._merge = bind_merge(self._program.merge(self._target.arch), *given)
+            kernel = self._program.merge(self._target.arch)
+            self._merge = bind_merge(kernel, *given, run=self._call.run)
         counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
         return KernelRun(self._merge.build, counters, perf_counter() - start)
 

@@ -23,6 +23,7 @@ from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
 from flashgen.shared.signature import SPLIT, CallSignature
+from flashgen.shared.split_choice import ALL_SPLITS
 
 if TYPE_CHECKING:
     from flashgen.kernels.compile import Binary
@@ -121,8 +122,8 @@ class CallProgram(abc.ABC):
         """
 
     @abc.abstractmethod
-    def refuse_backward(self, *, queries_alone: bool = False) -> None:
-        """Raises SpecError where there is no backward pass, or none of the gradient of q alone."""
+    def refuse_backward(self, *, alone: str = "") -> None:
+        """Raises SpecError where there is no backward pass, or none of these gradients alone."""
 
     @abc.abstractmethod
     def variant(self, variant: Variant) -> Any:
@@ -132,13 +133,14 @@ class CallProgram(abc.ABC):
     def split(self) -> CallProgram:
         """The program of calls that have the scalars `WHOLE` and `SPLIT`."""
 
-    def folds(self, target: Target, call: CheckedCall) -> bool:
-        """Whether one kernel has all splits of the rows of such a call, and joins their results."""
-        return False
+    def run_of(self, target: Target, call: CheckedCall) -> int:
+        """The neighbouring splits of such a call that a thread block has and joins: one of
+        `split_choice.RUNS`, or `ALL_SPLITS`."""
+        return 1
 
-    def folded(self) -> CallProgram:
-        """The program of these calls, which has the bits of the one with split keys."""
-        raise AssertionError("only where `folds` is true")
+    def joining(self, run: int) -> CallProgram:
+        """The program of calls with another run than 1, which has the bits of this one."""
+        raise AssertionError("only where `run_of` is another one")
 
     @abc.abstractmethod
     def planned_split(self, target: Target, call: CheckedCall) -> int:
@@ -152,8 +154,8 @@ class CallProgram(abc.ABC):
         """The architecture whose kernels compute a pass of a call, and why."""
         return Decision(target.arch, memory_layout.ALIGNED)
 
-    def path_of_queries(self, target: Target) -> Decision:
-        """The architecture whose kernels compute the gradient of q alone, and why."""
+    def path_of(self, alone: str, target: Target) -> Decision:
+        """The architecture whose kernels compute the gradients of "queries" or "keys" alone."""
         return Decision(target.arch, memory_layout.ALIGNED)
 
     def columns_of_launch(
@@ -162,7 +164,7 @@ class CallProgram(abc.ABC):
         """The columns of V that the kernels of a pass compute at once.
 
         Args:
-            which: "forward", "backward", "deterministic", "queries" or "tangent".
+            which: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
             tangents: for "tangent", the names of the tensors that have a tangent.
         """
         return self.signature.head_dim_v
@@ -195,10 +197,10 @@ class CallProgram(abc.ABC):
             memory: the memory of the GPU; None for that of the architecture's product.
         """
 
-    def queries(
-        self, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
+    def alone(
+        self, which: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
-        """The kernels that compute the gradient of q alone, in the order of their launches."""
+        """The kernels of the gradients of "queries" or "keys" alone, in launch order."""
         raise AssertionError("only of specs, whose programs refuse no such call")
 
     @abc.abstractmethod
@@ -270,10 +272,10 @@ class SpecProgram(CallProgram):
 
         return program_of(learning(self.spec, names))
 
-    def refuse_backward(self, *, queries_alone: bool = False) -> None:
+    def refuse_backward(self, *, alone: str = "") -> None:
         from flashgen.spec.language.signature import refuse_backward
 
-        refuse_backward(self.spec, queries_alone=queries_alone)
+        refuse_backward(self.spec, alone=alone)
 
     def variant(self, variant: Variant) -> AttentionSpec:
         from flashgen.spec.language import signature as of
@@ -292,15 +294,15 @@ class SpecProgram(CallProgram):
 
         return program_of(split(self.spec))
 
-    def folds(self, target: Target, call: CheckedCall) -> bool:
-        from flashgen.kernels.planner import folds_splits
+    def run_of(self, target: Target, call: CheckedCall) -> int:
+        from flashgen.kernels.planner import run_of_splits
 
-        return folds_splits(self.spec, target.arch, call, sms=target.sms)
+        return run_of_splits(self.spec, target.arch, call, sms=target.sms)
 
-    def folded(self) -> CallProgram:
-        from flashgen.spec.language.signature import folded
+    def joining(self, run: int) -> CallProgram:
+        from flashgen.spec.language.signature import folded, in_runs
 
-        return program_of(folded(self.spec))
+        return program_of(folded(self.spec) if run == ALL_SPLITS else in_runs(self.spec))
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         from flashgen.kernels.planner import split_of_call
@@ -330,11 +332,11 @@ class SpecProgram(CallProgram):
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
 
-    def path_of_queries(self, target: Target) -> Decision:
-        why = self._why_portable(target.arch, "queries")
+    def path_of(self, alone: str, target: Target) -> Decision:
+        why = self._why_portable(target.arch, alone)
         if why:
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        return super().path_of_queries(target)
+        return super().path_of(alone, target)
 
     def _why_portable(self, arch: str, which: str) -> str:
         """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
@@ -361,8 +363,8 @@ class SpecProgram(CallProgram):
         if launch.tiles:
             return self.signature.head_dim_v
         backward, fixed = which != "forward", which in ("deterministic", "tangent")
-        if which == "queries":
-            path = self.path_of_queries(target)
+        if which in ("queries", "keys"):
+            path = self.path_of(which, target)
         else:
             path = self.path_of_pass(target, backward=backward, deterministic=fixed)
         spec = self._of_others if backward else self.spec
@@ -416,8 +418,8 @@ class SpecProgram(CallProgram):
             memory=memory,
         )
 
-    def queries(
-        self, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
+    def alone(
+        self, which: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_backward
 
@@ -428,7 +430,7 @@ class SpecProgram(CallProgram):
             sram=launch.sram,
             tiles=launch.tiles,
             ranges=ranges,
-            queries_alone=True,
+            alone=which,
             few_rows=rows if rows < MANY_ROWS else 0,
         )
 

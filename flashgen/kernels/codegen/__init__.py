@@ -10,12 +10,19 @@ from flashgen.kernels.codegen.backward import backward, walk_of_kernel
 from flashgen.kernels.codegen.forward import forward
 from flashgen.kernels.codegen.integer_ranges import beyond_int32
 from flashgen.kernels.codegen.source import Param, Source
-from flashgen.kernels.codegen.streaming import append_codes, append_kv, merge, minmax_table
+from flashgen.kernels.codegen.streaming import (
+    add_rows,
+    append_codes,
+    append_kv,
+    merge,
+    minmax_table,
+)
 from flashgen.kernels.codegen.tangent import tangent
 
 __all__ = [
     "Param",
     "Source",
+    "add_rows",
     "append_codes",
     "append_kv",
     "backward",

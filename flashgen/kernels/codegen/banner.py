@@ -64,6 +64,7 @@ _FORMULAS = {
         "k_cache[page, h, slot] = code of k[b, h, row] / k_scale[page, h, slot]    v likewise",
         "with page and slot of each token from slot_mapping, or from page_table and cache_seqlens",
     ),
+    "add_rows": ("sums[block] += rows[order[n]] for n from starts[block] up to starts[block + 1]",),
     "minmax_table": ("table = the minimum and the maximum of every range of spans",),
     "tangent": (
         "S = {score}    P = {kept}exp(S - LSE){end}    for tangents x' of each x:",
@@ -92,6 +93,8 @@ def banner(
         splits = ", splits=True" if plan.of_splits else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         again = f"flashgen.kernels.pipeline.build_merge({of_out})"
+    elif plan.kernel == "add_rows":
+        again = f'flashgen.kernels.pipeline.build_add_rows("{plan.dtype}", "{plan.arch}")'
     elif appends:
         again = f'flashgen.kernels.append_pipeline.{appends}, "{plan.arch}")'
     elif shared:
@@ -99,7 +102,8 @@ def banner(
     elif plan.heads_per_tile > 1 or plan.partial or spec.split:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
         if plan.partial or spec.split:
-            variant = "folded" if spec.folds else "split" if spec.split else "partial"
+            variant = "folded" if spec.folds else "in_runs" if spec.runs else "split"
+            variant = variant if spec.split else "partial"
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'
@@ -116,7 +120,7 @@ def banner(
     elif plan.head_dim_v != plan.head_dim:
         dims += f"  head_dim_v {plan.head_dim_v}"
     of = f"dtype {plan.dtype}  {dims}"
-    if plan.kernel == "append_codes":
+    if plan.kernel in ("append_codes", "add_rows"):
         of = f"dtype {plan.dtype}  any head dim"
     elif plan.kernel == "append_kv":
         of = f"any dtype and head dim, {plan.access_bytes} B at once"
@@ -168,6 +172,8 @@ def banner(
     if plan.kernel in APPEND_KERNELS:
         rows = "tokens * heads_kv" + " * 2" * (plan.kernel == "append_codes")
         grid = f"ceil({rows} / rows per block)"
+    if plan.kernel == "add_rows":
+        grid = "ceil(keys / rows per block)"
     launch = []
     if plan.is_persistent:
         launch.append(f"tiles     ({grid}), drawn from a counter in global memory")
@@ -246,10 +252,11 @@ def formulas(spec: AttentionSpec, kernel: str) -> list[str]:
     if spec.folds and kernel == "forward":
         lines.append("in splits of the keys, whose results are joined in order, as a merge does")
     elif spec.split and kernel == "forward":
+        keys = "run of splits" if spec.runs else "split"
         lines.append(
-            "for the keys of each split: O in float32 and LSE without a sink, to be merged"
+            f"for the keys of each {keys}: O in float32 and LSE without a sink, to be merged"
             if spec.is_softmax
-            else "for the keys of each split: O in float32, which is not divided, to be added up"
+            else f"for the keys of each {keys}: O in float32, which is not divided, to be added up"
         )
     if spec.offsets and kernel not in STREAMING_KERNELS:
         begin = " and ".join(f"{x.name[0]} from {x.name}[b]" for x in spec.offsets)

@@ -40,6 +40,7 @@ from flashgen.shared.arch import version_of
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import PAGED_KERNELS, SPAN
 from flashgen.shared.signature import is_by_row
+from flashgen.shared.split_choice import SPLITS_OF_GROUP
 from flashgen.shared.tensormap import RAGGED_ROWS
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import BOUNDARIES, SCALES, AttentionSpec
@@ -153,6 +154,9 @@ def kernel(
         offsets=[tensor.name for tensor in offsets],
         split=split,
         folds=split and spec.folds,
+        runs=split and spec.runs,
+        joins=split and (spec.folds or spec.runs),
+        splits_of_group=SPLITS_OF_GROUP,
         divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,

@@ -101,6 +101,7 @@ _MERGE_ROWS = (
     Param("merged_lse", "const float*", f"{_PER_ROW}; null: there is none"),
     Param("sink", "const float*", "[heads_q], logits; null: there are none"),
     Param("splits", "int", "parts"),
+    Param("parts_of_group", "int", "parts that are joined in pairs, a power of two"),
     Param("sink_stride", "int", "elements to the logit of the next head"),
     Param("parts_o_stride_s", "long long", "elements to the next part"),
 )
@@ -109,6 +110,7 @@ _SPLITS = (
     Param("o_stride_s", "long long", "elements to the next split"),
     Param("lse_stride_s", "long long", "elements to the next split"),
 )
+_RUN = Param("run", "int", "splits of a block, whose results are one of these")
 _OF_SPLITS = "[splits, {}"
 _KEY_SUMS = {
     "dk": "[batch, heads_kv, parts, rows / 16, HEAD_DIM / 8, 4, 32], unscaled",
@@ -167,12 +169,10 @@ def params_of(
         params[at:at] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
-    if role == "forward" and spec.folds:
-        rows = (*rows, _SPLITS[0])
-    elif role == "forward" and spec.split:
+    if role == "forward" and spec.split and not spec.folds:
         params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
         of_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
-        rows = (*of_splits, *_SPLITS)
+        rows = (*of_splits, *_SPLITS, *((_RUN,) if spec.runs else ()))
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", path.dq_sums))

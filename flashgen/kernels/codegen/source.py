@@ -115,7 +115,7 @@ def options(plan: Plan) -> tuple[str, ...]:
     return ("--ptxas-options=-O1",) if OPERANDS[plan.dtype].parts > 1 and not plan.streams else ()
 
 
-WITHOUT_SPEC = ("delta", *CONVERT_KERNELS, "merge", *APPEND_KERNELS)
+WITHOUT_SPEC = ("delta", *CONVERT_KERNELS, "merge", "add_rows", *APPEND_KERNELS)
 """The kernels that read neither mask nor score: specs share their names and their text."""
 
 

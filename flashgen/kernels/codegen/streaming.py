@@ -171,6 +171,39 @@ def append_codes(spec: AttentionSpec, plan: Plan, kv_dtype: str, writes_scales: 
     )
 
 
+def add_rows(spec: AttentionSpec, plan: Plan) -> Source:
+    """The source of the kernel that adds rows to sums in float32.
+
+    Args:
+        spec: only its dtype, that of the rows, is read.
+
+    Raises:
+        RenderError: the template uses a field that is missing.
+    """
+    params = (
+        Param("added", "const Element*", "[blocks, block_k, columns], the rows"),
+        Param("sums", "float*", "[keys, columns]"),
+        Param("order", "const long long*", "blocks of rows, in the order of those of sums"),
+        Param("starts", "const long long*", "[keys / block_k + 1], where those of each begin"),
+        Param("added_stride", "long long", "elements to the next row"),
+        Param("keys", "int", "rows of sums"),
+        Param("block_k", "int", "rows of a block"),
+        Param("vectors", "int", "of a row"),
+        Param("lane_bits", "int", "2^lane_bits lanes for a row of sums"),
+    )
+    element = ELEMENTS[spec.dtype]
+    return rendered(
+        "common/add_rows.cu.j2",
+        spec,
+        plan,
+        f"add_rows_{OPERANDS[spec.dtype].short}",
+        params,
+        stored=element.stored,
+        element=OPERANDS[spec.dtype],
+        width=16 // plan.itemsize,
+    )
+
+
 def delta(spec: AttentionSpec, plan: Plan) -> Source:
     """The source of the kernel that computes rowsum(dO * O)."""
     vectors = plan.head_dim_v * plan.itemsize // 16

@@ -18,12 +18,13 @@ from flashgen.kernels.planner.requests import (
 )
 from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.kernels.planner.split_keys import (
-    folds_splits,
     invariant_splits,
     plan_splits,
+    run_of_splits,
     split_of_call,
 )
 from flashgen.kernels.planner.streaming_kernels import (
+    plan_add_rows,
     plan_append_codes,
     plan_append_kv,
     plan_merge,
@@ -49,12 +50,13 @@ __all__ = [
     "columns_of_launch",
     "feasible",
     "few_rows_of",
-    "folds_splits",
+    "run_of_splits",
     "forward_traffic",
     "invariant_splits",
     "moves",
     "parts_pay",
     "plan",
+    "plan_add_rows",
     "plan_append_codes",
     "plan_append_kv",
     "plan_backward",

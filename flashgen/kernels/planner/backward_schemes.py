@@ -80,9 +80,9 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     """See `flashgen.kernels.planner.plan_backward`."""
     spec, deterministic, tiles = request.spec, request.deterministic, dict(request.tiles)
     check_size(spec)
-    refuse_backward(spec, queries_alone=request.queries_alone)
-    if request.queries_alone:
-        return _of_queries(request)
+    refuse_backward(spec, alone=request.alone)
+    if request.alone:
+        return _alone(request)
     found: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}
     of_learned = kernel_for_learned(spec, deterministic=deterministic)
@@ -136,18 +136,25 @@ def _planned(request: BackwardPlanRequest, kernel: str) -> Plan | PlanError:
     return plan_of_tile(problem, chosen, "derived" if given is None else "given", notes)
 
 
-def _of_queries(request: BackwardPlanRequest) -> BackwardPlan:
-    """The kernels of the gradient of q alone, whose sums have a fixed order.
+_ALONE = {
+    "queries": ("dq", "the gradient of q alone, 3 products per score"),
+    "keys": ("dkdv", "the gradients of k and v alone, 4 products per score"),
+}
 
-    "delta" comes first whatever the weights are, because "dq" starts while the kernel before it
-    runs, which must be one of the call.
+
+def _alone(request: BackwardPlanRequest) -> BackwardPlan:
+    """The kernels of the gradient of q alone, or of those of k and v, in sums of a fixed order.
+
+    "delta" comes first whatever the weights are, because the other kernel starts while the one
+    before it runs, which must be one of the call.
     """
-    planned = _planned(request, "dq")
+    kernel, what = _ALONE[request.alone]
+    planned = _planned(request, kernel)
     if isinstance(planned, PlanError):
         raise planned
     kernels = plan_delta(request.spec, planned.arch, planned.path), planned
-    why = f"queries: the gradient of q alone, 3 products per score, dq {planned.cost:.4f} clk"
-    return BackwardPlan("queries", True, kernels, (why,))
+    why = f"{request.alone}: {what}, {kernel} {planned.cost:.4f} clk"
+    return BackwardPlan(request.alone, True, kernels, (why,))
 
 
 def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:

@@ -55,7 +55,7 @@ def columns_of_launch(
     the time to read the keys, which each launch reads.
 
     Args:
-        which: "forward", "backward", "deterministic", "queries" or "tangent".
+        which: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
         tangents: for "tangent", the names of the tensors that have a tangent.
     """
     dim = spec.head_dim_v
@@ -91,6 +91,6 @@ def _planned(
         return plan_forward(PlanRequest(spec, arch, sram, access_bytes=16))
     if which == "tangent":
         return plan_tangent(TangentPlanRequest(spec, arch, tangents, sram))
-    if which == "queries":
-        return plan_schemes(BackwardPlanRequest(spec, arch, sram, queries_alone=True))
+    if which in ("queries", "keys"):
+        return plan_schemes(BackwardPlanRequest(spec, arch, sram, alone=which))
     return plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")

@@ -53,7 +53,7 @@ from flashgen.shared.split_choice import waits_of_merge
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
 BEGUN = Formula("begun", "1 + edges/(l2_rate*cost*block_q*block_k)")
-# For each further split of a block that has all of them, the finished O is written and read. Where
+# For each further split of a block that has several, the finished O is written and read. Where
 # warps that copy have loaded the next keys by then, its first step takes longer than the pace of
 # steps by what others overlap; elsewhere nothing overlaps it.
 REFILLED = Formula("refilled", "1")
@@ -180,7 +180,7 @@ def duration_of(
             at["chained_loads"] = waits_of_merge(plan.arch, work_tiles, splits)
     else:
         begun = at["begun"] = BEGUN(at)
-        if plan.folds:
+        if plan.joins:
             formulas = (*FORMULAS[:3], *restart_formulas(plan), *FORMULAS[3:])
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
@@ -209,7 +209,7 @@ def step_facts(plan: Plan) -> dict[str, Number]:
 
 
 def restart_formulas(plan: Plan) -> tuple[Formula, Formula]:
-    """The steps that each further split of a block takes, which has all splits of its rows."""
+    """The steps that each further split of a block takes, which has several of its rows."""
     return (REFILLED_AHEAD if "pace" in plan.quantities else REFILLED), RESTARTED
 
 

@@ -81,7 +81,8 @@ class Plan(LaunchRules):
             sums); "tangent" (the tangents of O and LSE); "minmax_table" (min/max tables of captured
             tensors, before all other kernels);
             "merge" (partial results, after all other kernels); "append_kv" (new keys and values,
-            written to a paged cache) or "append_codes" (the same, as codes of 8 bits).
+            written to a paged cache) or "append_codes" (the same, as codes of 8 bits);
+            "add_rows" (rows of gradients, added to sums in float32).
         arch: the architecture that the kernel is compiled for.
         path: the code path, which names the templates.
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
@@ -93,6 +94,7 @@ class Plan(LaunchRules):
         one_tensor: whether a tile of keys is that of their values too, which are its first columns.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         folds: whether a block of "forward" has all splits of its rows and joins their results.
+        runs: whether it has a run of neighbouring splits, joins their results and writes a part.
         returns_maxima: whether "forward" writes the largest score of each row beside LSE.
         head_dim, head_dim_v: the head dim of Q and K, and the head dim of V and O.
         block_q, block_k: query rows and keys of a tile (the paper's Br and Bc). A thread block of
@@ -183,6 +185,7 @@ class Plan(LaunchRules):
     has_rows: bool = True
     partial: bool = False
     folds: bool = False
+    runs: bool = False
     returns_maxima: bool = False
     box_k: int = 0
     gathers: bool = False
@@ -192,6 +195,11 @@ class Plan(LaunchRules):
     in_parts: bool = False
     of_parts: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """Whether a block of "forward" has several splits of its rows."""
+        return self.folds or self.runs
 
     @property
     def output_columns(self) -> int:
@@ -635,10 +643,10 @@ class BackwardPlan:
     Attributes:
         scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
             float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
-            have a fixed order. "queries": only dQ is computed.
+            have a fixed order. "queries": only dQ is computed. "keys": only dK and dV are.
         deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
             kernels for learned tensors only "captured_exact".
-        kernels: in launch order: ("delta", "dq") for queries alone, or
+        kernels: in launch order: ("delta", "dq") for queries alone, ("delta", "dkdv") for keys, or
             ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
             followed by "captured" or "captured_exact" where the score reads learned tensors.
         notes: the predicted costs of both schemes, and the reason for the choice.

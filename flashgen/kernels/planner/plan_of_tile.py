@@ -94,6 +94,7 @@ def plan_of_tile(
         tangents=problem.tangents,
         partial=spec.partial or (merged and at["e"] == 2),
         folds=spec.folds and problem.kernel == "forward",
+        runs=spec.runs and problem.kernel == "forward",
         one_tensor="one_tensor" in at,
         returns_maxima=spec.returns_maxima and problem.kernel == "forward",
         sums_tile=_tile_of_sums(problem, at),

@@ -91,8 +91,8 @@ class BackwardPlanRequest:
     spare_registers: tuple[tuple[str, int], ...] = ()
     tiles: tuple[tuple[str, Tile], ...] = ()
     in_parts: bool = False  # blocks of "fused", if chosen, own parts of groups of query heads
-    queries_alone: bool = False  # the kernels of the gradient of q, and of no other
-    few_rows: int = 0  # of these kernels: the rows of each sequence; 0 for many
+    alone: str = ""  # "queries" or "keys": the kernels of their gradients, and of no others
+    few_rows: int = 0  # of these kernels: the query rows of each sequence; 0 for many
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)

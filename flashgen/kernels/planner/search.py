@@ -71,8 +71,9 @@ class Evaluated:
         return cost, float(self.quantities["issue"]), self.tile
 
     def cost_of(self, rows: int) -> float:
-        """Clocks per score of sequences of so many rows, whose last tile has rows of none."""
-        return self.cost * math.ceil(rows / self.tile.owned) * self.tile.owned / rows
+        """Clocks per score of sequences of so many queries, whose last tile has rows of none."""
+        tile = self.tile.owned if self.model.owns == "block_q" else self.tile.step
+        return self.cost * math.ceil(rows / tile) * tile / rows
 
 
 def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
@@ -264,7 +265,7 @@ def cheapest(problem: TileProblem, rows: int = 0) -> Evaluated | None:
     boxes of a block of the layout, or of a part of it, are preferred.
 
     Args:
-        rows: those of each sequence of the side that blocks own, where they are few; 0 for many.
+        rows: the query rows of each sequence, where they are few; 0 for many.
     """
     found = [best_occupancy(problem, shape) for shape in shapes(problem)]
     fitting = [each for each in found if not each.excesses]

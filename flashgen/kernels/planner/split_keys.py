@@ -22,7 +22,13 @@ from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import SPLIT
-from flashgen.shared.split_choice import SplitPlan, choose_split, usual_heads_kv
+from flashgen.shared.split_choice import (
+    ALL_SPLITS,
+    RUNS,
+    SplitPlan,
+    choose_split,
+    usual_heads_kv,
+)
 from flashgen.spec.language.signature import split, with_columns, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
@@ -63,21 +69,26 @@ def split_of_call(
     return chosen.size_of(call, paged=spec.paged)
 
 
-# A call with split keys, in one launch whose blocks have all splits of their rows, or with parts
-# that another launch merges. Clocks of an SM for a split of a block, over those of its scores: to
-# start it, for which Q is read and nothing overlaps one step; to go on with it in a block that has
-# all of them, which sets the finished O aside and joins it; to write parts, which rows past the
-# last do not have; and to move these, or the keys, through global memory. Blocks with equal work
-# leave some slots idle in the last round; of those with less and less, the short ones fill it. The
-# times of launches follow from these as in `duration.FORMULAS`.
+# A call with split keys, whose blocks have a run of neighbouring splits of their rows: all of them,
+# or fewer, so that there are parts that another launch merges. Clocks of an SM for a split of a
+# block, over those of its scores: to start it, for which Q is read and nothing overlaps one step;
+# to go on with it in a block that has others, which sets the finished O aside and joins it; to
+# write parts, which rows past the last do not have; and to move these, or the keys, through global
+# memory. All but the last runs of rows are whole. Blocks with equal work leave some slots idle in
+# the last round; of those with less and less, the short ones fill it. The times of launches follow
+# from these as in `duration.FORMULAS`.
 STARTED = Formula("started", "(block_k + e*d_qk/(l2_rate*cost))/split_size")
 JOINED = Formula("joined", "restarted*block_k/split_size")
 SHARE = Formula("share", "rows/(block_q*work_tiles)")
 MOVED = Formula("moved", "4*d_v/(hbm_rate*cost*split_size)*share")
 WRITTEN = Formula("written", "4*d_v/(l2_rate*cost*split_size)*share + moved")
 KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*work_tiles)")
+PARTS = Formula("parts", "ceil(splits/run)")
+PARTS_MOVED = Formula("parts_moved", "moved*parts/splits")
 FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
-PARTS_WORK = Formula("work", "1 + started + written")
+RUN_WORK = Formula(
+    "work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits"
+)
 EVEN_ROUNDS = Formula("idle", "slots*rounds/work_tiles")
 UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
 LAUNCH_TIME = Formula(
@@ -85,24 +96,42 @@ LAUNCH_TIME = Formula(
 )
 
 
-def folds_splits(
+def run_of_splits(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
-) -> bool:
-    """Whether a thread block has all splits of its rows in a call with split keys.
+) -> int:
+    """The neighbouring splits of its rows that a thread block has in a call with split keys.
 
-    That writes no parts and merges none, but leaves SMs idle where a call has few rows. The bits
-    are the same both ways, so that all of the call may decide.
+    Longer runs write and merge fewer parts, and all splits none, but leave SMs idle where a call
+    has few rows. The bits are the same, so that all of the call may decide.
 
     Args:
         spec: the variant with split keys.
         arch, call, sms: as for `split_of_call`.
+
+    Returns:
+        One of `RUNS`, or `ALL_SPLITS`: that with the least predicted time.
+    """
+    times = times_of_runs(spec, arch, call, sms=sms)
+    return min(times, key=times.__getitem__) if times else RUNS[0]
+
+
+def times_of_runs(
+    spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
+) -> dict[int, float]:
+    """The predicted times of a call with runs of splits, over that of its scores on busy SMs.
+
+    Args: as for `run_of_splits`.
+
+    Returns:
+        The times of `ALL_SPLITS` and of the runs that are shorter; none where the kernel of another
+        call decides.
     """
     if spec.partial:
-        return False
+        return {}
     try:
         plan = _plan_of_heads(spec, arch, *call.sizes[:4])
     except PlanError:  # the columns of V are computed in parts, each of which decides
-        return False
+        return {}
     gpu = facts(arch)
     sms = sms or gpu.sms
     columns = plan.head_dim + (0 if plan.one_tensor else plan.head_dim_v)
@@ -124,13 +153,18 @@ def folds_splits(
     rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
     FormulaSequence(STARTED, JOINED, SHARE, MOVED, WRITTEN, KEYS_MOVED)(at)
     folded = at | {"hbm": at["keys_moved"]}
-    parts = at | {
-        "hbm": at["keys_moved"] + at["moved"],
-        "work_tiles": call.splits * work_tiles,
-    }
     FormulaSequence(ROUNDS, FOLDED_WORK, rounds, LAUNCH_TIME)(folded)
-    FormulaSequence(ROUNDS, PARTS_WORK, rounds, LAUNCH_TIME)(parts)
-    return bool(folded["time"] <= parts["time"] + at["moved"])
+    times = {ALL_SPLITS: float(folded["time"])}
+    for run in RUNS:
+        if run > 1 and run >= call.splits:
+            break
+        parts = at | {"run": run}
+        FormulaSequence(PARTS, PARTS_MOVED)(parts)
+        parts["hbm"] = at["keys_moved"] + parts["parts_moved"]
+        parts["work_tiles"] = parts["parts"] * work_tiles
+        FormulaSequence(ROUNDS, RUN_WORK, rounds, LAUNCH_TIME)(parts)
+        times[run] = float(parts["time"] + parts["parts_moved"])
+    return times
 
 
 @functools.lru_cache(maxsize=1024)

@@ -71,8 +71,8 @@ class SplitWalk(NamedTuple):
     Attributes:
         of_split: its sizes, of which seq_k is the number of its keys, and the tiles that it visits.
         keys_behind: keys of the tensor behind the split.
-        writes: whether its launch writes results for it: once for all splits, where a block has
-            those of its rows.
+        writes: whether its launch writes results for it: once for all splits of a block.
+        others: the work of the further splits of that block.
         early: whether the merge loads its results before it knows whether they have keys.
     """
 
@@ -80,6 +80,7 @@ class SplitWalk(NamedTuple):
     keys_behind: int = 0
     writes: bool = True
     early: bool = False
+    others: tuple[Walk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,11 +211,14 @@ def _count(
     sizes, visited, _, before, _ = walk.of_split
     paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
-    reaching = [place for place, tiles in enumerate(walks) if tiles]
+    of_block = [walks, *(walks_of_head(plan, x.sizes, x.visited) for x in walk.others)]
+    reaching = [place for place, of in enumerate(zip(*of_block, strict=True)) if any(of)]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
-    own = queries  # whose Q is read: once where a block has all splits of its rows
-    if plan.folds:
-        own = sizes.seq_q if walk.writes and sizes.seq_k else 0
+    own = queries  # whose Q is read: once for all splits of a block
+    if plan.joins and not walk.writes:
+        own = 0
+    elif plan.joins and plan.code_path.copies_by_tma:  # whether or not its rows reach a key
+        own = sizes.seq_q
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
     touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)

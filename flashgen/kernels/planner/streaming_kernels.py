@@ -26,6 +26,7 @@ SHAPES = {
     "merge": (4, 6, 80),
     "append_kv": (4, 8, 40),
     "append_codes": (4, 8, 64),
+    "add_rows": (4, 8, 64),
     "minmax_table": (8, 4, 48),
 }
 DELTA_ROWS = 64
@@ -188,6 +189,22 @@ def plan_append_codes(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80
     )
     formulas = (REGISTER_LIMIT,)
     return _plan("append_codes", spec, arch, {}, formulas, note, access_bytes=access_bytes)
+
+
+def plan_add_rows(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
+    """The plan of the kernel that adds rows to sums in float32, in a fixed order.
+
+    Args:
+        spec: only its dtype, that of the rows, is read.
+
+    Raises:
+        PlanError: the architecture is unknown.
+    """
+    note = (
+        "Bound by memory: each row is read once, and sums that have rows are read and written "
+        "once. The call decides how many lanes share a row."
+    )
+    return _plan("add_rows", spec, arch, {}, (REGISTER_LIMIT,), note)
 
 
 def lane_bits_of_append(vectors: int) -> int:

@@ -4,8 +4,9 @@ A group of queries, in all query heads of a key head, lists the blocks of keys t
 Each group is a sequence of its own to the kernels: its rows are the queries of one head, ordered by
 query and then by head, and its keys are the pages of a cache that its list names. The gradients of
 keys and values are the same with exchanged roles: each block of keys is a sequence of rows, whose
-list names the groups that chose it. All of it is in the expressions of mask and score: positions
-and heads are read from the lists, and kernels are those of any call with a paged cache.
+list names the groups that chose it. Where blocks have few keys, the keys of each group are copied
+one after another instead, for the kernel of dK and dV. All of it is in the expressions of mask and
+score: positions and heads are read from the lists, and kernels are those of any call.
 """
 
 from __future__ import annotations
@@ -78,44 +79,57 @@ def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     Args:
         ragged: whether the last group lacks queries, and the last block lacks keys.
     """
-    sparse = _lists(spec)
-    own, of_list = _owned(2), _listed(sparse.block_k)
-    query = own * sparse.block_q + FloorDiv(Q, GROUP.expr)
-    key = of_list * sparse.block_k + FloorMod(K, sparse.block_k)
-    options = _moved(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
-    tensors: Any = options.pop("tensors")
+    moved = by_listed_keys(spec, ragged)
     sink = None if spec.sink is None else _SINK
     extra = () if sink is None else (sink,)
     return with_options(
-        spec,
-        **options,
-        tensors=(*tensors, _OWNED, _LISTED, *PAGES, *extra, _FIRST_ROW),
+        moved,
+        tensors=(*moved.tensors, *PAGES, *extra, _FIRST_ROW),
         paged=True,
+        shared_kv=spec.shared_kv,
         sink=sink,
         name=f"{spec.name}_by_groups",
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool) -> AttentionSpec:
-    """The spec of calls in which keys are the rows of sequences, and queries are their keys: the
-    output for dO in place of V is dV, and dQ for dO and V exchanged is dK.
+def by_listed_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+    """The spec of calls in which each group of queries is a sequence, whose keys are those of its
+    list, copied one after another. Their gradients are those of a call without lists.
+
+    Args:
+        ragged: whether the last group lacks queries, and whether some keys are none, as those of
+            the rest of a list.
+    """
+    sparse = _lists(spec)
+    own, of_list = _owned(2), _listed(sparse.block_k)
+    query = own * sparse.block_q + FloorDiv(Q, GROUP.expr)
+    key = of_list * sparse.block_k + FloorMod(K, sparse.block_k)
+    options = _moved(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
+    tensors: Any = options.pop("tensors")
+    return with_options(
+        spec,
+        **options,
+        tensors=(*tensors, _OWNED, _LISTED),
+        shared_kv=False,
+        sink=None,
+        name=f"{spec.name}_by_listed_keys",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
+    """The spec of calls in which a block of keys is a sequence of rows, and queries are its keys,
+    of the groups that chose it: the output for dO in place of V is dV, and dQ for dO and V
+    exchanged is dK.
 
     Weights are those of the spec's rows, whose normaliser is read. dQ of such a call takes dP for
     the derivative of a weight: delta is subtracted by further columns of dO and V.
-
-    Args:
-        of_groups: whether a sequence has the keys that a group lists, and the queries of this group
-            alone; else it has a block of keys, and its list names the groups that chose it.
     """
     sparse = _lists(spec)
     rows = ROWS_OF_GROUP.expr
-    row = K if of_groups else FloorMod(K, rows)
-    if of_groups:
-        group, block, offset = _owned(2), _listed(sparse.block_k, Q), FloorMod(Q, sparse.block_k)
-    else:
-        group, block, offset = _listed(rows), _owned(2), Q
-    key = block * sparse.block_k + offset
+    row, group = FloorMod(K, rows), _listed(rows)
+    key = _owned(2) * sparse.block_k + Q
     query = group * sparse.block_q + FloorDiv(row, GROUP.expr)
     options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
@@ -134,16 +148,14 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool) -> 
         paged=True,
         shared_kv=False,
         sink=None,
-        name=f"{spec.name}_by_{'listed_' if of_groups else ''}keys",
+        name=f"{spec.name}_by_keys",
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def value_gradients(
-    spec: AttentionSpec, ragged: tuple[bool, bool], of_groups: bool
-) -> AttentionSpec:
+def value_gradients(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     """`by_keys` with an output in float32, whose parts are added: dV."""
-    return partial(by_keys(spec, ragged, of_groups))
+    return partial(by_keys(spec, ragged))
 
 
 def of_kernels(spec: AttentionSpec) -> AttentionSpec:
@@ -162,8 +174,8 @@ def _owned(what: int) -> sympy.Expr:
     return Element(_OWNED.symbol, B, sympy.Integer(what))
 
 
-def _listed(rows: sympy.Expr | int, place: sympy.Expr = K) -> sympy.Expr:
-    return Element(_LISTED.symbol, B, FloorDiv(place, rows))
+def _listed(rows: sympy.Expr | int) -> sympy.Expr:
+    return Element(_LISTED.symbol, B, FloorDiv(K, rows))
 
 
 def _first_query(spec: AttentionSpec, entry: sympy.Expr) -> sympy.Expr:

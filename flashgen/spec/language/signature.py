@@ -207,11 +207,10 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = of_expressions(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    unsplit = dict.fromkeys(("split", "folds", "runs"), False)
     if not spec.paged:
-        return with_options(spec, split=False, folds=False, **changed)
-    whole = with_options(
-        spec, paged=False, packed=True, split=False, folds=False, tensors=others, **changed
-    )
+        return with_options(spec, **unsplit, **changed)
+    whole = with_options(spec, paged=False, packed=True, **unsplit, tensors=others, **changed)
     tensors = before_layout(whole, BOUNDARIES)
     return with_options(whole, tensors=tensors, name=f"{spec.name}_contiguous")
 
@@ -300,6 +299,16 @@ def folded(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
+def in_runs(spec: AttentionSpec) -> AttentionSpec:
+    """`split` for calls whose thread blocks have a run of neighbouring splits of their rows each.
+
+    They join the results over these as the kernel that merges parts would, and write one part.
+    """
+    parts = spec if spec.split else split(spec)
+    return with_options(parts, runs=True, name=f"{str(parts.name).removesuffix('_split')}_runs")
+
+
+@functools.lru_cache(maxsize=1024)
 def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpec:
     """``spec`` for calls whose third result is the largest score of each row, float32.
 
@@ -309,14 +318,14 @@ def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpe
     return _changed(spec, "returns_maxima", returned)
 
 
-def refuse_backward(spec: AttentionSpec, *, queries_alone: bool = False) -> None:
+def refuse_backward(spec: AttentionSpec, *, alone: str = "") -> None:
     """Raises SpecError for a variant that has no backward pass.
 
     Args:
-        queries_alone: whether only the gradient of q is computed, which does not need that the
-            keys of a sequence lie one after another.
+        alone: "queries" where only the gradient of q is computed, which does not need that the
+            keys of a sequence lie one after another; "keys" where those of k and v are.
     """
-    if spec.paged and not queries_alone:
+    if spec.paged and alone != "queries":
         raise SpecError(
             "a call with a paged cache has no backward pass",
             where="argument page_table",

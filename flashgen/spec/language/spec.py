@@ -147,6 +147,8 @@ class AttentionSpec:
             (`flashgen.spec.language.signature.split`).
         folds: whether a thread block has all splits of its rows, and joins their results in order
             (`flashgen.spec.language.signature.folded`).
+        runs: whether a thread block has some neighbouring splits, whose joined results are a part
+            (`flashgen.spec.language.signature.in_runs`).
         returns_maxima: whether the forward kernel writes the largest score of each row beside LSE
             (`flashgen.spec.language.signature.returning_maxima`).
 
@@ -188,6 +190,7 @@ class AttentionSpec:
     partial: bool = field(init=False, repr=False, default=False)
     split: bool = field(init=False, repr=False, default=False)
     folds: bool = field(init=False, repr=False, default=False)
+    runs: bool = field(init=False, repr=False, default=False)
     returns_maxima: bool = field(init=False, repr=False, default=False)
 
     def __new__(cls, *given: object, **options: object) -> AttentionSpec:
@@ -361,6 +364,7 @@ class AttentionSpec:
             *(("partial",) if self.partial else ()),
             *(("split",) if self.split else ()),
             *(("folds",) if self.folds else ()),
+            *(("runs",) if self.runs else ()),
             *(("returns_maxima",) if self.returns_maxima else ()),
             *(("paged",) if self.paged else ()),
             *(() if self.kv_dtype is None else (("kv_dtype", self.kv_dtype),)),

@@ -20,7 +20,7 @@ from flashgen.shared.signature import BOUNDARIES, FIRST_ROW, OFFSETS, PART_HEADS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.lets import Let, substituted
-from flashgen.spec.language.mod_functions import exp
+from flashgen.spec.language.mod_functions import exp, where
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.signature import before_layout, with_options
 from flashgen.spec.language.spec import AttentionSpec
@@ -102,13 +102,16 @@ def without_statistics(spec: AttentionSpec) -> AttentionSpec:
 
 
 def share_of(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Expr:
-    """The weight of a score, over SCORE in place of the modified score."""
+    """The weight of a score, over SCORE in place of the modified score.
+
+    Weights that are divided by their sum are 0 in a row whose sum is 0.
+    """
     if spec.is_softmax:
         return exp(Value(SCORE) - Value(lse)).expr
     weight = spec.divided_weight
     weight = Let(weight) if weight.args else weight
     if spec.normalizer == "sum" and divides:
-        return FloatQuotient(weight, lse)
+        return where(Value(lse) == 0, 0.0, Value(FloatQuotient(weight, lse))).expr
     return weight
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,8 @@ from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
-from flashgen.kernels.planner import Plan, folds_splits, invariant_splits, plan, plan_splits
+from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
+from flashgen.kernels.planner.split_keys import times_of_runs
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared import config
@@ -23,8 +24,8 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
-from flashgen.shared.split_choice import SplitPlan
-from flashgen.spec.language.signature import folded, split
+from flashgen.shared.split_choice import ALL_SPLITS, SplitPlan
+from flashgen.spec.language.signature import folded, in_runs, split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
 
@@ -41,6 +42,8 @@ class DecodingPlan:
         why_other: why another split_size is taken.
         split_size: the keys of a split; 0 where keys are not split.
         splits: the splits of a sequence.
+        runs: the splits that a block may have, with the predicted times over that of the scores on
+            busy SMs; that with the least one is taken.
         heads: the choice of the query heads that share a tile.
         predicted: bytes and durations; None where the tiles are known only in the launch.
         invariant: whether the call is batch-invariant.
@@ -54,6 +57,12 @@ class DecodingPlan:
     heads: HeadsPerTile
     predicted: SplitPrediction | None
     invariant: bool = False
+    runs: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def run(self) -> int:
+        """The neighbouring splits that a block has: one of `RUNS`, or `ALL_SPLITS`."""
+        return min(self.runs, key=self.runs.__getitem__) if self.runs else 1
 
     @property
     def bound_seconds(self) -> float:
@@ -78,12 +87,18 @@ class DecodingPlan:
     def _splits(self) -> str:
         if not self.split_size:
             return "splits    none: one thread block has all keys of a row"
-        last = (
-            "joined by the thread block of their rows"
-            if self.plan.folds
-            else "and a merge of their results"
-        )
-        return f"splits    {self.splits:,} of {self.split_size:,} keys, {last}"
+        parts = -(-self.splits // max(self.run, 1))
+        last = {
+            ALL_SPLITS: "joined by the thread block of their rows",
+            1: "and a merge of their results",
+        }.get(self.run, f"{self.run} in each block, and a merge of {parts:,} results")
+        lines = [f"splits    {self.splits:,} of {self.split_size:,} keys, {last}"]
+        if self.runs:
+            times = ", ".join(
+                f"{run or 'all'}: {time:.3f}" for run, time in sorted(self.runs.items())
+            )
+            lines.append(f"          splits in a block: time over that of busy SMs   {times}")
+        return "\n".join(lines)
 
     def _predictions(self, found: SplitPrediction) -> list[str]:
         over = found.traffic.over_bound
@@ -166,6 +181,7 @@ def plan_decoding(
     invariant = split_size is None and config.batch_invariant()
     chosen = plan_splits(served, arch, sizes.heads_kv)
     size, why = split_number(split_size), "given instead"
+    splits, runs = 1, dict[int, float]()
     if invariant:
         chosen = invariant_splits(served, arch)
         size = chosen.size
@@ -176,11 +192,17 @@ def plan_decoding(
         served = split(served)
         whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
         scalars = {**scalars, **whole, SPLIT: size}
-        call = replace(call, scalars=scalars, splits=-(-capacity // size))
-        if folds_splits(served, arch, call):
+        splits = -(-capacity // size)
+        call = replace(call, scalars=scalars, splits=splits)
+        runs = times_of_runs(served, arch, call)
+        run = min(runs, key=runs.__getitem__) if runs else 1
+        if run == ALL_SPLITS:
             served = folded(served)
+        elif run > 1:
+            served, call = in_runs(served), replace(call, splits=-(-splits // run), run=run)
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
     planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
-    return DecodingPlan(planned, chosen, why, size, call.splits, heads, predicted, invariant)
+    found = planned, chosen, why, size, splits, heads, predicted, invariant, runs
+    return DecodingPlan(*found)

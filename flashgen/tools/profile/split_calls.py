@@ -87,24 +87,23 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     merge = plan_merge(spec, plan.arch, splits=True) if spec.split and not plan.folds else None
     blocks = 0 if merge is None else math.prod(merge.grid(*call.sizes))
     early = PARTS_IN_FLIGHT if waits_of_merge(plan.arch, blocks, call.splits) == 1 else 0
-    entries = []
+    entries: list[tuple[int, list[list[SplitWalk]]]] = []  # of each batch entry the blocks
     for length, batch in batches.items():
-        walks: list[SplitWalk] = []
-        splits = _splits(spec, replace(call, batch=batch), length)
-        for place, (part, behind) in enumerate(splits):
-            loads, first = place < early, not (plan.folds and walks)
-            if part.seq_k == 0:
-                walk = Walk(LaunchSizes(*part.sizes))
-                walks.append(SplitWalk(walk, writes=first, early=loads))
-                continue
-            heads = walks_of(known._replace(problem=part), mask, plan)
-            walks += [SplitWalk(walk, behind, writes=first, early=loads) for walk in heads]
-        entries.append((batch, walks))
+        of_splits = [
+            (_walks(known._replace(problem=part), mask, plan), behind)
+            for part, behind in _splits(spec, replace(call, batch=batch), length)
+        ]
+        run = len(of_splits) if plan.folds else call.run
+        blocks_of = [of_splits[first : first + run] for first in range(0, len(of_splits), run)]
+        runs = [
+            _walks_of_run(walks, early=place < early) for place, walks in enumerate(blocks_of)
+        ]
+        entries.append((batch, runs))
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
         plan,
         merge,
-        [walk for _, walks in entries for walk in walks],
+        [walk for _, runs in entries for walks in runs for walk in walks],
         call.batch * call.heads_q * call.seq_q,
         keys,
         box_rows=box_rows_of(plan.block_k, call, page_size) if by_tma else 0,
@@ -113,9 +112,10 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     # The splits of a batch entry follow each other, as its work tiles do.
     in_order = [
         walk.of_split._replace(sizes=walk.of_split.sizes._replace(batch=1))
-        for batch, walks in entries
+        for batch, runs in entries
         for _ in range(batch)
-        for walk in (_folded(plan, walks) if plan.folds else walks)
+        for walks in runs
+        for walk in (_folded(plan, walks) if plan.joins else walks)
     ]
     read = sum(w.sizes.batch * w.sizes.heads_q * w.sizes.seq_q for w in in_order)
     rereads = (read - call.batch * call.heads_q * call.seq_q) * plan.head_dim * plan.itemsize
@@ -124,23 +124,44 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
         merging = duration_of(merge, [Walk(sizes)], splits=call.splits)
-    of_splits = [walk.of_split for _, walks in entries for walk in walks]
+    every = [walk.of_split for _, runs in entries for walks in runs for walk in walks]
     call = replace(call, splits=1) if plan.folds else call
     grid = plan.grid(*call.sizes, splits=call.splits)
     return SplitPrediction(
         traffic,
         forward,
         merging,
-        sum(computed_scores(plan, walk) for walk in of_splits),
-        sum(forward_traffic(plan, *walk.sizes, walk.visited).scores for walk in of_splits),
+        sum(computed_scores(plan, walk) for walk in every),
+        sum(forward_traffic(plan, *walk.sizes, walk.visited).scores for walk in every),
         math.prod(grid),
         blocks_of_call(plan, call) if plan.is_persistent else None,
     )
 
 
+def _walks(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
+    """The walks over the keys of one split."""
+    if known.problem.seq_k == 0:
+        return [Walk(LaunchSizes(*known.problem.sizes))]
+    return list(walks_of(known, mask, plan))
+
+
+def _walks_of_run(run: Sequence[tuple[list[Walk], int]], *, early: bool) -> list[SplitWalk]:
+    """The walks of blocks that have these splits, each with the keys behind it."""
+    (first, _), *others = run
+    alike = [walks for walks, _ in others if len(walks) == len(first)]
+    found = []
+    for place, (walks, behind) in enumerate(run):
+        for at, walk in enumerate(walks):
+            rest = () if place else tuple(each[at] for each in alike)
+            found.append(SplitWalk(walk, behind, writes=not place, early=early, others=rest))
+    return found
+
+
 def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
-    """The walks of one launch whose blocks have all splits of their rows."""
+    """The walks of one launch whose blocks have all of these splits of their rows."""
     found = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
+    if not found:
+        return walks[:1]
     if {walk.sizes.heads_q for walk in found} != {walks[0].of_split.sizes.heads_q}:
         return walks  # heads with different walks, each of which is one of its own
     each = [walks_of_head(plan, walk.sizes, walk.visited) for walk in found]
@@ -175,7 +196,7 @@ def _splits(
             scalars[WHOLE[3]] = length
     size = int(scalars[SPLIT]) if spec.split else max(length, 1)
     border = call.k_offset // size * size if spec.split else call.k_offset
-    for place in range(call.splits):
+    for place in range(call.splits * call.run):
         first = min(max(border + place * size - call.k_offset, 0), length)
         end = min(border + (place + 1) * size - call.k_offset, length)
         offset = call.k_offset + first
