@@ -17,7 +17,7 @@ import torch
 import flashgen as fg
 from flashgen.calls.runtime.arguments.call import Call, check
 from flashgen.calls.runtime.chosen_keys import ChosenCall
-from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS
+from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, MOST_ROWS
 from flashgen.calls.runtime.programs import program_of
 from flashgen.kernels.planner import (
     BackwardPlanRequest,
@@ -28,6 +28,7 @@ from flashgen.kernels.planner import (
 )
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
+from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.spec.language.chosen_specs import (
     by_groups,
     by_keys,
@@ -127,7 +128,8 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
 
 def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]]:
     """Clocks of a score that the forward kernel computes, the share of computed scores that are
-    listed, and the milliseconds of each kernel, by the names of its results.
+    listed, and the milliseconds of each kernel, by the names of its results. "rows" are the copies
+    of rows of keys and the sums of their gradients: their bytes at the bandwidth of memory.
 
     All lists are long: those of the first queries are shorter under a causal mask.
     """
@@ -156,9 +158,24 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
         tiles = -(-of_q // kernel.block_q), -(-of_k // kernel.block_k)
         scores = parts * sequences * tiles[0] * kernel.block_q * tiles[1] * kernel.block_k
         found[name] = 1e3 * scores * kernel.cost / (machine.sms * machine.clock_hz)
+    found["rows"] = 1e3 * bytes_of_rows(choice) / machine.hbm_bytes_per_s
     clocks = found["forward"] / 1e3 * machine.sms * machine.clock_hz
     computed = clocks / forward[1].cost / forward[0]
     return forward[0] * forward[1].cost, groups * rows * choice.most / computed, found
+
+
+def bytes_of_rows(choice: Choice) -> int:
+    """What the gradients of keys and values move beside the operands of kernels: copies of keys and
+    values, their gradients, and sums of these, of any key once for the rows of a part."""
+    keys = choice.heads_kv * choice.queries
+    rows = keys
+    if choice.block_k < FEWEST_ROWS:
+        rows *= choice.most // choice.block_q
+    summed = min(rows, -(-rows // MOST_ROWS) * keys)
+    columns = choice.head_dim + choice.head_dim_v
+    copied = choice.head_dim if choice.shared_kv else columns
+    itemsize = ITEMSIZE[str(choice.spec.dtype)]
+    return rows * itemsize * 2 * (copied + columns) + summed * 8 * columns
 
 
 def cheapest(spec: fg.AttentionSpec, arch: str, which: str, few_rows: int) -> tuple[int, Plan]:

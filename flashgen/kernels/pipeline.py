@@ -232,6 +232,7 @@ def build(
     tile: Tile | None = None,
     heads_per_tile: int = 1,
     few_rows: int = 0,
+    unpaired: bool = False,
     ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
@@ -248,7 +249,7 @@ def build(
         access_bytes: 16, or the operand size in bytes.
         tile: tile of the kernel, instead of the policy's.
         heads_per_tile: number of query heads that share one tile.
-        few_rows: as in `flashgen.plan`.
+        few_rows, unpaired: as in `flashgen.plan`.
         ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
             for a call whose values are within int32.
 
@@ -266,6 +267,7 @@ def build(
         tile=tile,
         heads_per_tile=heads_per_tile,
         few_rows=few_rows,
+        unpaired=unpaired,
     )
     return _build_forward(request, _needs_wide(request, ranges))
 

@@ -59,13 +59,15 @@ class HeadsPerTile:
     Attributes:
         heads: query heads per tile.
         reason: the tiles that it saves, or why it is 1; "" where there was no alternative.
-        few_rows: rows of the smallest tile in which the rows of a call fit, or of a tile without a
-            cluster; 0: the tile of all calls.
+        few_rows: rows of the smallest tile in which the rows of a served call fit; 0: the tile of
+            all calls.
+        unpaired: whether the blocks of a short call form no clusters, which other calls have.
     """
 
     heads: int
     reason: str
     few_rows: int = 0
+    unpaired: bool = False
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,8 @@ def test_paged_caches_meet_the_error_rule(arch: str) -> None:
     lists["kv_indices"] = lists["kv_indices"].int()
     call = call_of(spec, (2, 4, 1, 2, 96), arch, lists=lists)
     caches = [normal((6, 1, 32, 64), torch.bfloat16, seed) for seed in (1, 2)]
-    for cache in caches:
-        cache[table[0, 1], :, 28:] = torch.nan  # slots past the keys, in a block that is listed first
+    for cache in caches:  # slots past the keys, in a block that is listed first
+        cache[table[0, 1], :, 28:] = torch.nan
     call.qkv = call.qkv[0], *caches
     call.numbers["tensors"] |= {"page_table": table, "cache_seqlens": lengths}
     call.judged_forward()

@@ -15,8 +15,8 @@ from flashgen.kernels.pipeline import build
 from flashgen.shared.paths import PATHS
 from flashgen.spec.language.signature import packed_queries, split
 from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
-from tests.support.examples import SPECS
-from tests.support.judged import FEW_BYTES, equal, example
+from tests.support.examples import SPECS, spec_path
+from tests.support.judged import FEW_BYTES, check_gates, equal, example
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, DECODING, MIXED, paged
 from tests.support.shapes import Case
@@ -178,3 +178,33 @@ def test_kernels_with_the_tile_of_all_calls_spill_little(path: Path, arch: str) 
         assert built.plan.tile == fg.plan(variant, arch).tile
         assert built.binary.resources.spill_store_bytes <= FEW_BYTES
         assert built.binary.resources.registers <= built.plan.registers
+
+
+def wide_variants(path: Path, head_dim: int) -> list[fg.AttentionSpec]:
+    spec = fg.load(path).replace(head_dim=head_dim, head_dim_v=head_dim, dtype="bfloat16")
+    return variants_of(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "warpgroups"),
+    [
+        *((name, 320, 2) for name in ("causal", "document", "alibi", "block_sparse")),
+        ("document", 288, 2),
+        ("causal", 288, 1),
+    ],
+)
+def test_two_warpgroups_share_rows_where_one_has_few_registers(
+    name: str, head_dim: int, warpgroups: int
+) -> None:
+    plans = [fg.plan(each, "sm_90a") for each in wide_variants(spec_path(name), head_dim)]
+    assert len({each.tile for each in plans}) == 1
+    assert plans[0].column_warps == warpgroups
+    assert plans[0].block_k >= 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [288, 320])
+@pytest.mark.parametrize("path", SERVED_PATHS, ids=lambda path: path.stem)
+def test_no_kernel_of_wide_heads_spills(path: Path, head_dim: int) -> None:
+    for variant in wide_variants(path, head_dim):
+        check_gates(build(variant, "sm_90a"))

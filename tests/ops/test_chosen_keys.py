@@ -181,6 +181,19 @@ def test_wrong_arguments_are_refused(name: str) -> None:
         fg.attention(SPEC)(*operands(), **options())  # type: ignore[call-overload]
 
 
+def test_errors_have_the_names_that_the_user_gives() -> None:
+    op = fg.attention(SPEC)
+    with pytest.raises(InputError, match=r"of 2: a tensor of shape .*; a tensor of") as caught:
+        op(*operands(), layout=(COUNTS, BLOCKS))
+    assert "\n" not in caught.value.numbers
+    with pytest.raises(InputError, match="'size' is not a tensor of the spec") as caught:
+        op(*operands(), layout=layout_of(LISTS), size=3)
+    assert caught.value.numbers.endswith("takes: layout; given: layout, size")
+    assert caught.value.way_out.endswith("op(q, k, v, layout=...) computes without it")
+    with pytest.raises(InputError, match="'layout' is not a tensor of the spec"):
+        op(*operands(), layout=layout_of(LISTS), **LISTS)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("option", [{"packed": True}, {"dropout": True}])
 def test_specs_that_cannot_have_lists_are_refused(option: dict[str, bool]) -> None:
     with pytest.raises(SpecError, match="choose their keys cannot have"):

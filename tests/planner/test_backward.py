@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import flashgen as fg
-from flashgen.kernels.planner import plan_backward
+from flashgen.kernels.planner import BackwardPlanRequest, plan_backward, plan_schemes
 from tests.support.plan_problems import (
     DTYPES,
     backward_of,
@@ -100,6 +100,21 @@ def test_the_layout_is_the_tiles_one_after_the_other():
             assert each.smem_bytes == end
             owned = each.block_k if each.owns_keys else each.block_q
             assert end >= each.itemsize * owned * max(each.head_dim, each.head_dim_v)
+
+
+def test_keys_alone_have_the_kernel_of_their_gradients_in_steps_of_few_queries():
+    spec = fg.AttentionSpec(head_dim=128, dtype="bfloat16")
+    for arch in ("sm_80", "sm_90a"):
+        many, few = (
+            plan_schemes(BackwardPlanRequest(spec, arch, alone="keys", few_rows=rows))
+            for rows in (0, 16)
+        )
+        for each in (many, few):
+            assert [kernel.kernel for kernel in each.kernels] == ["delta", "dkdv"]
+            assert each.deterministic
+        tile, step = (each.of_keys.block_q for each in (many, few))
+        assert step <= tile
+        assert -(-16 // step) * step * few.of_keys.cost <= -(-16 // tile) * tile * many.of_keys.cost
 
 
 def test_deterministic_gradients_take_the_split_scheme_and_say_why():

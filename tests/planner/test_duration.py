@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,18 @@ def test_every_line_is_its_own_arithmetic() -> None:
             assert values["block_time"] >= max(values["from_l2"], values["in_turn"])
         assert found.seconds > 0
         assert "predicted" in str(found)
+
+
+def test_blocks_have_the_pace_of_those_that_share_their_sm() -> None:
+    chosen, sms = plan(SPEC, "sm_80"), facts("sm_80").sms
+    alone, two = (plan(SPEC, "sm_80", tile=replace(chosen.tile, blocks=n)) for n in (1, 2))
+    rows = two.block_q
+    for heads, shared in ((1, 1), (sms, 1), (sms + 1, 2), (2 * sms, 2), (5 * sms, 2)):
+        found = duration(two, 1, heads, heads, rows, 3000)
+        values = {line.name: line.value for line in found.lines}
+        assert (values["resident"], values["slots"]) == (shared, shared * sms)
+        if shared == 1:
+            assert found.seconds == duration(alone, 1, heads, heads, rows, 3000).seconds
 
 
 def test_the_cost_of_parts_of_groups_is_their_bytes_and_their_time() -> None:

@@ -195,6 +195,16 @@ def test_no_tile_fits_names_the_need_the_limit_and_what_would_fit():
     )
 
 
+@pytest.mark.parametrize("dims", [(264, 512), (8, 576), (576, 512), (512, 512)])
+def test_smaller_head_dims_that_are_said_to_fit_do(dims):
+    spec = spec_of(*dims, "float32")
+    with pytest.raises(fg.PlanError) as caught:
+        plan(spec, "sm_80")
+    assert ".0 B" not in caught.value.way_out
+    smaller = next(x for x in caught.value.way_out.splitlines() if x.startswith("head_dim"))
+    plan(spec.replace(**eval(f"dict({smaller.split(' (')[0]})")), "sm_80")
+
+
 @pytest.mark.parametrize(("arch", "limit"), [("sm_80", 255), ("sm_86", 255), ("sm_90a", 240)])
 def test_heads_whose_output_fills_the_registers_are_refused_with_the_derivation(arch, limit):
     for head_dim in (512, 576):
@@ -205,8 +215,8 @@ def test_heads_whose_output_fills_the_registers_are_refused_with_the_derivation(
         assert caught.value.numbers.endswith(f" of {limit}")
         of_head_dim, of_parts, of_cpu = caught.value.way_out.splitlines()
         assert of_cpu == "tensors on the CPU, where no tile has to fit"
-        able = int(of_head_dim.split(" (")[0].removeprefix("head_dim="))
-        plan(spec_of(able, able, "bfloat16"), arch)
+        able = eval(f"dict({of_head_dim.split(' (')[0]})")
+        plan(spec_of(head_dim, 504, "bfloat16").replace(**able), arch)
         assert of_parts.startswith("head_dim_v=256, the kernel of a part of the columns of v")
         plan(spec_of(head_dim, 256, "bfloat16"), arch)
         plan_backward(spec_of(head_dim, 256, "bfloat16"), arch)

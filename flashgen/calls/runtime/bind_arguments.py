@@ -201,7 +201,7 @@ def heads_of_call(
         plan: a plan with the rows of one head in each tile.
         captured: the captured tensors by name, including those of a block layout.
     """
-    from flashgen.kernels.planner import choose_heads, few_rows_of
+    from flashgen.kernels.planner import choose_heads, few_rows_of, is_unpaired
 
     # A layout that a function makes is the same for all heads of a call.
     gives = spec.block_sparse is not None and LAYOUT in captured
@@ -209,7 +209,11 @@ def heads_of_call(
     found = choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
     # Of packed queries, only those of plain decoding are known to be few in each sequence.
     queries = 1 if spec.packed and call.seq_q <= call.batch else call.seq_q
-    return replace(found, few_rows=few_rows_of(spec, plan, found.heads, queries, call.group))
+    return replace(
+        found,
+        few_rows=few_rows_of(spec, plan, found.heads, queries),
+        unpaired=is_unpaired(plan, found.heads, queries, call.group),
+    )
 
 
 def maps_of(

@@ -338,7 +338,8 @@ class ChosenCall:
         """The captured tensors of a call, and its lists without entries that are no block."""
         captured = named(self._signature, operands.captured)
         keys = captured[PAGE_NAMES[1]] if self._signature.paged else None
-        return CallLists(captured, *lists_of(self.sizes, *(captured[name] for name in LISTS), keys))
+        counts, blocks = (captured[name] for name in LISTS)
+        return CallLists(captured, *lists_of(self.sizes, counts, blocks, keys))
 
     def by_groups(
         self, operands: Operands, read: CallLists

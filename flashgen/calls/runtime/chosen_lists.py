@@ -23,7 +23,7 @@ FEWEST_ROWS = 16
 """Keys of a block that are the rows of a sequence, at least. The keys of smaller blocks are rows of
 the groups that list them: a small block would fill few of the 64 rows or more of a tile."""
 
-MOST_ROWS = 1 << 18
+MOST_ROWS = 1 << 19
 """Rows of keys at once, each with its key, value and gradients in memory."""
 
 
@@ -142,7 +142,8 @@ def lists_of(
     rank = 2 * none.to(torch.uint8)
     if keys is not None:
         lacking = blocks == keys.view(-1, 1, 1, 1) // sizes.block_k
-        rank, blocks = torch.broadcast_tensors(torch.where(none, rank, lacking), blocks)
+        rank = torch.where(none, rank, lacking)
+        blocks = blocks.expand_as(rank)  # those that batch entries share
     kept = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
     lengths = none.logical_not().sum(-1)
     kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)

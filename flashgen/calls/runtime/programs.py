@@ -393,7 +393,7 @@ class SpecProgram(CallProgram):
         heads = heads_of_call(self.spec, one_head, request.call, request.captured)
         options |= {"heads_per_tile": heads.heads, "ranges": request.ranges}
         if "forward" not in launch.tiles:
-            options["few_rows"] = heads.few_rows
+            options |= {"few_rows": heads.few_rows, "unpaired": heads.unpaired}
         return build(self.spec, arch, **options), heads.reason
 
     def backward(

@@ -16,7 +16,7 @@ from flashgen.kernels.planner.requests import (
     TangentPlanRequest,
     tangents_of,
 )
-from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of, is_unpaired
 from flashgen.kernels.planner.split_keys import (
     invariant_splits,
     plan_splits,
@@ -50,9 +50,9 @@ __all__ = [
     "columns_of_launch",
     "feasible",
     "few_rows_of",
-    "run_of_splits",
     "forward_traffic",
     "invariant_splits",
+    "is_unpaired",
     "moves",
     "parts_pay",
     "plan",
@@ -66,6 +66,7 @@ __all__ = [
     "plan_schemes",
     "plan_splits",
     "plan_tangent",
+    "run_of_splits",
     "split_of_call",
     "tangents_of",
     "times_of_parts",

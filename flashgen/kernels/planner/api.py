@@ -69,6 +69,7 @@ def plan(
     tile: Tile | None = None,
     heads_per_tile: int = 1,
     few_rows: int = 0,
+    unpaired: bool = False,
 ) -> Plan:
     """Plans the forward kernel of ``spec``: tiles, warps, stages and shared-memory layout.
 
@@ -92,8 +93,10 @@ def plan(
             equal share of the rows. A number that does not divide the rows has the share of the
             next power of two. For a mask and block layout that are the same for all heads.
         few_rows: rows of a call with split keys or pages, for which a tile of fewer warps is
-            planned where it takes less time for a key; or of another call whose blocks form no
-            cluster; 0 for the tile of all calls. The bits of a row are the same in both tiles.
+            planned where it takes less time for a key; 0 for the tile of all calls. The bits of a
+            row are the same in both tiles.
+        unpaired: whether blocks form no clusters: in a short call one more tile of queries, for a
+            pair, may take longer. The bits of a row are the same.
 
     Returns:
         A frozen plan, with sizes in bytes and predicted costs in clocks of an SM per score element.
@@ -106,6 +109,7 @@ def plan(
         PlanRequest(
             *(spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile),
             few_rows=few_rows,
+            unpaired=unpaired,
         )
     )
 
@@ -145,7 +149,7 @@ def plan_forward(request: PlanRequest) -> Plan:
                 problem, f"no tile that fits has {_shares(problem)} rows for each of them"
             )
         raise no_tile_fits(problem, given_sram=request.sram is not None)
-    if request.few_rows and chosen.tile.cluster > 1:
+    if request.unpaired and chosen.tile.cluster > 1:
         alone = evaluated(problem, replace(chosen.tile, cluster=1))
         return plan_of_tile(problem, alone, "given", (*notes, FEW_PAIRS))
     return plan_of_tile(problem, chosen, request.policy, notes)

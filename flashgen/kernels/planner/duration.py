@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed_line
@@ -37,7 +37,7 @@ from flashgen.kernels.planner.models.fitted_common import LAUNCH_GAP_US, OVERLAP
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import LEARNED_KERNELS
 from flashgen.kernels.planner.parts_of_groups import times_of_parts
-from flashgen.kernels.planner.quantities import Number
+from flashgen.kernels.planner.quantities import Number, Quantities
 from flashgen.kernels.planner.schedule import ROUNDS, SLOTS
 from flashgen.kernels.planner.traffic import (
     LSE_BYTES,
@@ -60,10 +60,12 @@ REFILLED = Formula("refilled", "1")
 REFILLED_AHEAD = Formula("refilled", "(alone - pace)/cost")
 RESTARTED = Formula("restarted", "refilled + 2*4*d_v/(l2_rate*cost*block_k)")
 HBM = Formula("hbm", "bytes/(sms*hbm_rate)", "clk")
+# Where they do not fill all slots, blocks share an SM with fewer others, and each has the pace that
+# it has then. Launches that write parts of split keys are counted as by `split_choice`, which
+# decides on their number: at the pace of full SMs.
+RESIDENT = Formula("resident", "min(blocks, ceil(work_tiles/sms))")
+SLOTS_OF_RESIDENT = Formula("slots", "sms*resident")
 FORMULAS = (
-    SLOTS,
-    ROUNDS,
-    BEGUN,
     Formula("quantisation", "makespan*slots/(steps + begun*work_tiles)"),
     Formula("work", "cost*(scores + begun*work_tiles*block_q*block_k)/sms", "clk"),
     HBM,
@@ -77,7 +79,7 @@ FORMULAS = (
 STREAMING_FORMULAS = (
     SLOTS,
     ROUNDS,
-    Formula("resident", "min(blocks, ceil(work_tiles/sms))"),
+    RESIDENT,
     Formula("in_flight", f"{16 * WARP}*loads*warps", "B"),
     Formula("from_l2", "latency + bytes/work_tiles*resident/l2_rate", "clk"),
     Formula("in_turn", "latency*bytes/work_tiles/in_flight", "clk"),
@@ -157,11 +159,14 @@ def duration_of(
     """
     arch, streams = facts(plan.arch), plan.streams
     parts = parts_of(plan, walks, uneven=uneven)
-    steps = sum(sum(part.lengths) * part.times for part in parts)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
+    paced = plan if streams else _at_pace(plan, max(1, work_tiles))
+    if paced is not plan:
+        parts = parts_of(paced, walks, uneven=uneven)
+    steps = sum(sum(part.lengths) * part.times for part in parts)
     scores = 0 if streams else steps * plan.block_q * plan.block_k
     at: dict[str, Number] = {
-        **step_facts(plan),
+        **step_facts(paced),
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
         "steps": max(1, steps),
@@ -171,7 +176,7 @@ def duration_of(
         "bytes": sum(_bytes(plan, walk.sizes, splits) for walk in walks) - rereads,
         "hbm_rate": arch.hbm_bytes_per_s / (arch.sms * arch.clock_hz),
     }
-    formulas: tuple[Formula, ...] = STREAMING_FORMULAS if streams else FORMULAS
+    formulas: tuple[Formula, ...] = STREAMING_FORMULAS
     launched = parts
     if streams:
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
@@ -180,17 +185,32 @@ def duration_of(
             at["chained_loads"] = waits_of_merge(plan.arch, work_tiles, splits)
     else:
         begun = at["begun"] = BEGUN(at)
-        if plan.joins:
-            formulas = (*FORMULAS[:3], *restart_formulas(plan), *FORMULAS[3:])
+        of_slots = (SLOTS,) if plan.partial else (RESIDENT, SLOTS_OF_RESIDENT)
+        restarts = restart_formulas(plan) if plan.joins else ()
+        formulas = (*of_slots, ROUNDS, BEGUN, *restarts, *FORMULAS)
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
-        at["makespan"] = makespan(launched, arch.sms * plan.blocks_per_sm)
+        at["makespan"] = makespan(launched, arch.sms * paced.blocks_per_sm)
     FormulaSequence(*formulas)(at)
     lines = tuple(line_of(formula, at) for formula in formulas)
     bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
     seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
     return Duration(plan, lines, seconds, bound, quantisation, launched)
+
+
+def _at_pace(plan: Plan, work_tiles: int) -> Plan:
+    """The plan with the costs of so many work tiles, of which fewer may share an SM."""
+    blocks = plan.blocks_per_sm
+    if plan.partial:
+        return plan
+    resident = int(
+        RESIDENT({"blocks": blocks, "work_tiles": work_tiles, "sms": facts(plan.arch).sms})
+    )
+    if resident == blocks:
+        return plan
+    at = plan.model.costs({**plan.quantities, "blocks": resident})
+    return replace(plan, blocks_per_sm=resident, quantities=Quantities(at), cost=float(at["cost"]))
 
 
 def step_facts(plan: Plan) -> dict[str, Number]:

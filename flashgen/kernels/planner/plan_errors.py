@@ -137,11 +137,14 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
     if problem.given["e"] > 2:
         half = smallest(problem.given_as(e=2))
         if not half.excesses:
-            yield f'dtype="float16" ({half.quantities["smem"]:,} B)'
+            yield f'dtype="float16" ({int(half.quantities["smem"]):,} B)'
     for dim in range(int(max(d_qk, d_v)) - 8, 0, -8):
         lower = smallest(problem.given_as(d_qk=min(d_qk, dim), d_v=min(d_v, dim)))
         if not lower.excesses:
-            yield f"head_dim={dim} ({lower.quantities['smem']:,} B)"
+            # spec.replace(head_dim=...) keeps a head_dim_v that differs.
+            dims = {"head_dim": d_qk, "head_dim_v": d_v if d_v != d_qk else 0}
+            changed = ", ".join(f"{name}={dim}" for name, size in dims.items() if size > dim)
+            yield f"{changed} ({int(lower.quantities['smem']):,} B)"
             break
     two = problem.of_two_tensors()
     for columns in columns_of_parts(int(d_v)):

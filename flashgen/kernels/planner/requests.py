@@ -35,6 +35,7 @@ class PlanRequest:
     tile: Tile | None = None
     heads_per_tile: int = 1
     few_rows: int = 0
+    unpaired: bool = False
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)

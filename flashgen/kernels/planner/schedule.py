@@ -119,19 +119,28 @@ def choose_heads(
     return HeadsPerTile(chosen, f"{of}: {saved}")
 
 
-def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1) -> int:
-    """Rows of the smallest tile in which the queries of so many heads fit, in calls that are
-    served; or of a tile alone, where clusters would take longer; 0 where all calls have this one.
+def is_unpaired(plan: Plan, heads: int, seq_q: int, group: int = 1) -> bool:
+    """Whether so few tiles of queries take longer in pairs, of which the last one is computed too.
 
     Args:
         heads: query heads of a tile.
-        group: query heads of a key head.
+        group: query heads of a key head, of which two are a pair.
     """
-    if plan.cluster > 1 and group // heads % 2:
-        tiles = -(-seq_q // replace(plan, heads_per_tile=heads).queries_per_tile)
-        alone = plan.model.costs({**plan.quantities, "cluster": 1})["cost"]
-        # The last tile is computed in a pair too.
-        return plan.block_q if (tiles + tiles % 2) * plan.cost > tiles * alone else 0
+    if plan.cluster == 1 or group // heads % 2 == 0:
+        return False
+    tiles = -(-seq_q // replace(plan, heads_per_tile=heads).queries_per_tile)
+    alone = plan.model.costs({**plan.quantities, "cluster": 1})["cost"]
+    return bool((tiles + tiles % 2) * plan.cost > tiles * alone)
+
+
+def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1) -> int:
+    """Rows of the smallest tile in which the queries of so many heads of a served call fit; 0 where
+    it has the tile of all calls.
+
+    Args:
+        heads: query heads of a tile.
+        group: query heads of a key head, which change nothing: `is_unpaired` depends on them.
+    """
     rows = MMA_ROWS * plan.model.warps_of_few_rows
     while spec.is_served and 0 < rows < plan.block_q:
         if heads <= rows and seq_q <= rows // head_places(rows, heads):

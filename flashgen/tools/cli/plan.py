@@ -169,7 +169,7 @@ def _predict(
                     "with few query rows"
                 )
                 return
-            if heads.heads > 1 or heads.few_rows:
+            if heads.heads > 1 or heads.few_rows or heads.unpaired:
                 planned = plan_forward(
                     spec,
                     planned.arch,
@@ -177,6 +177,7 @@ def _predict(
                     policy=arguments.policy,
                     heads_per_tile=heads.heads,
                     few_rows=heads.few_rows,
+                    unpaired=heads.unpaired,
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:

@@ -8,7 +8,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.calls.ops import ForwardRun
-from flashgen.kernels.planner import Tile, few_rows_of, plan
+from flashgen.kernels.planner import Tile, is_unpaired, plan
 from flashgen.shared.errors import PlanError
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
@@ -212,10 +212,11 @@ def test_launches_consist_of_whole_clusters() -> None:
 def test_few_tiles_of_queries_form_no_clusters() -> None:
     spec = fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=512, dtype="bfloat16")
     found = plan(spec, "sm_90a")
-    alone = {queries for queries in range(64, 1000, 64) if few_rows_of(spec, found, 1, queries)}
+    alone = {queries for queries in range(64, 1000, 64) if is_unpaired(found, 1, queries)}
     assert alone == {64, 192}
-    assert not few_rows_of(spec, found, 1, 64, group=2)  # two heads are a pair
-    assert plan(spec, "sm_90a", few_rows=64).cluster == 1
+    assert not is_unpaired(found, 1, 64, group=2)  # two heads are a pair
+    assert plan(spec, "sm_90a", few_rows=64) == found
+    assert plan(spec, "sm_90a", unpaired=True).cluster == 1
     call = wide("causal", (40, 90, 1, 2, 2))
     run = call.judged_forward()
     assert run.report.kernel is not None

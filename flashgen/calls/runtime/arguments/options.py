@@ -23,7 +23,9 @@ from flashgen.shared.dtypes import (
     dtype_name,
 )
 from flashgen.shared.signature import (
+    LAYOUT,
     LAYOUT_LISTS,
+    LISTS,
     SPLIT,
     WHOLE,
     CallSignature,
@@ -84,6 +86,11 @@ def check_names(signature: CallSignature, captures: Mapping[str, object]) -> Non
         kinds = {tensor.name: "tensor" for tensor in signature.tensors}
         kinds |= {scalar.name: "scalar" for scalar in signature.scalars}
         lists = LAYOUT_LISTS if signature.block_sparse is not None else ()
+        if LAYOUT not in captures and signature.choice is not None and captures.keys() >= {*LISTS}:
+            # The user gives both as one layout.
+            kinds = {LAYOUT: "tensor"} | {x: kinds[x] for x in kinds if x not in LISTS}
+            rest = {x: captures[x] for x in captures if x not in LISTS}
+            captures = {LAYOUT: captures[LISTS[0]], **rest}
         mask = captures.get("attn_mask")
         mask_of = (mask.dim(), dtype_name(mask.dtype)) if isinstance(mask, Tensor) else (4, "bool")
         unset = [name for name, value in captures.items() if value is None or value is False]

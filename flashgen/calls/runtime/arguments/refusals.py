@@ -80,7 +80,10 @@ def shown(value: object) -> str:
         return f"a tensor of shape {shape_of(value)}, {value.dtype}, on {value.device}"
     if type(value) is int:
         value = operator.index(value)  # a number where torch.compile traces a symbol
-    return f"{value!r:.200}"
+    if isinstance(value, tuple | list) and any(isinstance(x, torch.Tensor) for x in value):
+        parts = [*map(shown, value[:3]), *["..."][: len(value) > 3]]
+        return f"a {type(value).__name__} of {len(value)}: {'; '.join(parts)}"
+    return " ".join(line.strip() for line in repr(value).splitlines())[:200]
 
 
 def whole_number(value: object) -> int | None:

@@ -47,6 +47,8 @@ FORWARD_REGISTERS_PER_KEY = Fraction(3, 4)
 # tiles of 32 keys, and from 376 on in those of 16.
 FORWARD_WIDE_COLUMNS = 320
 FORWARD_COLUMNS_PER_REGISTER = 2
+# Chosen. Beyond so many columns of O, which one wgmma computes, two warpgroups may share rows.
+SHARED_BEYOND = 256
 
 # ---- forward: instructions, counted --------------------------------------------------------------
 

@@ -267,5 +267,5 @@ ONE = replace(
 )
 
 MODELS = {
-    ("forward", 2): replace(FORWARD, wide=(fitted.FORWARD_WIDE_COLUMNS, WIDE), one_tensor=ONE),
+    ("forward", 2): replace(FORWARD, wide=(fitted.SHARED_BEYOND, WIDE), one_tensor=ONE),
 }

@@ -273,7 +273,16 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     # Elements and the values of a weight function are alive together.
     needed = (not usual or reads) + (reads and not spec.is_softmax)
     more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
-    return more - fitted_sm90.PAGED_SEARCH_REGISTERS * (spec.paged and searches(spec))
+    leaves = spec.paged and searches(spec) and not _is_wide(spec)
+    return more - fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
+
+
+def _is_wide(spec: AttentionSpec) -> bool:
+    """Whether the consumers of served calls have no registers to leave to a producer that searches.
+
+    The producer then has as many without pages as with them, so that all calls have one tile.
+    """
+    return max(spec.head_dim, spec.head_dim_v or 0) > fitted_sm90.SHARED_BEYOND
 
 
 def most_registers_served(spec: AttentionSpec, at: Quantities) -> dict[str, Number]:
@@ -284,7 +293,8 @@ def most_registers_served(spec: AttentionSpec, at: Quantities) -> dict[str, Numb
     """
     if "searching" not in at or not searches(spec):
         return {}
-    extra = at["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * spec.paged
+    leaves = spec.paged and not _is_wide(spec)
+    extra = at["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
     return {"extra": extra, "searching": max(at["searching"], fitted_sm90.GATHER_REGISTERS)}
 
 
@@ -368,7 +378,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward" or spec.is_served:
         gathers = spec.block_sparse is not None and not spec.is_served
-        if gathers or (spec.paged and searches(spec)):
+        served = spec.paged or (spec.is_served and _is_wide(spec))
+        if gathers or (served and searches(spec)):
             return fitted.GATHER_REGISTERS
         if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
