@@ -180,8 +180,9 @@ def test_positions_of_the_queries_are_those_of_the_call(arch: str) -> None:
     judged(spec, (2, 4, 2, 5, 60), arch, q_offset=starts, backward=False)
 
 
+@pytest.mark.parametrize("queries", [1, 2])  # one splits its keys
 @pytest.mark.parametrize("arch", PATHS)
-def test_paged_caches_meet_the_error_rule(arch: str) -> None:
+def test_paged_caches_meet_the_error_rule(arch: str, queries: int) -> None:
     spec = spec_of(1, 16, head_dim=64, paged=True)
     lengths = torch.tensor([60, 96], dtype=torch.int32)
     table = torch.randperm(6, generator=torch.Generator().manual_seed(3)).view(2, 3).int()
@@ -191,8 +192,8 @@ def test_paged_caches_meet_the_error_rule(arch: str) -> None:
             2, 1, 2, 3
         ),
     }
-    lists["kv_indices"] = lists["kv_indices"].int()
-    call = call_of(spec, (2, 4, 1, 2, 96), arch, lists=lists)
+    lists = {name: x[:, :, :queries].int() for name, x in lists.items()}
+    call = call_of(spec, (2, 4, 1, queries, 96), arch, lists=lists)
     caches = [normal((6, 1, 32, 64), torch.bfloat16, seed) for seed in (1, 2)]
     for cache in caches:  # slots past the keys, in a block that is listed first
         cache[table[0, 1], :, 28:] = torch.nan

@@ -133,13 +133,12 @@ def is_unpaired(plan: Plan, heads: int, seq_q: int, group: int = 1) -> bool:
     return bool((tiles + tiles % 2) * plan.cost > tiles * alone)
 
 
-def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int, group: int = 1) -> int:
+def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
     """Rows of the smallest tile in which the queries of so many heads of a served call fit; 0 where
     it has the tile of all calls.
 
     Args:
         heads: query heads of a tile.
-        group: query heads of a key head, which change nothing: `is_unpaired` depends on them.
     """
     rows = MMA_ROWS * plan.model.warps_of_few_rows
     while spec.is_served and 0 < rows < plan.block_q:

@@ -173,7 +173,7 @@ def _plan_of_heads(
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
     queries = -(-seq_q // batch) if spec.packed else seq_q
-    few = few_rows_of(spec, plan, heads, queries, heads_q // heads_kv)
+    few = few_rows_of(spec, plan, heads, queries)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 
 
