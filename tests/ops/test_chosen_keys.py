@@ -200,6 +200,12 @@ def test_specs_that_cannot_have_lists_are_refused(option: dict[str, bool]) -> No
         SPEC.replace(**option)
 
 
+def test_a_call_with_dropout_is_not_told_to_ask_for_what_lists_exclude() -> None:
+    with pytest.raises(InputError, match="without dropout") as caught:
+        fg.attention(SPEC)(*operands(), layout=layout_of(LISTS), dropout_p=0.5)
+    assert caught.value.way_out == "leave dropout_p and rng out: lists exclude it"
+
+
 def test_lists_for_a_layout_of_all_heads_are_refused() -> None:
     spec = SPEC.replace(block_sparse=fg.BlockSparse(block_q=2, block_k=8))
     with pytest.raises(InputError, match="another kind of layout"):

@@ -174,10 +174,10 @@ def _notes(problem: TileProblem, found: Evaluated, policy: str) -> Iterator[str]
                 "in shared memory, and these to global memory once per step"
             )
     if problem.kernel == "forward" and found.tile.column_warps > 1:
-        columns = int(at["d_v"])
+        width = int(at["d_v"])
         yield (
             f"column_warps {found.tile.column_warps}, which share the columns of O: 16 rows of all "
-            f"take {columns // 2} registers a thread of one warp, beside those of S and P, of "
+            f"take {width // 2} registers a thread of one warp, beside those of S and P, of "
             f"{int(at['register_limit'])}; of 256 columns they take 128"
         )
     if found.tile.cluster > 1:

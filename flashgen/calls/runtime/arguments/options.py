@@ -274,11 +274,14 @@ def dropout_of(signature: CallSignature, p: object, rng: object, device: torch.d
 
 
 def refuse_dropout(signature: CallSignature, argument: str, p: object) -> NoReturn:
+    leave = "leave dropout_p and rng out"
     refuse(
         "the spec was made without dropout",
         f"argument {argument}",
         f"dropout_p {p}; spec {signature.name} has dropout=False",
-        "spec.replace(dropout=True), or leave dropout_p and rng out",
+        f"{leave}: lists exclude it"
+        if signature.choice
+        else f"spec.replace(dropout=True), or {leave}",
     )
 
 
