@@ -10,7 +10,7 @@ The backward pass adds `OutputGradients`. Tests and tools also pass `LaunchOptio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,6 +167,10 @@ class CheckedCall:
             "seq_q": self.seq_q,
             "seq_k": self.seq_k,
         }
+
+    def in_runs(self, run: int) -> CheckedCall:
+        """The call whose parts are runs of so many neighbouring splits."""
+        return replace(self, splits=-(-self.splits // run), run=run)
 
     @property
     def group(self) -> int:

@@ -76,8 +76,8 @@ SPLITS_OF_GROUP = 8
 are added up in order: a thread block may have any aligned power of two of them, the bits are the
 same. A longer group would have more of its results set aside at the same time."""
 
-RUNS = (1, 2, 4, 8)
-"""Splits that a thread block may have of its rows, of which it writes a part."""
+RUNS = tuple(1 << level for level in range(SPLITS_OF_GROUP.bit_length()))
+"""Splits that a thread block may have of its rows, of which it writes a part: up to a group."""
 
 ALL_SPLITS = 0
 """The run of a block that has all splits of its rows, and writes the result."""

@@ -496,6 +496,6 @@ def split(
     run = program.run_of(target, call) if target is not None and runs else 1
     if run != 1:
         program = program.joining(run)
-    if run not in (1, ALL_SPLITS):
-        call = replace(call, splits=-(-call.splits // run), run=run)
+    if run != ALL_SPLITS:
+        call = call.in_runs(run)
     return program, call

@@ -23,7 +23,6 @@ from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import OPERAND_DTYPES, dtype_name
 from flashgen.shared.launch_facts import Sizes
 from flashgen.shared.signature import SPLIT, CallSignature
-from flashgen.shared.split_choice import ALL_SPLITS
 
 if TYPE_CHECKING:
     from flashgen.kernels.compile import Binary
@@ -300,9 +299,9 @@ class SpecProgram(CallProgram):
         return run_of_splits(self.spec, target.arch, call, sms=target.sms)
 
     def joining(self, run: int) -> CallProgram:
-        from flashgen.spec.language.signature import folded, in_runs
+        from flashgen.spec.language.signature import joining
 
-        return program_of(folded(self.spec) if run == ALL_SPLITS else in_runs(self.spec))
+        return program_of(joining(self.spec, run))
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         from flashgen.kernels.planner import split_of_call

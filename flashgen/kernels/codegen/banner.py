@@ -102,8 +102,8 @@ def banner(
     elif plan.heads_per_tile > 1 or plan.partial or spec.split:
         loaded = "spec" if spec.file is None else f'flashgen.load("{spec.file}")'
         if plan.partial or spec.split:
-            variant = "folded" if spec.folds else "in_runs" if spec.runs else "split"
-            variant = variant if spec.split else "partial"
+            joins = "folded" if spec.folds else "in_runs" if spec.runs else "split"
+            variant = joins if spec.split else "partial"
             loaded = f"flashgen.spec.language.signature.{variant}({loaded})"
         heads = f", heads_per_tile={plan.heads_per_tile}" if plan.heads_per_tile > 1 else ""
         again = f'flashgen.emit({loaded}, arch="{plan.arch}"{heads})'

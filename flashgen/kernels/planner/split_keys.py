@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
@@ -109,7 +110,12 @@ def run_of_splits(
     Returns:
         One of `RUNS`, or `ALL_SPLITS`: that with the least predicted time.
     """
-    times = times_of_runs(spec, arch, call, sms=sms)
+    return fastest_run(times_of_runs(spec, arch, call, sms=sms))
+
+
+def fastest_run(times: Mapping[int, float]) -> int:
+    """The run of the least of the times that `times_of_runs` gives; one split where it gives
+    none."""
     return min(times, key=times.__getitem__) if times else RUNS[0]
 
 

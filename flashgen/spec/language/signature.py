@@ -33,6 +33,7 @@ from flashgen.shared.signature import (
     ZeroDivision,
 )
 from flashgen.shared.signature import BOUNDARIES as BOUNDARY_NAMES
+from flashgen.shared.split_choice import ALL_SPLITS
 from flashgen.spec.language.divisors import divisions_by_zero
 from flashgen.spec.language.lets import Let, nodes_of, substituted
 from flashgen.spec.language.python_printer import python_text
@@ -306,6 +307,15 @@ def in_runs(spec: AttentionSpec) -> AttentionSpec:
     """
     parts = spec if spec.split else split(spec)
     return with_options(parts, runs=True, name=f"{str(parts.name).removesuffix('_split')}_runs")
+
+
+def joining(spec: AttentionSpec, run: int) -> AttentionSpec:
+    """The variant with split keys whose thread blocks have so many neighbouring splits of their
+    rows: one, a longer run, or `ALL_SPLITS`.
+    """
+    if run == ALL_SPLITS:
+        return folded(spec)
+    return spec if run == 1 else in_runs(spec)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
-from flashgen.kernels.planner.split_keys import times_of_runs
+from flashgen.kernels.planner.split_keys import fastest_run, times_of_runs
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared import config
@@ -25,7 +25,7 @@ from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import ALL_SPLITS, SplitPlan
-from flashgen.spec.language.signature import folded, in_runs, split
+from flashgen.spec.language.signature import joining, split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
 
@@ -62,7 +62,7 @@ class DecodingPlan:
     @property
     def run(self) -> int:
         """The neighbouring splits that a block has: one of `RUNS`, or `ALL_SPLITS`."""
-        return min(self.runs, key=self.runs.__getitem__) if self.runs else 1
+        return fastest_run(self.runs)
 
     @property
     def bound_seconds(self) -> float:
@@ -195,13 +195,19 @@ def plan_decoding(
         splits = -(-capacity // size)
         call = replace(call, scalars=scalars, splits=splits)
         runs = times_of_runs(served, arch, call)
-        run = min(runs, key=runs.__getitem__) if runs else 1
-        if run == ALL_SPLITS:
-            served = folded(served)
-        elif run > 1:
-            served, call = in_runs(served), replace(call, splits=-(-splits // run), run=run)
+        run = fastest_run(runs)
+        served = joining(served, run)
+        if run != ALL_SPLITS:
+            call = call.in_runs(run)
     heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
-    planned = plan(served, arch, sram=sram, heads_per_tile=heads.heads, few_rows=heads.few_rows)
+    planned = plan(
+        served,
+        arch,
+        sram=sram,
+        heads_per_tile=heads.heads,
+        few_rows=heads.few_rows,
+        unpaired=heads.unpaired,
+    )
     mask = analysed(served, walk_of_kernel("forward")).mask
     predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
     found = planned, chosen, why, size, splits, heads, predicted, invariant, runs

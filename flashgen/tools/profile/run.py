@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +63,7 @@ def profile_forward(
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
     size = run.report.split_size
     problem = problem_of_call(spec, (q, k, v), options | {"split_size": size}, run.rng)
-    splits = run.report.run  # of a block
-    problem = replace(problem, run=splits, splits=-(-problem.splits // splits))
+    problem = problem.in_runs(run.report.run)
     packs = spec.paged and BOUNDARIES[0] in (options.get("tensors") or {})
     part = (SPLIT,) if size else ()
     spec = program_of(spec).variant(Variant(part=part, packs=packs))
