@@ -249,7 +249,7 @@ def build(
         access_bytes: 16, or the operand size in bytes.
         tile: tile of the kernel, instead of the policy's.
         heads_per_tile: number of query heads that share one tile.
-        few_rows, unpaired: as in `flashgen.plan`.
+        few_rows: as in `flashgen.plan`.
         ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
             for a call whose values are within int32.
 
