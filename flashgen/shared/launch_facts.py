@@ -115,16 +115,17 @@ class DecodingTile(NamedTuple):
 
     Attributes:
         rows: its query rows.
-        blocks: blocks that an SM runs at the same time.
-        clocks: clocks of such a block for each of its keys.
+        clocks: clocks of a block for each of its keys, beside 0, 1, ... others on its SM, up to as
+            many as fit.
+        restarted: steps for each further split of a block that has several.
         key_bytes: bytes of a row of K and a row of V in memory.
         cost: clocks of an SM for each score in the tile of many rows, which has the same keys.
         least_cost: the same in the cheapest tile of many rows.
     """
 
     rows: int
-    blocks: int
-    clocks: float
+    clocks: tuple[float, ...]
+    restarted: float
     key_bytes: int
     cost: float
     least_cost: float

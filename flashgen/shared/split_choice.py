@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
@@ -20,10 +23,11 @@ from flashgen.shared.launch_facts import DecodingTile, LaunchRules
 
 
 class Load(NamedTuple):
-    """Sequences of one length, with one query each."""
+    """Sequences of one length, with one query each, and the query heads of a key head."""
 
     batch: int
     keys: int
+    group: int = 4
 
 
 LOADS = (
@@ -31,19 +35,19 @@ LOADS = (
     Load(8, 8_192),
     Load(64, 4_096),
 )
-"""The calls whose times decide."""
+"""The calls whose times decide. The choice cannot depend on the call; 4 is the group of many
+models, and fewer heads have fewer bytes beside the keys."""
 
-LOADS_OF_ONE = LOADS[2:]
-"""The same where values are columns of the keys: one key head of a short sequence has the bytes of
-a few microseconds, whatever its splits."""
+LONG_LOADS = LOADS[2:]
+"""The same where a position of the cache has few bytes: those of one short sequence take a few
+microseconds, whatever its splits."""
 
-GROUP = 4
-"""Query heads for each key head in these calls. The choice cannot depend on the call, and 4 is the
-group of many models; fewer have fewer bytes beside the keys."""
+LOADS_OF_ONE = tuple(load._replace(group=group) for group in (16, 64, 128) for load in LONG_LOADS)
+"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
+latent attention."""
 
 GROUP_OF_ONE = 64
-"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
-latent attention. Their parts have the bytes of hundreds of keys."""
+"""The heads in the middle of these, for which the tile of calls with few rows is planned."""
 
 HEADS_KV = 8
 """Key heads for which batch-invariant calls have their splits: those of many models. The number in
@@ -51,16 +55,6 @@ a call is less where ranks share the heads."""
 
 HEADS_KV_OF_ONE = 1
 """The same where values are columns of the keys: ranks share the query heads of one key head."""
-
-MOST_BYTES_OF_CODES = 1.06
-"""The bytes of a call over those of its codes, at most. Where a GPU has many slots, as for tiles of
-codes, the predicted time of few work tiles is too long, and would ask for very short splits."""
-
-OF_PAGE = 12
-"""Bytes of the number of a page of codes and of its scales."""
-
-PAGE = 16
-"""Keys of a page for which they are counted: those of many servers."""
 
 _FLOAT = 4
 
@@ -87,27 +81,46 @@ PARTS_IN_FLIGHT = 32
 
 _MOST_KEYS = 1 << 13
 
+Numbers = NDArray[Any]
 
-class PredictedLoad(NamedTuple):
-    """The predicted time of a load, each over the time in which K, V, q and out move once.
+
+class SplitCall(NamedTuple):
+    """What decides on the time of a call with split keys.
+
+    Attributes:
+        keys: those of a sequence.
+        key_heads: key heads of all sequences.
+        rows: query rows of all heads.
+        tiles: work tiles of one split.
+        uneven: whether blocks have less and less work, so that the short ones fill the last round.
+    """
+
+    keys: int
+    key_heads: int
+    rows: int
+    tiles: int
+    uneven: bool = False
+
+
+class PredictedCall(NamedTuple):
+    """The predicted times of a call for splits of several sizes, in clocks.
 
     Attributes:
         work_tiles, rounds: of the forward kernel.
-        moved: the bytes of the forward kernel.
-        idle: what its rounds take beyond that: the last one, and steps that nothing overlaps.
-        merge: the kernel that merges the parts.
+        forward, merge: the times of both launches.
+        moved: that of the forward kernel, if global memory alone decided.
     """
 
-    work_tiles: int
-    rounds: int
-    moved: float
-    idle: float
-    merge: float
+    work_tiles: Numbers
+    rounds: Numbers
+    forward: Numbers
+    merge: Numbers
+    moved: Numbers
 
     @property
-    def over_bound(self) -> float:
-        """The time of both launches."""
-        return self.moved + self.idle + self.merge
+    def time(self) -> Numbers:
+        """That of both launches."""
+        return self.forward + self.merge
 
 
 def early_parts(arch: str) -> int:
@@ -120,43 +133,122 @@ def early_parts(arch: str) -> int:
     return int(gpu.memory_latency * gpu.hbm_bytes_per_s / gpu.clock_hz / (32 * _FLOAT))
 
 
-def waits_of_merge(arch: str, blocks: int, splits: int) -> int:
+def waits_of_merge(arch: str, blocks: int, splits: int | Numbers) -> Numbers:
     """Loads of a merge of which each needs the one before: of LSE and, unless early, of O.
 
     Args:
         blocks: those of the launch.
         splits: the parts of a row.
     """
-    return 1 if blocks * min(splits, PARTS_IN_FLIGHT) <= early_parts(arch) else 2
+    return np.where(blocks * np.minimum(splits, PARTS_IN_FLIGHT) <= early_parts(arch), 1, 2)
 
 
 @dataclass(frozen=True)
-class SplitPlan:
-    """The splits of a call with one sequence and one query.
+class SplitKernel:
+    """The forward kernel of calls with split keys, and the time that its calls take.
 
     Attributes:
-        size: the keys of a split, a multiple of `block_k` and of 16.
-        few_rows: query rows of a key head that one work tile, or two, compute.
-        block_k: keys of a tile.
-        heads_kv: key heads, whose splits are work tiles each.
-        sms: SMs of the GPU.
         arch: the architecture, whose product's rates are those of each SM.
-        tile: the tile of calls with few rows.
-        group: query heads of a key head for which times are compared.
+        sms: SMs of the GPU.
+        tile: the tile of the calls.
+        block_k: keys of a tile.
         row_bytes: bytes of a row of q and of a row of out.
         columns: columns of O.
     """
 
-    size: int
-    few_rows: int
-    block_k: int
-    heads_kv: int
-    sms: int
     arch: str
+    sms: int
     tile: DecodingTile
-    group: int
+    block_k: int
     row_bytes: tuple[int, int]
     columns: int
+
+    @property
+    def slots(self) -> int:
+        """Blocks that the GPU runs at the same time."""
+        return self.sms * len(self.tile.clocks)
+
+    @property
+    def _hbm_rate(self) -> float:
+        gpu = facts(self.arch)
+        return gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz) * self.sms
+
+    def bound(self, call: SplitCall) -> float:
+        """The clocks in which K, V, q and out move once."""
+        moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(self.row_bytes)
+        return moved / self._hbm_rate
+
+    def predicted(self, call: SplitCall, size: Numbers, run: int) -> PredictedCall:
+        """The predicted time, by the formulas of `flashgen.kernels.planner.duration`.
+
+        Splits have equal times here, whatever their keys. A block starts a split, for which nothing
+        overlaps one step, and goes on with further ones after the `restarted` steps in which it
+        sets the finished O aside and joins it.
+
+        Args:
+            size: the keys of a split, of one plan or of several.
+            run: the neighbouring splits of a block, one of `RUNS` or `ALL_SPLITS`.
+        """
+        gpu, tile = facts(self.arch), self.tile
+        of_q, of_out = self.row_bytes
+        of_part = _FLOAT * (self.columns + 1)
+        splits = np.ceil(call.keys / size)
+        own = np.full_like(splits, run) if run else splits
+        parts = np.ceil(splits / own)
+        results = parts * of_part if run else np.full_like(parts, of_out)
+        moved = call.key_heads * call.keys * tile.key_bytes + call.rows * (of_q + results)
+        hbm: Numbers = moved / self._hbm_rate
+
+        work_tiles = call.tiles * parts
+        resident = np.minimum(len(tile.clocks), np.ceil(work_tiles / self.sms))
+        slots = self.sms * resident
+        clocks = np.take(tile.clocks, resident.astype(int) - 1)
+        waves = work_tiles / slots
+        rounds = np.ceil(waves)
+        of_edges = call.rows / call.tiles * (of_q + (_FLOAT * self.columns if run else of_out))
+        longest = np.minimum(size * own, call.keys)
+        keys = longest + self.block_k * (1 + tile.restarted * (own - 1))
+        of_tile = clocks * keys + of_edges / gpu.l2_bytes_per_clock
+        of_all = np.maximum(1, waves) if call.uneven else rounds
+        work = of_all * of_tile * call.keys / (parts * longest)
+        forward = np.maximum(np.maximum(work, hbm), hbm * (rounds - 1) / waves + of_tile)
+        merge = self._merge(call.rows, parts) if run else np.zeros_like(forward)
+        return PredictedCall(work_tiles, rounds, forward, np.where(splits > 1, merge, 0), hbm)
+
+    def _merge(self, rows: int, parts: Numbers) -> Numbers:
+        """The clocks in which the parts of so many rows are merged."""
+        gpu = facts(self.arch)
+        warps = math.ceil(self.columns / 32)
+        blocks = rows * warps
+        resident = min(MERGE_WARPS_OF_SM, math.ceil(blocks / self.sms))
+        of_row = parts * _FLOAT * (self.columns + 1) + self.row_bytes[1] + _FLOAT
+        of_block, latency = of_row / warps, gpu.memory_latency
+        from_l2 = latency + of_block * resident / gpu.l2_bytes_per_clock
+        in_turn = latency * of_block / (32 * _FLOAT * PARTS_IN_FLIGHT)
+        waits = waits_of_merge(self.arch, blocks, parts) - 1
+        rounds = math.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
+        of_blocks = rounds * (waits * latency + np.maximum(from_l2, in_turn))
+        merge: Numbers = np.maximum(of_blocks, rows * of_row / self._hbm_rate)
+        return merge
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The splits of calls that give no split_size.
+
+    Attributes:
+        size: the keys of a split, a multiple of `block_k` and of 16.
+        few_rows: query rows of a key head that one work tile, or two, compute.
+        heads_kv: key heads, whose splits are work tiles each.
+        loads: the calls whose times decide.
+        kernel: their kernel.
+    """
+
+    size: int
+    few_rows: int
+    heads_kv: int
+    loads: tuple[Load, ...]
+    kernel: SplitKernel
 
     def size_of(self, call: CheckedCall, *, paged: bool) -> int:
         """The split_size of a call that gives none; 0: its keys are not split.
@@ -172,98 +264,55 @@ class SplitPlan:
         return self.size if paged or few else 0
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        """The calls whose times decide."""
-        return LOADS if self.group == GROUP else LOADS_OF_ONE
-
-    @property
     def mean(self) -> float:
-        """The geometric mean of the times of `loads` over the HBM bound.
-
-        A load weighs as much as another one whose time changes by the same factor.
-        """
-        times = [self.predicted(load).over_bound for load in self.loads]
-        return math.prod(times) ** (1 / len(times))
-
-    @property
-    def bytes_of_codes(self) -> float:
-        """The bytes of a call over those of its keys and values: queries are read in each split,
-        parts are written and read, and so are the numbers and scales of pages."""
-        of_q, _ = self.row_bytes
-        of_split = self.group * (of_q + 2 * _FLOAT * (self.columns + 1))
-        return 1 + (of_split / self.size + OF_PAGE / PAGE) / self.tile.key_bytes
+        """The geometric mean of the times of `loads` over the HBM bound."""
+        return float(_means(self, np.array([self.size]))[0])
 
     @property
     def of_prefill(self) -> float:
-        """The time of a prefill over that with the cheapest tile and without splits.
+        """The time of a prefill over that with the cheapest tile and without splits."""
+        return float(_of_prefill(self.kernel, np.array([self.size]))[0])
 
-        In each split of a block nothing overlaps one step, Q is read again, and the O of the splits
-        before is written and read.
-        """
-        tile, (of_q, _) = self.tile, self.row_bytes
-        moved = (of_q + 2 * _FLOAT * self.columns) / facts(self.arch).l2_bytes_per_clock
-        return tile.cost / tile.least_cost * (1 + (self.block_k + moved / tile.cost) / self.size)
+    def fastest(self, load: Load) -> tuple[int, PredictedCall]:
+        """The run of splits with which a load takes the least time, and that time."""
+        call, size = self.call_of(load), np.array([self.size])
+        times = {run: self.kernel.predicted(call, size, run) for run in (ALL_SPLITS, *RUNS)}
+        return min(times.items(), key=lambda each: float(each[1].time[0]))
 
-    def predicted(self, load: Load) -> PredictedLoad:
-        """The predicted time of a load, by the formulas of `flashgen.kernels.planner.duration`.
+    def over_bound(self, load: Load) -> float:
+        """The least predicted time of a load over the time in which K, V, q and out move once."""
+        return float(self.fastest(load)[1].time[0]) / self.kernel.bound(self.call_of(load))
 
-        Splits have equal times here, whatever their keys.
-        """
-        gpu, tile = facts(self.arch), self.tile
-        batch, keys = load
-        hbm_rate = gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz) * self.sms
-        of_q, of_out = self.row_bytes
-        of_part, heads = _FLOAT * (self.columns + 1), batch * self.heads_kv
-        rows, splits = heads * self.group, math.ceil(keys / self.size)
-        moved = heads * keys * tile.key_bytes + rows * (of_q + splits * of_part)
-
-        work_tiles = heads * splits * math.ceil(self.group / tile.rows)
-        slots = self.sms * tile.blocks
-        rounds = math.ceil(work_tiles / slots)
-        of_edges = min(self.group, tile.rows) * (of_q + _FLOAT * self.columns)
-        longest = min(self.size, keys)
-        of_tile = tile.clocks * (longest + self.block_k) + of_edges / gpu.l2_bytes_per_clock
-        hbm = moved / hbm_rate
-        full_rounds = hbm * (rounds - 1) * slots / work_tiles
-        forward = max(rounds * of_tile * keys / (splits * longest), hbm, full_rounds + of_tile)
-
-        warps = math.ceil(self.columns / 32)
-        blocks = rows * warps
-        resident = min(MERGE_WARPS_OF_SM, math.ceil(blocks / self.sms))
-        of_row = splits * of_part + of_out + _FLOAT
-        of_block, latency = of_row / warps, gpu.memory_latency
-        from_l2 = latency + of_block * resident / gpu.l2_bytes_per_clock
-        in_turn = latency * of_block / (32 * _FLOAT * PARTS_IN_FLIGHT)
-        waits = waits_of_merge(self.arch, blocks, splits) - 1
-        of_block = waits * latency + max(from_l2, in_turn)
-        rounds_of_merge = math.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
-        merge = max(rounds_of_merge * of_block, rows * of_row / hbm_rate)
-
-        bound = (heads * keys * tile.key_bytes + rows * (of_q + of_out)) / hbm_rate
-        return PredictedLoad(
-            *(work_tiles, rounds, hbm / bound, (forward - hbm) / bound),
-            merge=merge / bound if splits > 1 else 0.0,
-        )
+    def call_of(self, load: Load) -> SplitCall:
+        """What decides on the time of a load."""
+        heads = load.batch * self.heads_kv
+        tiles = heads * math.ceil(load.group / self.kernel.tile.rows)
+        return SplitCall(load.keys, heads, heads * load.group, tiles)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        tiles, slots = self.size // self.block_k, self.sms * self.tile.blocks
+        tiles, slots = self.size // self.kernel.block_k, self.kernel.slots
         yield (
-            f"split_size = {self.size:,} keys, {tiles} tiles of {self.block_k}: these calls take "
-            f"the least time, in their geometric mean {self.mean:.3f}"
+            f"split_size = {self.size:,} keys, {tiles} tiles of {self.kernel.block_k}: these calls "
+            f"take the least time, in their geometric mean {self.mean:.3f}"
         )
         yield (
-            f"  of {self.group} heads for each of {self.heads_kv} key heads, {slots} slots; "
-            "over the HBM bound = bytes + idle + merge"
+            f"  of query heads for each of {self.heads_kv} key heads, {slots} slots; over the HBM "
+            "bound = bytes + idle + merge; splits of a block"
         )
         for load in self.loads:
-            found = self.predicted(load)
+            run, found = self.fastest(load)
+            bound = self.kernel.bound(self.call_of(load))
+            moved, forward, merge = (
+                float(each[0]) / bound for each in (found.moved, found.forward, found.merge)
+            )
             yield (
-                f"  {load.batch:>4} x {load.keys:>7,} keys   {found.work_tiles:>5,} tiles, "
-                f"{found.work_tiles / slots:6.2f} of {found.rounds:>2} rounds   "
-                f"{found.over_bound:.3f} = {found.moved:.3f} + {found.idle:.3f} + {found.merge:.3f}"
+                f"  {load.batch:>4} x {load.keys:>7,} keys, {load.group:>3} heads   "
+                f"{int(found.work_tiles[0]):>5,} tiles in {int(found.rounds[0]):>2} rounds   "
+                f"{forward + merge:.3f} = {moved:.3f} + {forward - moved:.3f} + {merge:.3f}   "
+                f"{run or 'all'}"
             )
         yield f"  a prefill over one without splits, in its best tile: {self.of_prefill:.3f}"
 
@@ -286,26 +335,61 @@ def choose_split(
     plan = SplitPlan(
         size=2 * step,
         few_rows=kernel.block_q * (2 if kernel.one_tensor else 1),
-        block_k=kernel.block_k,
         heads_kv=heads_kv,
-        sms=sms,
-        arch=kernel.arch,
-        tile=kernel.decoding,
-        group=usual_group(one_tensor=kernel.one_tensor),
-        row_bytes=(e * kernel.head_dim, e * kernel.head_dim_v),
-        columns=kernel.head_dim_v,
+        loads=_loads_of(kernel),
+        kernel=SplitKernel(
+            arch=kernel.arch,
+            sms=sms,
+            tile=kernel.decoding,
+            block_k=kernel.block_k,
+            row_bytes=(e * kernel.head_dim, e * kernel.head_dim_v),
+            columns=kernel.head_dim_v,
+        ),
     )
-    sizes = range(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
-    plans = [replace(plan, size=size) for size in sizes]
-    own_columns = kernel.head_dim + (0 if kernel.one_tensor else kernel.head_dim_v)
-    if plan.tile.key_bytes < e * own_columns:  # codes
-        plans = [each for each in plans if each.bytes_of_codes <= MOST_BYTES_OF_CODES] or plans
-    return min(plans, key=lambda each: each.mean * (each.of_prefill if invariant else 1))
+    sizes = np.arange(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
+    times = _means(plan, sizes)
+    if invariant:
+        times = times * _of_prefill(plan.kernel, sizes)
+    return replace(plan, size=int(sizes[np.argmin(times)]))
+
+
+def _loads_of(kernel: LaunchRules) -> tuple[Load, ...]:
+    """The calls whose times decide."""
+    if kernel.one_tensor:
+        return LOADS_OF_ONE
+    assert kernel.decoding is not None, "a kernel of calls that are served"
+    of_elements = kernel.itemsize * (kernel.head_dim + kernel.head_dim_v)
+    return LONG_LOADS if kernel.decoding.key_bytes < of_elements else LOADS  # codes, or elements
+
+
+def _means(plan: SplitPlan, sizes: Numbers) -> Numbers:
+    """For splits of each size, the geometric mean of the times of the loads over the HBM bound.
+
+    A load weighs as much as another one whose time changes by the same factor.
+    """
+    kernel, found = plan.kernel, np.zeros(len(sizes))
+    for load in plan.loads:
+        call = plan.call_of(load)
+        times = [kernel.predicted(call, sizes, run).time for run in (ALL_SPLITS, *RUNS)]
+        found += np.log(np.minimum.reduce(times) / kernel.bound(call))
+    means: Numbers = np.exp(found / len(plan.loads))
+    return means
+
+
+def _of_prefill(kernel: SplitKernel, sizes: Numbers) -> Numbers:
+    """The time of a prefill over that with the cheapest tile and without splits.
+
+    In each split of a block nothing overlaps one step, Q is read again, and the O of the splits
+    before is written and read.
+    """
+    tile, (of_q, _) = kernel.tile, kernel.row_bytes
+    moved = (of_q + 2 * _FLOAT * kernel.columns) / facts(kernel.arch).l2_bytes_per_clock
+    return tile.cost / tile.least_cost * (1 + (kernel.block_k + moved / tile.cost) / sizes)
 
 
 def usual_group(*, one_tensor: bool) -> int:
-    """The query heads of a key head for which splits are chosen."""
-    return GROUP_OF_ONE if one_tensor else GROUP
+    """The query heads of a key head for which the tile of few rows is planned."""
+    return GROUP_OF_ONE if one_tensor else LOADS[0].group
 
 
 def usual_heads_kv(*, one_tensor: bool) -> int:

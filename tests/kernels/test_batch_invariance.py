@@ -203,7 +203,7 @@ def test_a_tile_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyPatc
 def test_the_split_of_a_usual_model_is_that_of_every_rank_and_gpu(arch: str) -> None:
     spec = MADE["causal"]
     chosen = invariant_splits(spec, arch)
-    assert (chosen.heads_kv, chosen.sms) == (8, facts(arch).sms)
+    assert (chosen.heads_kv, chosen.kernel.sms) == (8, facts(arch).sms)
     assert chosen.size >= plan_splits(spec, arch, 8).size, "that of calls without a prefill"
     free = {plan_splits(spec, arch, heads, sms=sms).size for heads in (1, 8) for sms in (108, 132)}
     assert len(free) > 1, "the free choice depends on both"

@@ -179,9 +179,9 @@ def test_operations_are_counted_over_the_keys_of_each_sequence() -> None:
 def test_the_planned_split_has_whole_tiles_and_the_least_time(heads_kv: int, arch: str) -> None:
     spec = SPEC.replace(head_dim=128, dtype="bfloat16")
     planned = plan_splits(spec, arch, heads_kv)
-    step = math.lcm(16, planned.block_k)
+    step = math.lcm(16, planned.kernel.block_k)
     assert planned.size % step == 0
-    assert planned.size >= 2 * planned.block_k
+    assert planned.size >= 2 * planned.kernel.block_k
     others = [replace(planned, size=step * n) for n in range(2, 8192 // step + 1)]
     assert planned.mean == min(each.mean for each in others)
     assert f"split_size = {planned.size:,}" in str(planned)

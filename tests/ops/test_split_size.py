@@ -68,7 +68,7 @@ def test_calls_with_few_query_rows_split_their_keys_by_the_plan(arch: str) -> No
 
 def test_calls_with_more_rows_few_keys_or_a_given_size_do_not_split_by_the_plan() -> None:
     chosen = plan_splits(CAUSAL.replace(dtype="float16"), "sm_80", 1)
-    rows, keys = chosen.few_rows // 2, chosen.size + 1
+    rows, keys = min(chosen.few_rows, chosen.size) // 2, chosen.size + 1
     program = program_of(CAUSAL.replace(dtype="float16"))
     target = program.target("emulator", "sm_80", torch.device("cpu"))
 

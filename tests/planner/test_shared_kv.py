@@ -66,7 +66,7 @@ def test_what_does_not_fit_names_the_kernel_of_a_part(arch: str, dims: Dims) -> 
 def test_two_tiles_of_heads_are_few_rows() -> None:
     one, two = (plan_splits(spec_of((256, 256), x), "sm_90a", 1) for x in (True, False))
     plan = fg.plan(spec_of((256, 256)), "sm_90a")
-    assert one.tile.key_bytes * 2 == two.tile.key_bytes
+    assert one.kernel.tile.key_bytes * 2 == two.kernel.tile.key_bytes
     assert plan.row_bytes == 256 * 2
     assert plan_splits(spec_of((576, 512)), "sm_90a", 1).few_rows == 128
 

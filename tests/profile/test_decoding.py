@@ -129,8 +129,8 @@ def test_slots_are_busy_from_one_sequence_of_32k_keys_on(heads_kv: int) -> None:
 
 def test_shorter_splits_are_predicted_slower() -> None:
     """They have twice the parts: see benchmarks/NOTES.md."""
-    for batch, keys in LOADS:
-        sizes = LaunchSizes(batch, 32, 8, 1, keys)
+    for load in LOADS:
+        sizes = LaunchSizes(load.batch, 32, 8, 1, load.keys)
         short, planned = (
             plan_decoding(SERVED, "sm_90a", sizes, page_size=16, split_size=size).predicted
             for size in (256, None)
@@ -173,7 +173,7 @@ def test_every_line_of_a_decoding_plan_is_its_own_arithmetic() -> None:
     splits = f"splits    {-(-40_000 // found.split_size)} of {found.split_size:,} keys, "
     parts = -(-found.splits // found.run)
     assert splits + f"{found.run} in each block, and a merge of {parts} results" in text
-    assert "splits in a block: time over that of busy SMs" in text
+    assert "splits in a block: time over the least one" in text
     assert "predicted forward: " in text
     assert "predicted merge: " in text
 
@@ -254,11 +254,9 @@ def test_the_time_that_decides_on_splits_is_the_predicted_one(dim: int, load: Lo
     assert found.split_size == chosen.size
     assert found.predicted is not None
     ratio = found.predicted.seconds / found.bound_seconds
-    parts = chosen.predicted(load).over_bound
-    if found.run != 1:  # not known where splits are chosen: calls that write fewer parts are faster
-        assert 0.9 * parts <= ratio <= 1.01 * parts
-    else:
-        assert parts == pytest.approx(ratio, rel=0.02)
+    run, _ = chosen.fastest(load)
+    assert found.run == run
+    assert chosen.over_bound(load) == pytest.approx(ratio, rel=0.02)
 
 
 def test_one_query_takes_about_the_time_of_its_bytes() -> None:
@@ -282,7 +280,7 @@ def test_the_plan_says_that_calls_are_batch_invariant() -> None:
 
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_codes_are_predicted_to_take_at_most_057_of_the_time_of_elements(
+def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
     arch: str, kv_dtype: str
 ) -> None:
     for batch, keys in LARGE:
@@ -291,5 +289,5 @@ def test_codes_are_predicted_to_take_at_most_057_of_the_time_of_elements(
         codes = plan_decoding(SERVED, arch, sizes, page_size=16, kv_dtype=kv_dtype).predicted
         assert elements is not None
         assert codes is not None
-        assert codes.seconds <= 0.57 * elements.seconds
+        assert codes.seconds <= 0.56 * elements.seconds
         assert codes.traffic.over_bound <= 1.06

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from flashgen.kernels.planner import paper_policy
 from flashgen.kernels.planner.backward_schemes import plan_schemes
+from flashgen.kernels.planner.duration import decoding_tile
 from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
 from flashgen.kernels.planner.models.codes_sm80 import quantities_of
 from flashgen.kernels.planner.models.spec_terms import (
@@ -188,7 +189,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
 
     form, chosen = of_rows(request.few_rows)
     group = usual_group(one_tensor="one_tensor" in problem.given)
-    decoding = _decoding_tile(*of_rows(group), wide.cost, wide.cost)
+    decoding = decoding_tile(plan_of_tile(*of_rows(group), "given"), wide.cost, wide.cost)
     converted = "in shared memory, by the thread that copied it"
     if form is in_registers:
         converted = "in the registers of its product, as one warp has all rows"
@@ -299,23 +300,12 @@ def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, Decoding
         if each.excesses or divides or each.cost > MOST_OF_PREFILL * least.cost:
             continue
         few = _of_few_rows(of_all, each, group)
-        decoding = _decoding_tile(problem, few, each.cost, least.cost)
+        decoding = decoding_tile(plan_of_tile(problem, few, "given"), each.cost, least.cost)
         plan = replace(plan_of_tile(problem, each, "given"), decoding=decoding)
         heads_kv = usual_heads_kv(one_tensor=plan.one_tensor)
         found.append((choose_split(plan, heads_kv, problem.arch.sms).mean, tile, decoding))
     _, chosen, decoding = min(found)
     return chosen, decoding
-
-
-def _decoding_tile(
-    problem: TileProblem, few: Evaluated, cost: float, least_cost: float
-) -> DecodingTile:
-    at = few.quantities
-    columns = at["d_qk"] + (0 if "one_tensor" in problem.given else at["d_v"])
-    rows, blocks = int(at["block_q"]), few.tile.blocks
-    key_bytes = int(at.get("e_kv", at["e"]) * columns)
-    clocks = few.cost * rows * blocks
-    return DecodingTile(rows, blocks, clocks, key_bytes, cost, least_cost)
 
 
 def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:

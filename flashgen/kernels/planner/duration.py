@@ -48,7 +48,7 @@ from flashgen.kernels.planner.traffic import (
     walks_of_head,
 )
 from flashgen.shared.arch import WARP, facts
-from flashgen.shared.launch_facts import CONVERT_KERNELS
+from flashgen.shared.launch_facts import CONVERT_KERNELS, DecodingTile
 from flashgen.shared.split_choice import waits_of_merge
 
 # One step that nothing overlaps, and the bytes of the rows that a block owns, from and to L2.
@@ -160,7 +160,10 @@ def duration_of(
     arch, streams = facts(plan.arch), plan.streams
     parts = parts_of(plan, walks, uneven=uneven)
     work_tiles = sum(len(part.lengths) * part.times for part in parts)
-    paced = plan if streams else _at_pace(plan, max(1, work_tiles))
+    paced = plan
+    if not streams:
+        at_once = {"blocks": plan.blocks_per_sm, "work_tiles": work_tiles, "sms": arch.sms}
+        paced = _at_pace(plan, max(1, int(RESIDENT(at_once))))
     if paced is not plan:
         parts = parts_of(paced, walks, uneven=uneven)
     steps = sum(sum(part.lengths) * part.times for part in parts)
@@ -182,12 +185,11 @@ def duration_of(
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
         if plan.of_splits:
-            at["chained_loads"] = waits_of_merge(plan.arch, work_tiles, splits)
+            at["chained_loads"] = int(waits_of_merge(plan.arch, work_tiles, splits))
     else:
         begun = at["begun"] = BEGUN(at)
-        of_slots = (SLOTS,) if plan.partial else (RESIDENT, SLOTS_OF_RESIDENT)
         restarts = restart_formulas(plan) if plan.joins else ()
-        formulas = (*of_slots, ROUNDS, BEGUN, *restarts, *FORMULAS)
+        formulas = (RESIDENT, SLOTS_OF_RESIDENT, ROUNDS, BEGUN, *restarts, *FORMULAS)
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
@@ -199,18 +201,32 @@ def duration_of(
     return Duration(plan, lines, seconds, bound, quantisation, launched)
 
 
-def _at_pace(plan: Plan, work_tiles: int) -> Plan:
-    """The plan with the costs of so many work tiles, of which fewer may share an SM."""
-    blocks = plan.blocks_per_sm
-    if plan.partial:
-        return plan
-    resident = int(
-        RESIDENT({"blocks": blocks, "work_tiles": work_tiles, "sms": facts(plan.arch).sms})
-    )
-    if resident == blocks:
+def _at_pace(plan: Plan, resident: int) -> Plan:
+    """The plan with the costs of blocks of which so many share an SM."""
+    if resident == plan.blocks_per_sm:
         return plan
     at = plan.model.costs({**plan.quantities, "blocks": resident})
     return replace(plan, blocks_per_sm=resident, quantities=Quantities(at), cost=float(at["cost"]))
+
+
+def decoding_tile(plan: Plan, cost: float, least_cost: float) -> DecodingTile:
+    """The tile of a plan, as that of calls with split keys.
+
+    Args:
+        cost, least_cost: as the tile has them.
+    """
+    columns = plan.head_dim + (0 if plan.one_tensor else plan.head_dim_v)
+    return DecodingTile(
+        rows=plan.block_q,
+        clocks=tuple(
+            _at_pace(plan, resident).cost * plan.block_q * resident
+            for resident in range(1, plan.blocks_per_sm + 1)
+        ),
+        restarted=restarted_steps(plan),
+        key_bytes=plan.kv_itemsize * columns,
+        cost=cost,
+        least_cost=least_cost,
+    )
 
 
 def step_facts(plan: Plan) -> dict[str, Number]:

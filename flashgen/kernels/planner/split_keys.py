@@ -12,13 +12,14 @@ import functools
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
-from flashgen.kernels.planner.duration import restarted_steps, step_facts
-from flashgen.kernels.planner.formulas import Formula, FormulaSequence
+from flashgen.kernels.planner.duration import decoding_tile
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
-from flashgen.kernels.planner.schedule import ROUNDS, choose_heads, few_rows_of
+from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
@@ -26,6 +27,8 @@ from flashgen.shared.signature import SPLIT
 from flashgen.shared.split_choice import (
     ALL_SPLITS,
     RUNS,
+    SplitCall,
+    SplitKernel,
     SplitPlan,
     choose_split,
     usual_heads_kv,
@@ -70,31 +73,6 @@ def split_of_call(
     return chosen.size_of(call, paged=spec.paged)
 
 
-# A call with split keys, whose blocks have a run of neighbouring splits of their rows: all of them,
-# or fewer, so that there are parts that another launch merges. Clocks of an SM for a split of a
-# block, over those of its scores: to start it, for which Q is read and nothing overlaps one step;
-# to go on with it in a block that has others, which sets the finished O aside and joins it; to
-# write parts, which rows past the last do not have; and to move these, or the keys, through global
-# memory. All but the last runs of rows are whole. Blocks with equal work leave some slots idle in
-# the last round; of those with less and less, the short ones fill it. The times of launches follow
-# from these as in `duration.FORMULAS`.
-STARTED = Formula("started", "(block_k + e*d_qk/(l2_rate*cost))/split_size")
-JOINED = Formula("joined", "restarted*block_k/split_size")
-SHARE = Formula("share", "rows/(block_q*work_tiles)")
-MOVED = Formula("moved", "4*d_v/(hbm_rate*cost*split_size)*share")
-WRITTEN = Formula("written", "4*d_v/(l2_rate*cost*split_size)*share + moved")
-KEYS_MOVED = Formula("keys_moved", "key_bytes*key_heads/(hbm_rate*cost*block_q*work_tiles)")
-PARTS = Formula("parts", "ceil(splits/run)")
-PARTS_MOVED = Formula("parts_moved", "moved*parts/splits")
-FOLDED_WORK = Formula("work", "1 + (started + joined*(splits - 1))/splits")
-RUN_WORK = Formula("work", "(1 + (started + joined*(run - 1) + written)/run)*run*parts/splits")
-EVEN_ROUNDS = Formula("idle", "slots*rounds/work_tiles")
-UNEVEN_ROUNDS = Formula("idle", "max(1, slots/work_tiles)")
-LAUNCH_TIME = Formula(
-    "time", "max(work*idle, hbm, hbm*(rounds - 1)*slots/work_tiles + work*idle/rounds)"
-)
-
-
 def run_of_splits(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
 ) -> int:
@@ -122,7 +100,7 @@ def fastest_run(times: Mapping[int, float]) -> int:
 def times_of_runs(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
 ) -> dict[int, float]:
-    """The predicted times of a call with runs of splits, over that of its scores on busy SMs.
+    """The predicted times of a call with runs of splits, in clocks, as if all its keys were kept.
 
     Args: as for `run_of_splits`.
 
@@ -136,39 +114,25 @@ def times_of_runs(
         plan = _plan_of_heads(spec, arch, *call.sizes[:4])
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return {}
-    gpu = facts(arch)
-    sms = sms or gpu.sms
-    columns = plan.head_dim + (0 if plan.one_tensor else plan.head_dim_v)
-    work_tiles = math.prod(plan.grid(*call.sizes, packed=spec.packed))
-    at = step_facts(plan) | {
-        "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
-        "split_size": int(call.scalars[SPLIT]),
-        "rows": call.batch * call.heads_q * call.seq_q,
-        "slots": sms * plan.blocks_per_sm,
-        "splits": call.splits,
-        "work_tiles": work_tiles,
-        "key_bytes": plan.kv_itemsize * columns,
-        "key_heads": call.batch * call.heads_kv,
-        "restarted": restarted_steps(plan),
-    }
-    if spec.packed:
-        at["rows"] = call.heads_q * call.seq_q
-    uneven = {Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k
-    rounds = UNEVEN_ROUNDS if uneven else EVEN_ROUNDS
-    FormulaSequence(STARTED, JOINED, SHARE, MOVED, WRITTEN, KEYS_MOVED)(at)
-    folded = at | {"hbm": at["keys_moved"]}
-    FormulaSequence(ROUNDS, FOLDED_WORK, rounds, LAUNCH_TIME)(folded)
-    times = {ALL_SPLITS: float(folded["time"])}
-    for run in RUNS:
-        if run > 1 and run >= call.splits:
-            break
-        parts = at | {"run": run}
-        FormulaSequence(PARTS, PARTS_MOVED)(parts)
-        parts["hbm"] = at["keys_moved"] + parts["parts_moved"]
-        parts["work_tiles"] = parts["parts"] * work_tiles
-        FormulaSequence(ROUNDS, RUN_WORK, rounds, LAUNCH_TIME)(parts)
-        times[run] = float(parts["time"] + parts["parts_moved"])
-    return times
+    e, size = plan.itemsize, int(call.scalars[SPLIT])
+    kernel = SplitKernel(
+        arch=arch,
+        sms=sms or facts(arch).sms,
+        tile=decoding_tile(plan, plan.cost, plan.cost),
+        block_k=plan.block_k,
+        row_bytes=(e * plan.head_dim, e * plan.head_dim_v),
+        columns=plan.head_dim_v,
+    )
+    found = SplitCall(
+        keys=min(call.splits * size, call.seq_k),
+        key_heads=call.batch * call.heads_kv,
+        rows=call.heads_q * call.seq_q * (1 if spec.packed else call.batch),
+        tiles=math.prod(plan.grid(*call.sizes, packed=spec.packed)),
+        uneven={Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k,
+    )
+    runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < call.splits))
+    sizes = np.array([size])
+    return {run: float(kernel.predicted(found, sizes, run).time[0]) for run in runs}
 
 
 @functools.lru_cache(maxsize=1024)

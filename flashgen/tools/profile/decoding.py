@@ -42,8 +42,8 @@ class DecodingPlan:
         why_other: why another split_size is taken.
         split_size: the keys of a split; 0 where keys are not split.
         splits: the splits of a sequence.
-        runs: the splits that a block may have, with the predicted times over that of the scores on
-            busy SMs; that with the least one is taken.
+        runs: the splits that a block may have, with the predicted clocks; that with the least is
+            taken.
         heads: the choice of the query heads that share a tile.
         predicted: bytes and durations; None where the tiles are known only in the launch.
         invariant: whether the call is batch-invariant.
@@ -94,10 +94,11 @@ class DecodingPlan:
         }.get(self.run, f"{self.run} in each block, and a merge of {parts:,} results")
         lines = [f"splits    {self.splits:,} of {self.split_size:,} keys, {last}"]
         if self.runs:
+            least = min(self.runs.values())
             times = ", ".join(
-                f"{run or 'all'}: {time:.3f}" for run, time in sorted(self.runs.items())
+                f"{run or 'all'}: {time / least:.3f}" for run, time in sorted(self.runs.items())
             )
-            lines.append(f"          splits in a block: time over that of busy SMs   {times}")
+            lines.append(f"          splits in a block: time over the least one   {times}")
         return "\n".join(lines)
 
     def _predictions(self, found: SplitPrediction) -> list[str]:

@@ -166,10 +166,10 @@ def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
     visited: list[list[int]] = [[] for _ in each[0]]
     keys = 0
     for walk, of_split in zip(found, each, strict=True):
-        first = keys // plan.walked_keys
+        first = -(-keys // plan.walked_keys)  # each split begins with a tile of its own
         for tiles, more in zip(visited, of_split, strict=True):
             tiles += [first + tile for tile in more]
-        keys += -(-walk.sizes.seq_k // plan.walked_keys) * plan.walked_keys
+        keys = first * plan.walked_keys + walk.sizes.seq_k
     steps: list[Counter[StepKind]] | None = None
     if all(walk.steps is not None for walk in found):
         steps = [
