@@ -44,11 +44,11 @@ def row(name: str, sizes: tuple[int, ...], arch: str) -> str:
         over = found.predicted.traffic.over_bound
         seconds.append(found.predicted.seconds)
         cells += [f"{found.split_size:,}", f"{over:.3f}", f"{seconds[-1] * 1e6:,.0f}"]
-    batch, heads, _, rows, keys = sizes
-    merged = found.predicted.merge is not None
-    parts = merged * batch * heads * rows * 128 * 4 * -(-keys // invariant) / 2**20
+    batch, heads, _, rows, _ = sizes
+    parts = -(-found.splits // found.run) if found.run else 0
+    bytes_of_parts = batch * heads * rows * parts * 4 * 128
     shape = " x ".join(f"{each:,}" for each in sizes)
-    cells += [f"{seconds[1] / seconds[0]:.2f}", f"{parts:,.0f} MiB"]
+    cells += [f"{seconds[1] / seconds[0]:.2f}", f"{bytes_of_parts / 2**20:,.0f} MiB"]
     return f"| {name} | {shape} | " + " | ".join(cells) + " |"
 
 

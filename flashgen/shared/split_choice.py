@@ -10,7 +10,7 @@ training and of every prefill, have the size with which both take the least time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -76,6 +76,9 @@ RUNS = tuple(1 << level for level in range(SPLITS_OF_GROUP.bit_length()))
 ALL_SPLITS = 0
 """The run of a block that has all splits of its rows, and writes the result."""
 
+AS_FAST = 1.02
+"""Predicted times that are about the same, in ratio: fewer parts take less memory then."""
+
 PARTS_IN_FLIGHT = 32
 """Parts of which each lane of that kernel, whose blocks are warps, has an element in flight."""
 
@@ -121,6 +124,16 @@ class PredictedCall(NamedTuple):
     def time(self) -> Numbers:
         """That of both launches."""
         return self.forward + self.merge
+
+
+def fastest_run(times: Mapping[int, float]) -> int:
+    """Of the runs that take about the least of these times, the one that writes the fewest parts.
+
+    Args:
+        times: by run, of `RUNS` and `ALL_SPLITS`; without any, a block has one split.
+    """
+    found = [run for run, time in times.items() if time <= AS_FAST * min(times.values())]
+    return max(found, key=lambda run: run or math.inf, default=RUNS[0])
 
 
 def early_parts(arch: str) -> int:
@@ -274,10 +287,11 @@ class SplitPlan:
         return float(_of_prefill(self.kernel, np.array([self.size]))[0])
 
     def fastest(self, load: Load) -> tuple[int, PredictedCall]:
-        """The run of splits with which a load takes the least time, and that time."""
+        """The `fastest_run` of a load, and its predicted time."""
         call, size = self.call_of(load), np.array([self.size])
-        times = {run: self.kernel.predicted(call, size, run) for run in (ALL_SPLITS, *RUNS)}
-        return min(times.items(), key=lambda each: float(each[1].time[0]))
+        found = {run: self.kernel.predicted(call, size, run) for run in (ALL_SPLITS, *RUNS)}
+        run = fastest_run({run: float(each.time[0]) for run, each in found.items()})
+        return run, found[run]
 
     def over_bound(self, load: Load) -> float:
         """The least predicted time of a load over the time in which K, V, q and out move once."""
@@ -299,8 +313,8 @@ class SplitPlan:
             f"take the least time, in their geometric mean {self.mean:.3f}"
         )
         yield (
-            f"  of query heads for each of {self.heads_kv} key heads, {slots} slots; over the HBM "
-            "bound = bytes + idle + merge; splits of a block"
+            f"  of {self.heads_kv} key heads, {slots} slots; time over the HBM bound = "
+            "bytes + idle + merge; the splits in a block"
         )
         for load in self.loads:
             run, found = self.fastest(load)
@@ -309,10 +323,10 @@ class SplitPlan:
                 float(each[0]) / bound for each in (found.moved, found.forward, found.merge)
             )
             yield (
-                f"  {load.batch:>4} x {load.keys:>7,} keys, {load.group:>3} heads   "
+                f"  {load.batch:>4} x {load.keys:>7,} keys for {load.group:>3} heads   "
                 f"{int(found.work_tiles[0]):>5,} tiles in {int(found.rounds[0]):>2} rounds   "
                 f"{forward + merge:.3f} = {moved:.3f} + {forward - moved:.3f} + {merge:.3f}   "
-                f"{run or 'all'}"
+                f"{run or 'all':>3}"
             )
         yield f"  a prefill over one without splits, in its best tile: {self.of_prefill:.3f}"
 

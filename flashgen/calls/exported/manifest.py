@@ -23,7 +23,7 @@ from flashgen.shared.launch_facts import LaunchFacts, places_of_columns
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 6
+FORMAT = 7
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"

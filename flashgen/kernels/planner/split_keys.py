@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from flashgen.shared.split_choice import (
     SplitKernel,
     SplitPlan,
     choose_split,
+    fastest_run,
     usual_heads_kv,
 )
 from flashgen.spec.language.signature import split, with_columns, without_dropout
@@ -86,15 +86,9 @@ def run_of_splits(
         arch, call, sms: as for `split_of_call`.
 
     Returns:
-        One of `RUNS`, or `ALL_SPLITS`: that with the least predicted time.
+        One of `RUNS`, or `ALL_SPLITS`: the `fastest_run`.
     """
     return fastest_run(times_of_runs(spec, arch, call, sms=sms))
-
-
-def fastest_run(times: Mapping[int, float]) -> int:
-    """The run of the least of the times that `times_of_runs` gives; one split where it gives
-    none."""
-    return min(times, key=times.__getitem__) if times else RUNS[0]
 
 
 def times_of_runs(

@@ -14,7 +14,7 @@ from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import Plan, invariant_splits, plan, plan_splits
-from flashgen.kernels.planner.split_keys import fastest_run, times_of_runs
+from flashgen.kernels.planner.split_keys import times_of_runs
 from flashgen.kernels.planner.traffic import LaunchSizes
 from flashgen.kernels.visits.visited_tiles import KnownCall
 from flashgen.shared import config
@@ -24,7 +24,7 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import InputError
 from flashgen.shared.launch_facts import HeadsPerTile
 from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
-from flashgen.shared.split_choice import ALL_SPLITS, SplitPlan
+from flashgen.shared.split_choice import ALL_SPLITS, SplitPlan, fastest_run
 from flashgen.spec.language.signature import joining, split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
@@ -42,8 +42,7 @@ class DecodingPlan:
         why_other: why another split_size is taken.
         split_size: the keys of a split; 0 where keys are not split.
         splits: the splits of a sequence.
-        runs: the splits that a block may have, with the predicted clocks; that with the least is
-            taken.
+        runs: the splits that a block may have, with the predicted clocks.
         heads: the choice of the query heads that share a tile.
         predicted: bytes and durations; None where the tiles are known only in the launch.
         invariant: whether the call is batch-invariant.
