@@ -249,6 +249,7 @@ def test_wide_access_needs_every_address_to_be_a_multiple_of_16_bytes():
     assert stride_obstacle("q", single) is None
 
 
+@pytest.mark.parametrize("split_size", [None, 64])
 @pytest.mark.parametrize("backend", ["tiled", "emulator"])
 @pytest.mark.parametrize(
     ("sizes", "shape"),
@@ -259,10 +260,10 @@ def test_wide_access_needs_every_address_to_be_a_multiple_of_16_bytes():
         ({"seq_k": 0}, (2, 4, 5, 24)),
     ],
 )
-def test_empty_problems_are_defined_without_a_launch(sizes, shape, backend):
+def test_empty_problems_are_defined_without_a_launch(sizes, shape, backend, split_size):
     spec = SPEC.replace(head_dim_v=24)
     q, k, v = operands(dim_v=24, **sizes)
-    run = run_forward(spec, q, k, v, backend=backend)
+    run = run_forward(spec, q, k, v, backend=backend, split_size=split_size)
     assert run.backend == "none"
     assert run.binary is None
     assert run.out.shape == shape

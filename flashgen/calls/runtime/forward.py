@@ -488,7 +488,7 @@ def split(
     """
     scalars = options.scalars
     if WHOLE[0] not in call.scalars:
-        scalars += (0, call.heads_q, call.seq_q, call.seq_k)
+        scalars += (0, max(call.heads_q, 1), call.seq_q, call.seq_k)
     program = program.split()
     options = options._replace(scalars=(*scalars, size))
     call = check(program.signature, operands, options)

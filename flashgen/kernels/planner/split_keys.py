@@ -100,9 +100,9 @@ def times_of_runs(
 
     Returns:
         The times of `ALL_SPLITS` and of the runs that are shorter; none where the kernel of another
-        call decides.
+        call decides, or where there is nothing to compute.
     """
-    if spec.partial:
+    if spec.partial or call.is_empty:
         return {}
     try:
         plan = _plan_of_heads(spec, arch, *call.sizes[:4])
