@@ -280,7 +280,7 @@ def test_the_plan_says_that_calls_are_batch_invariant() -> None:
 
 @pytest.mark.parametrize("arch", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
+def test_codes_are_predicted_to_take_at_most_057_of_the_time_of_elements(
     arch: str, kv_dtype: str
 ) -> None:
     for batch, keys in LARGE:
@@ -289,5 +289,5 @@ def test_codes_are_predicted_to_take_at_most_056_of_the_time_of_elements(
         codes = plan_decoding(SERVED, arch, sizes, page_size=16, kv_dtype=kv_dtype).predicted
         assert elements is not None
         assert codes is not None
-        assert codes.seconds <= 0.56 * elements.seconds
+        assert codes.seconds <= 0.57 * elements.seconds
         assert codes.traffic.over_bound <= 1.06
