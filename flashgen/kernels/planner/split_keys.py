@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -93,7 +95,7 @@ def run_of_splits(
 
 def times_of_runs(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
-) -> dict[int, float]:
+) -> Mapping[int, float]:
     """The predicted times of a call with runs of splits, in clocks, as if all its keys were kept.
 
     Args: as for `run_of_splits`.
@@ -104,29 +106,45 @@ def times_of_runs(
     """
     if spec.partial or call.is_empty:
         return {}
+    size = int(call.scalars[SPLIT])
+    return _times_of_runs(spec, arch, sms or facts(arch).sms, call.sizes[:4], call.splits, size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _times_of_runs(
+    spec: AttentionSpec,
+    arch: str,
+    sms: int,
+    sizes: tuple[int, int, int, int],
+    splits: int,
+    size: int,
+) -> Mapping[int, float]:
+    """`times_of_runs`, whose result is that of the last call for most tokens of a decoded sequence:
+    its last split counts as a whole one."""
     try:
-        plan = _plan_of_heads(spec, arch, *call.sizes[:4])
+        plan = _plan_of_heads(spec, arch, *sizes)
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return {}
-    e, size = plan.itemsize, int(call.scalars[SPLIT])
+    batch, heads_q, heads_kv, seq_q = sizes
+    e, keys = plan.itemsize, splits * size
     kernel = SplitKernel(
         arch=arch,
-        sms=sms or facts(arch).sms,
+        sms=sms,
         tile=decoding_tile(plan, plan.cost, plan.cost),
         block_k=plan.block_k,
         row_bytes=(e * plan.head_dim, e * plan.head_dim_v),
         columns=plan.head_dim_v,
     )
-    found = SplitCall(
-        keys=min(call.splits * size, call.seq_k),
-        key_heads=call.batch * call.heads_kv,
-        rows=call.heads_q * call.seq_q * (1 if spec.packed else call.batch),
-        tiles=math.prod(plan.grid(*call.sizes, packed=spec.packed)),
-        uneven={Q, K} <= spec.mask.free_symbols and 2 * call.seq_q >= call.seq_k,
+    call = SplitCall(
+        keys=keys,
+        key_heads=batch * heads_kv,
+        rows=heads_q * seq_q * (1 if spec.packed else batch),
+        tiles=math.prod(plan.grid(*sizes, keys, packed=spec.packed)),
+        uneven={Q, K} <= spec.mask.free_symbols and 2 * seq_q >= keys,
     )
-    runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < call.splits))
-    sizes = np.array([size])
-    return {run: float(kernel.predicted(found, sizes, run).time[0]) for run in runs}
+    runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < splits))
+    found = {run: kernel.predicted(call, np.array([size]), run).time[0] for run in runs}
+    return MappingProxyType({run: float(time) for run, time in found.items()})
 
 
 @functools.lru_cache(maxsize=1024)

@@ -181,7 +181,8 @@ def plan_decoding(
     invariant = split_size is None and config.batch_invariant()
     chosen = plan_splits(served, arch, sizes.heads_kv)
     size, why = split_number(split_size), "given instead"
-    splits, runs = 1, dict[int, float]()
+    splits = 1
+    runs: Mapping[int, float] = {}
     if invariant:
         chosen = invariant_splits(served, arch)
         size = chosen.size
