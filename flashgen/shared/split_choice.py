@@ -30,15 +30,19 @@ class Load(NamedTuple):
     group: int = 4
 
 
-LOADS = (
-    *(Load(1, keys) for keys in (8_192, 16_384, 32_768, 65_536, 131_072)),
-    Load(8, 8_192),
-    Load(64, 4_096),
+LOADS = tuple(
+    Load(batch, keys + more)
+    for batch, keys in (
+        *((1, 1 << exponent) for exponent in range(13, 18)),
+        (8, 8_192),
+        (64, 4_096),
+    )
+    for more in (0, keys // 2)
 )
 """The calls whose times decide. The choice cannot depend on the call; 4 is the group of many
 models, and fewer heads have fewer bytes beside the keys."""
 
-LONG_LOADS = LOADS[2:]
+LONG_LOADS = tuple(load for load in LOADS if load.batch * load.keys >= 1 << 15)
 """The same where a position of the cache has few bytes: those of one short sequence take a few
 microseconds, whatever its splits."""
 
