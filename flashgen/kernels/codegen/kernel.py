@@ -34,9 +34,9 @@ from flashgen.kernels.codegen.text import DeviceFunction
 from flashgen.kernels.codegen.tidy import simplified, tidy, used
 from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
-from flashgen.kernels.planner.models.fitted_sm90 import SHARED_BEYOND
 from flashgen.kernels.planner.models.forward_sm80 import PANEL
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
+from flashgen.kernels.planner.models.spec_terms import is_wide
 from flashgen.shared.arch import version_of
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import PAGED_KERNELS, SPAN
@@ -121,8 +121,7 @@ def kernel(
     printed = code.printed if code else ()
     forward = plan.kernel == "forward"
     shares_rows = forward and plan.column_warps > 1
-    # So many columns leave few registers.
-    wide = forward and max(plan.head_dim, plan.head_dim_v) > SHARED_BEYOND
+    wide = forward and is_wide(spec)
     return rendered(
         template,
         spec,
