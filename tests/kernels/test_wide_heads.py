@@ -12,9 +12,11 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
+from flashgen.kernels.pipeline import build
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.shared.paths import PATHS
 from flashgen.shared.split_choice import ALL_SPLITS
+from flashgen.spec.language.signature import joining, split
 from flashgen.tools.profile.run import profile_backward, profile_forward
 from tests.support.codes import Coded
 from tests.support.examples import COVERING, spec_path
@@ -36,15 +38,11 @@ def wide(name: str, turn: int, arch: str, dims: tuple[int, int]) -> Call:
 
 
 def judged(call: Call, *, deterministic: bool = False) -> None:
-    """Forward and backward, by the error rule; no kernel spills that could have a smaller tile."""
+    """Forward and backward, by the error rule; no kernel spills."""
     forward = call.judged_forward()
     backward = call.judged_backward(forward, deterministic=deterministic)
     for report in (forward.report, *backward.reports):
-        if report.kernel is None:
-            continue
-        if report is forward.report and report.kernel.plan.block_k == STEP:
-            assert report.kernel.binary.resources.spill_store_bytes <= FEW_BYTES
-        else:
+        if report.kernel is not None:
             check_gates(report.kernel)
 
 
@@ -134,13 +132,15 @@ def test_parts_of_covering_specs_meet_the_error_rule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize(
+    ("dims", "arch"),
+    [((320, 320), "sm_80"), *(((512, 504), arch) for arch in PATHS)],
+)
 @pytest.mark.parametrize("name", ["softcap", "alibi", "relative_bias"])
-@pytest.mark.parametrize("dims", [(320, 320), (512, 504)])
 def test_paged_and_split_calls_in_parts_meet_the_error_rule(
-    name: str, arch: str, dims: tuple[int, int]
+    name: str, dims: tuple[int, int], arch: str
 ) -> None:
-    """With a score function, the registers of a page table leave too few for 320 columns."""
+    """On sm_80 a score function and the registers of a page table leave too few for 320 columns."""
     call = wide(name, 1, arch, dims)
     run = call.judged_forward(split_size=64)
     assert run.report.others
@@ -522,6 +522,17 @@ def test_folded_splits_that_exchange_have_the_bits_of_merged_ones(
         assert (plan.exchanges, plan.folds) == (True, run == ALL_SPLITS)
     assert equal(*found[:2])
     assert equal(*found[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [2, ALL_SPLITS])
+@pytest.mark.parametrize("name", [name for name in COVERING if name != "packed_causal"])
+def test_runs_of_splits_that_exchange_spill_little(name: str, run: int) -> None:
+    """A few values of a block, which its splits store and load once each."""
+    spec = fg.load(spec_path(name)).replace(head_dim=512, head_dim_v=512, dtype="bfloat16")
+    built = build(joining(split(spec), run), "sm_80")
+    assert built.plan.exchanges
+    assert built.binary.resources.spill_store_bytes <= FEW_BYTES
 
 
 @pytest.mark.slow

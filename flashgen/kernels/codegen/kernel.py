@@ -36,6 +36,7 @@ from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.forward_sm80 import PANEL
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
+from flashgen.kernels.planner.models.spec_terms import is_wide
 from flashgen.shared.arch import version_of
 from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
 from flashgen.shared.launch_facts import PAGED_KERNELS, SPAN
@@ -118,7 +119,9 @@ def kernel(
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
-    shares_rows = plan.kernel == "forward" and plan.column_warps > 1
+    forward = plan.kernel == "forward"
+    shares_rows = forward and plan.column_warps > 1
+    wide = forward and is_wide(spec)
     return rendered(
         template,
         spec,
@@ -135,7 +138,7 @@ def kernel(
         partials=code.partials if code else None,
         records=plan.records,
         clusters=plan.cluster > 1,
-        forward=plan.kernel == "forward",
+        forward=forward,
         fused=plan.kernel == "fused",
         dropout=spec.dropout,
         draws=spec.draws,
@@ -167,6 +170,8 @@ def kernel(
         and (codes.short == "int8" or (codes.short == "e4m3" and not converts_e4m3)),
         one_tensor=plan.one_tensor,
         shares_rows=shares_rows,
+        wide=wide,
+        makes_q_again=shares_rows or wide,
         two_shares=shares_rows and not plan.one_tensor,
         two_parts=shares_rows and plan.one_tensor,
         single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,

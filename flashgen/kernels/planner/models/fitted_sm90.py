@@ -30,9 +30,10 @@ SEARCH_BY_MASK_REGISTERS = 16
 SEARCH_BY_TENSORS_REGISTERS = 16
 
 # The head dims of v for which calls with split keys or pages need no more registers of consumers
-# than others. With another, or a score function that reads an element of a tensor for each score,
-# they need as many more as on sm_80; and as many again with a block layout. Of more columns than
-# FORWARD_WIDE_COLUMNS, which two warpgroups have, only those with a block layout need more.
+# than others; wide heads do not, either. With another, or a score function that reads an element of
+# a tensor for each score, they need as many more as on sm_80; and as many again with a block
+# layout. Of more columns than FORWARD_WIDE_COLUMNS, which two warpgroups have, only those with a
+# block layout need more.
 SERVED_HEAD_DIMS = (*range(25), *range(49, 129))
 # Those that consumers leave to a producer that searches for tiles whose keys are in pages.
 PAGED_SEARCH_REGISTERS = 8

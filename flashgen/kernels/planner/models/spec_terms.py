@@ -268,19 +268,21 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     columns = spec.head_dim_v or spec.head_dim
     if columns > fitted_sm90.FORWARD_WIDE_COLUMNS and spec.block_sparse is None:
         return 0
-    usual = columns in fitted_sm90.SERVED_HEAD_DIMS
+    usual = columns in fitted_sm90.SERVED_HEAD_DIMS or is_wide(spec)
     reads = _reads_for_each_score(spec)
     # Elements and the values of a weight function are alive together.
     needed = (not usual or reads) + (reads and not spec.is_softmax)
     more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
-    leaves = spec.paged and searches(spec) and not _is_wide(spec)
+    leaves = spec.paged and searches(spec) and not is_wide(spec)
     return more - fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
 
 
-def _is_wide(spec: AttentionSpec) -> bool:
-    """Whether the consumers of served calls have no registers to leave to a producer that searches.
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether O, or the depth of Q K^T, has more columns than one wgmma can have.
 
-    The producer then has as many without pages as with them, so that all calls have one tile.
+    The kernels then make the descriptors of Q again in each step, so that served calls need no more
+    registers. Their consumers have none to leave to a producer that searches, which has as many
+    without pages as with them, so that all calls have one tile.
     """
     return max(spec.head_dim, spec.head_dim_v or 0) > fitted_sm90.SHARED_BEYOND
 
@@ -293,7 +295,7 @@ def most_registers_served(spec: AttentionSpec, at: Quantities) -> dict[str, Numb
     """
     if "searching" not in at or not searches(spec):
         return {}
-    leaves = spec.paged and not _is_wide(spec)
+    leaves = spec.paged and not is_wide(spec)
     extra = at["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
     return {"extra": extra, "searching": max(at["searching"], fitted_sm90.GATHER_REGISTERS)}
 
@@ -378,7 +380,7 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward" or spec.is_served:
         gathers = spec.block_sparse is not None and not spec.is_served
-        served = spec.paged or (spec.is_served and _is_wide(spec))
+        served = spec.paged or (spec.is_served and is_wide(spec))
         if gathers or (served and searches(spec)):
             return fitted.GATHER_REGISTERS
         if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
