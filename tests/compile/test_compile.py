@@ -55,6 +55,14 @@ def test_the_cubin_and_the_log_agree_about_resources(arch: str) -> None:
         assert found.code_bytes % 16 == 0
 
 
+def test_a_stack_without_spills_is_not_said_to_be_spills() -> None:
+    assert build(TOY, "toy").resources.local_memory == "no spills, no stack"
+    assert re.fullmatch(
+        r"no spills, [\d,]+ B of stack", build(STACKED, "stacked").resources.local_memory
+    )
+    assert build(SPILLING, "spilling").resources.local_memory.startswith("SPILLS ")
+
+
 def test_resources_hold_what_the_source_declares() -> None:
     stacked = build(STACKED, "stacked").resources
     assert stacked.static_smem_bytes == 96 * 4

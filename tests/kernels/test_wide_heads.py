@@ -13,7 +13,9 @@ from flashgen import reference
 from flashgen.calls.ops import ForwardRun, run_forward
 from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.pipeline import build
+from flashgen.kernels.planner import plan_merge
 from flashgen.kernels.planner.models.kernel_model import STEP
+from flashgen.kernels.planner.streaming_kernels import plan_delta
 from flashgen.shared.paths import PATHS
 from flashgen.shared.split_choice import ALL_SPLITS
 from flashgen.spec.language.signature import joining, split
@@ -95,6 +97,15 @@ def test_paged_and_split_calls_meet_the_error_rule(arch: str, dims: tuple[int, i
 @pytest.mark.parametrize("dims", [*DIMS, (512, 512)])
 def test_tangents_meet_the_error_rule(arch: str, dims: tuple[int, int]) -> None:
     wide("causal", 1, arch, dims).judged_tangent()
+
+
+@pytest.mark.parametrize(("dim", "taken"), [(320, "sm_90a"), (512, "sm_90")])
+def test_tangents_without_a_tile_take_the_path_of_all_architectures(dim: int, taken: str) -> None:
+    program = SpecProgram(fg.AttentionSpec(head_dim=dim, dtype="bfloat16"))
+    target = program.target("emulator", "sm_90a", torch.device("cpu"))
+    how = {"backward": True, "deterministic": True}
+    assert program.path_of_pass(target, **how).arch == "sm_90a"
+    assert program.path_of_pass(target, **how, tangents=("q", "k", "v")).arch == taken
 
 
 # ---- values that no tile holds ------------------------------------------------------------------
@@ -633,3 +644,26 @@ def test_bugs_of_exchanges_are_caught(bug: str, old: str, new: str, kind: str) -
         return
     with planted("forward", old, new), pytest.raises((AssertionError, fg.EmulatorError)):
         call.judged_forward()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_that_read_a_row_once_have_plans_for_rows_of_all_lengths(dtype: str) -> None:
+    for dim in range(8, 577, 8):
+        spec = fg.AttentionSpec(head_dim=8, head_dim_v=dim, dtype=dtype)
+        plans = (
+            plan_delta(spec, "sm_80", "sm_80"),
+            plan_merge(spec),
+            plan_merge(spec, splits=True),
+        )
+        assert all(plan.head_dim_v == dim for plan in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+def test_rows_of_576_float32_numbers_are_merged_and_multiplied(arch: str) -> None:
+    case, offsets = Case(1, 133, 1, 2, 1, "bfloat16", 64, 576), {"q_offset": 132}
+    call = example(spec_path("causal"), case, offsets=offsets, arch=arch)
+    assert call.judged_forward(split_size=48).report.merge is not None
+    example(
+        spec_path("causal"), Case(9, 20, 1, 2, 1, "float32", 16, 576), arch=arch
+    ).judged_backward()

@@ -15,6 +15,7 @@ from flashgen import reference
 from flashgen.shared.errors import InputError, SpecError
 from tests.support.chosen_lists import random_lists, spec_of
 from tests.support.judged import normal
+from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 SIZES = (2, 4, 2, 10, 40)
@@ -73,6 +74,22 @@ def test_learned_tensors_have_gradients_where_they_are_needed(needed: bool, back
     )
     for one, other in zip(found, exact, strict=False):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("block_k", "needed"), [(8, False), slow(8, True), slow(16, True)])
+def test_mods_have_the_random_numbers_of_the_call(block_k: int, needed: bool) -> None:
+    spec = spec_of(2, block_k, head_dim=32, dtype="float32").replace(
+        mask_mod=lambda b, h, q, k: fg.rand(b, h, q, k) >= 0.3
+    )
+    call = {"layout": layout_of(lists_of(spec)), "rng": torch.tensor([7, 4])}
+    results = []
+    for backend in ("tiled", "emulator"):
+        given = [x.requires_grad_(needed) for x in operands()]
+        out = fg.attention(spec)(*given, **call, backend=backend)
+        more = torch.autograd.grad(out.square().sum(), given) if needed else ()
+        results.append((out, *more))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -125,6 +125,22 @@ def test_wrong_operands_are_named(call: Any, what: str) -> None:
         call(fg.attention(spec_of()), *operands())
 
 
+@pytest.mark.parametrize("name", ["kv", "window", "is_causal", "softmax_scale"])
+def test_ways_out_of_wrong_names_are_calls_with_one_tensor(name: str) -> None:
+    q, kv = operands()
+    with pytest.raises(fg.InputError) as caught:
+        fg.attention(spec_of())(q, **({"kv": kv} if name == "kv" else {"k": kv, name: 2.0}))
+    assert "(q, kv" in caught.value.way_out
+    assert "q, k, v" not in caught.value.way_out
+
+
+def test_operands_of_two_widths_are_not_told_to_have_a_spec_of_one() -> None:
+    q, kv = operands()
+    with pytest.raises(fg.InputError) as caught:
+        fg.attention(spec_of())(q, kv[..., :16])
+    assert caught.value.way_out.endswith(", and as many columns in both of q and k")
+
+
 @pytest.mark.parametrize(
     ("options", "what", "way_out"),
     [

@@ -46,6 +46,14 @@ def test_other_architectures_and_sram_sizes_are_certified(arch: str, sram: int |
     certify(fg.AttentionSpec(head_dim=128, dtype="float32"), arch, sram=sram, deterministic=True)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("shared_kv", [True, False])
+def test_bytes_of_wide_heads_and_of_values_inside_keys_are_certified(
+    arch: str, shared_kv: bool
+) -> None:
+    certify(fg.AttentionSpec(head_dim=512, dtype="bfloat16", shared_kv=shared_kv), arch)
+
+
 SCORES: dict[str, Any] = {
     "leaky": lambda s, b, h, q, k: fg.maximum(s, 0.1 * s) + fg.minimum(s * s, t[q]),
     "choice": lambda s, b, h, q, k: fg.where(s > 0, fg.sqrt(s), fg.exp(s) * t[k]),

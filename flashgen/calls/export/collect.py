@@ -360,8 +360,7 @@ def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
     found = []
     for is_open in (True, False):
         target = gpu_of(arch, open_path=is_open)
-        how = {"backward": of.backward, "deterministic": of.deterministic}
-        path = program.path_of_pass(target, **how)
+        path = program.path_of_pass(target, backward=of.backward, deterministic=of.deterministic)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
         why = path.why.removeprefix(ALIGNED).removeprefix("; ")
         found.append(PathRecord(arch, is_open, of, path.arch, at_once, why))

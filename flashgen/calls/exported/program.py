@@ -277,7 +277,14 @@ class ExportedProgram(CallProgram):
         of = Pass(self.drops, learns, backward, deterministic)
         return self.record.path_of(target.arch, of, is_open=target.open_path)
 
-    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
+    def path_of_pass(
+        self,
+        target: Target,
+        *,
+        backward: bool,
+        deterministic: bool,
+        tangents: tuple[str, ...] = (),
+    ) -> Decision:
         path = self._path(target, backward=backward, deterministic=deterministic)
         if path is None or not path.why:
             return super().path_of_pass(target, backward=backward, deterministic=deterministic)

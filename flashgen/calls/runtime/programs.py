@@ -149,8 +149,20 @@ class CallProgram(abc.ABC):
     def invariant_split(self, target: Target) -> int:
         """The keys of a split in batch-invariant calls."""
 
-    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
-        """The architecture whose kernels compute a pass of a call, and why."""
+    def path_of_pass(
+        self,
+        target: Target,
+        *,
+        backward: bool,
+        deterministic: bool,
+        tangents: tuple[str, ...] = (),
+    ) -> Decision:
+        """The architecture whose kernels compute a pass of a call, and why.
+
+        Args:
+            tangents: for the pass of tangents, the names of the tensors that have one; it takes the
+                path of a deterministic backward pass, where its own tiles allow that.
+        """
         return Decision(target.arch, memory_layout.ALIGNED)
 
     def path_of(self, alone: str, target: Target) -> Decision:
@@ -313,7 +325,14 @@ class SpecProgram(CallProgram):
 
         return invariant_splits(self.spec, target.arch).size
 
-    def path_of_pass(self, target: Target, *, backward: bool, deterministic: bool) -> Decision:
+    def path_of_pass(
+        self,
+        target: Target,
+        *,
+        backward: bool,
+        deterministic: bool,
+        tangents: tuple[str, ...] = (),
+    ) -> Decision:
         if target.open_path and self.spec.block_sparse is not None:
             from flashgen.kernels.visits.layout_path import path_of_layout
 
@@ -326,7 +345,7 @@ class SpecProgram(CallProgram):
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         which = "deterministic" if deterministic else "backward" if backward else "forward"
-        why = self._why_portable(target.arch, which)
+        why = self._why_portable(target.arch, "tangent" if tangents else which, tangents)
         if why:
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of_pass(target, backward=backward, deterministic=deterministic)
@@ -337,7 +356,7 @@ class SpecProgram(CallProgram):
             return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
         return super().path_of(alone, target)
 
-    def _why_portable(self, arch: str, which: str) -> str:
+    def _why_portable(self, arch: str, which: str, tangents: tuple[str, ...] = ()) -> str:
         """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
         hold all columns of V."""
         from flashgen.kernels.planner import columns_of_launch
@@ -345,10 +364,10 @@ class SpecProgram(CallProgram):
         spec = self.spec if which == "forward" else self._of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
             return ""
-        own = columns_of_launch(spec, arch, which)
+        own = columns_of_launch(spec, arch, which, tangents=tangents)
         if own.columns == spec.head_dim_v:
             return ""
-        other = columns_of_launch(spec, portable(arch), which)
+        other = columns_of_launch(spec, portable(arch), which, tangents=tangents)
         if other.cost >= own.cost:
             return ""
         held = f"{own.columns} columns of v at once" if own.columns else "no part of v"
@@ -365,7 +384,9 @@ class SpecProgram(CallProgram):
         if which in ("queries", "keys"):
             path = self.path_of(which, target)
         else:
-            path = self.path_of_pass(target, backward=backward, deterministic=fixed)
+            path = self.path_of_pass(
+                target, backward=backward, deterministic=fixed, tangents=tangents
+            )
         spec = self._of_others if backward else self.spec
         found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
         return found.columns or self.signature.head_dim_v

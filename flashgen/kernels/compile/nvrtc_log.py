@@ -40,6 +40,16 @@ class Resources(elf.KernelFacts):
         """True without spills and stack: all values are in registers."""
         return not (self.stack_bytes or self.spill_store_bytes or self.spill_load_bytes)
 
+    @property
+    def local_memory(self) -> str:
+        """What a thread keeps in local memory: spills, or a stack of what was meant to be there."""
+        spilled = self.spill_store_bytes + self.spill_load_bytes
+        if spilled:
+            return f"SPILLS {spilled:,} B"
+        return "no spills, " + (
+            f"{self.stack_bytes:,} B of stack" if self.stack_bytes else "no stack"
+        )
+
 
 def resources(cubin: bytes, kernel: str, log: str) -> Resources:
     """The resources of a kernel: spills and barriers from the log, all others from the cubin.

@@ -283,7 +283,8 @@ def lanes_of_row(vectors: int) -> int:
     With four lanes or more every access is a run of 64 bytes, and with at most four vectors per
     lane all loads of a row are in flight together. Among the numbers of lanes that satisfy both,
     the function chooses the one that leaves the fewest lanes without a vector, and the largest of
-    several equally good ones.
+    several equally good ones. A row of more than 2 KiB has all lanes of a warp.
     """
-    choices = [n for n in (2, 4, 8, 16, 32) if min(vectors, 4) <= n and vectors <= 4 * n]
+    most = min(vectors, 4 * WARP)
+    choices = [n for n in (2, 4, 8, 16, WARP) if min(vectors, 4) <= n and most <= 4 * n]
     return min(choices, key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))

@@ -243,6 +243,4 @@ def _moved(
 def _renamed(tensor: Tensor) -> Tensor:
     """The tensor without a gradient, whose sizes are not those of the call that reads it."""
     dims = tuple(f"choice_{dim}" if dim in SIZES else dim for dim in tensor.dims)
-    if tensor.name in ROWS:
-        return Tensor.of_call(tensor.name, dims, tensor.dtype)
-    return Tensor(tensor.name, dims, tensor.dtype)
+    return Tensor.of_call(tensor.name, dims, tensor.dtype)  # among the names may be those of calls

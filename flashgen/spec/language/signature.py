@@ -21,6 +21,7 @@ from flashgen.shared.signature import (
     LAYOUT_NAMES,
     LISTS,
     OFFSETS,
+    OWNED,
     PAGE_NAMES,
     PART_HEADS,
     ROWS,
@@ -335,6 +336,14 @@ def refuse_backward(spec: AttentionSpec, *, alone: str = "") -> None:
         alone: "queries" where only the gradient of q is computed, which does not need that the
             keys of a sequence lie one after another; "keys" where those of k and v are.
     """
+    if alone == "" and any(tensor.name == OWNED for tensor in spec.tensors):
+        raise SpecError(
+            "the gradients of a call with lists of blocks are those of several other calls",
+            where=f"spec {spec.name}",
+            numbers="sequences are groups of queries for dQ, for dK and dV blocks or listed keys",
+            way_out="fg.attention(spec) and flashgen run --backward compute all of them, except "
+            "over a paged cache; flashgen plan and emit show the kernel of O",
+        )
     if spec.paged and alone != "queries":
         raise SpecError(
             "a call with a paged cache has no backward pass",

@@ -13,6 +13,7 @@ from flashgen.kernels.codegen import Source
 from flashgen.kernels.pipeline import emit as emit_kernels
 from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.errors import InputError, RenderError, SpecError
+from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import load
@@ -110,13 +111,15 @@ def _sources(
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
     """Min/max tables, forward; backward with free and with fixed order of sums; tangents.
 
-    With a paged cache there are no derivatives, and a forward kernel for split keys.
+    With a paged cache there are no derivatives, and a forward kernel for split keys. With lists of
+    blocks these are the kernels of O, and derivatives are those of other specs.
     """
     free = emit_kernels(spec, arch, sram=sram)
     yield from free.minmax_tables
     yield free.forward
-    if spec.paged:
-        yield emit_kernels(split(spec), arch, sram=sram).forward
+    computed = of_kernels(spec)
+    if computed.paged:
+        yield emit_kernels(split(computed), arch, sram=sram).forward
         return
     yield from free.backward
     files = {source.filename for source in free.backward}

@@ -213,9 +213,7 @@ def _launched(kernel: Build) -> str:
     """A line with a kernel, its tile and its registers."""
     plan, used = kernel.plan, kernel.binary.resources
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
-    spills = (
-        "" if used.clean or kernel.source.outlined else f", SPILLS {used.spill_store_bytes:,} B"
-    )
+    spills = "" if used.clean or kernel.source.outlined else f", {used.local_memory}"
     parts = [tile] if plan.block_q else []  # the kernel of a min/max table has no tile
     parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
     return f"{kernel.source.name}: {', '.join(parts)}"
@@ -245,8 +243,7 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
         yield "blocks", f"{blocks.count:,} for {blocks.work_tiles:,} tiles: {blocks.reason}"
     yield "access", f"{report.access_bytes} B at once: {report.access_reason}"
     yield "shared", f"{plan.smem_bytes + used.static_smem_bytes:,} B a block"
-    spilled = f"SPILLS {used.spill_store_bytes + used.spill_load_bytes:,} B"
-    clean = "no spills, no stack" if used.clean else spilled
+    clean = used.local_memory
     if kernel.source.outlined:
         yield "calls", kernel.source.calls
         clean = f"{used.stack_bytes:,} B of stack, for these calls"

@@ -27,6 +27,7 @@ from flashgen.shared.signature import PAGE_NAMES, SPLIT, WHOLE
 from flashgen.shared.split_choice import ALL_SPLITS, SplitPlan, fastest_run
 from flashgen.spec.language.signature import joining, split
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.profile.run import refuse_lists
 from flashgen.tools.profile.split_calls import SplitPrediction, predict_splits
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
@@ -147,11 +148,12 @@ def plan_decoding(
         scalars, captured: the values of run-time scalars and captured tensors, by name.
 
     Raises:
-        InputError: the spec has packed sequences, or split_size is not a number of keys that
-            kernels can split.
+        InputError: the spec has packed sequences or lists of blocks, or split_size is not a number
+            of keys that kernels can split.
         PlanError: the architecture is unknown, or no tile fits.
         SpecError: the spec cannot have a paged cache, or split keys.
     """
+    refuse_lists(spec)
     if spec.packed:
         raise InputError(
             "the lengths of packed sequences are not sizes of a call",

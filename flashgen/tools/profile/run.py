@@ -59,6 +59,7 @@ def profile_forward(
     Raises:
         FlashgenError: as `run_forward`.
     """
+    refuse_lists(spec)
     with emulator.profiling() as launches:
         run = run_forward(spec, q, k, v, backend="emulator", check_memory=False, **options)
     size = run.report.split_size

@@ -64,6 +64,7 @@ _ELSEWHERE = {
     "score_mod": "fg.attention(op.spec.replace(score_mod=score_mod))(q, k, v{call})",
     "softmax_scale": "op(q, k, v{call}, scale=softmax_scale)",
     "enable_gqa": "op(q, k, v{call}): k and v with fewer heads need no argument",
+    "kv": "op(q, k, v{call}), by position",
 }
 """What has the effect of arguments of other attention functions."""
 
@@ -95,7 +96,8 @@ def check_names(signature: CallSignature, captures: Mapping[str, object]) -> Non
         mask_of = (mask.dim(), dtype_name(mask.dtype)) if isinstance(mask, Tensor) else (4, "bool")
         unset = [name for name, value in captures.items() if value is None or value is False]
         computed = (*WHOLE, SPLIT, *lists)
-        _refuse_names(signature.name, kinds, list(captures), computed, unset, mask_of)
+        operands = "q, kv" if signature.shared_kv else "q, k, v"
+        _refuse_names(signature.name, kinds, list(captures), computed, unset, mask_of, operands)
 
 
 @runs_while_traced
@@ -106,6 +108,7 @@ def _refuse_names(
     computed: tuple[str, ...],
     unset: list[str],
     mask: tuple[int, str],
+    operands: str,
 ) -> NoReturn:
     """
     Args:
@@ -115,6 +118,7 @@ def _refuse_names(
         computed: names that the user does not give.
         unset: names whose value in the call is None or False.
         mask: the number of dimensions and the dtype of a tensor that is given as attn_mask.
+        operands: what a call has by position.
     """
     missing = [name for name in kinds if name not in names]
     extra = [name for name in names if name not in kinds]
@@ -154,7 +158,7 @@ def _refuse_names(
         f"argument {misspelled or (missing or extra)[0]}",
         f"spec {spec} takes: {', '.join(expected) or 'none'}; "
         f"given: {', '.join(name for name in names if name not in computed) or 'none'}",
-        way_out,
+        way_out.replace("q, k, v", operands),
     )
 
 

@@ -177,11 +177,13 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if known(tensor.shape[3] != wanted[name]):
             option = "head_dim_v" if name == "v" else "head_dim"
+            alike = name == "v" or known(q.shape[3] == k.shape[3])
             refuse(
                 f"the last dimension of {name} is not the spec's {option}",
                 f"argument {name}",
                 f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
-                f"spec.replace({option}={shape_of(tensor)[3]})",
+                f"spec.replace({option}={shape_of(tensor)[3]})"
+                + ("" if alike else ", and as many columns in both of q and k"),
             )
     if signature.paged:
         check_caches(k, v)

@@ -17,6 +17,7 @@ from flashgen.kernels.planner.proofs.certificate import Certificate, ProofStep
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import CertificateError
 from flashgen.spec.analysis import analyse
+from flashgen.spec.language.chosen_specs import of_kernels
 from flashgen.spec.language.spec import AttentionSpec
 
 __all__ = ["Certificate", "ProofStep", "certify"]
@@ -32,6 +33,8 @@ def certify(
 ) -> tuple[Certificate, ...]:
     """The certificates of the forward and backward plans of ``spec``; all of them hold.
 
+    Calls with paged caches have no backward plan, and with lists of blocks none of their own.
+
     Args:
         arch, sram, policy: as for `flashgen.kernels.planner.plan`.
         deterministic: as for `flashgen.kernels.planner.plan_backward`.
@@ -41,9 +44,11 @@ def certify(
         CertificateError: a claim could not be proved; the error shows the derivation.
     """
     forward = plan(spec, arch, sram=sram, policy=policy)
-    backward = plan_backward(spec, arch, sram=sram, deterministic=deterministic)
+    plans = [forward]
+    if not of_kernels(spec).paged:
+        plans += plan_backward(spec, arch, sram=sram, deterministic=deterministic).kernels
     found = (
-        *(plan_constraints.certify_constraints(each) for each in (forward, *backward.kernels)),
+        *map(plan_constraints.certify_constraints, plans),
         algorithm.certify_tiled(),
         algorithm.certify_standard(),
         algorithm.certify_plan(forward, sram or facts(arch).smem_per_block),

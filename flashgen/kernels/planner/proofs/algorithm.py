@@ -83,15 +83,17 @@ def certify_plan(plan: Plan, smem: int) -> Certificate:
     Args:
         smem: M, the shared memory of the plan, in bytes.
     """
-    e, block = plan.itemsize, plan.block_q
+    e, block = plan.itemsize, plan.block_q * plan.cluster  # a cluster reads its keys once
     dims = plan.head_dim + plan.head_dim_v
+    of_keys = plan.head_dim + plan.columns_read_again + plan.own_columns_of_v
     tiles = sympy.Symbol("tiles", positive=True)
-    formula = e * N * dims + tiles * e * N * dims + 4 * N
+    formula = e * N * dims + tiles * e * N * of_keys + 4 * N
+    owner = "tile of queries" if plan.cluster == 1 else f"cluster of {plan.cluster} tiles"
+    rows = "K and V" if plan.own_columns_of_v else "K, whose first columns are V,"
     steps = [
         ProofStep(
             f"a head moves {formula} B besides what a sink takes, tiles = ceil(N / {block}): "
-            "Q is read and O written once, K "
-            "and V once for each tile of queries, LSE written"
+            f"Q is read and O written once, {rows} once for each {owner}, LSE written"
         )
     ]
     lengths = (1, block - 1, block, 1000, 4096, 16 * block + 1)
@@ -113,7 +115,7 @@ def certify_plan(plan: Plan, smem: int) -> Certificate:
         ProofStep(
             f"as N grows, {leading} N^2 B: {float(constant):.3g} N^2 d^2 / M elements, with "
             f"d = {d} and M = {smem:,} B = {smem // e:,} elements",
-            bool(leading == sympy.Rational(e * dims, block)),
+            bool(leading == sympy.Rational(e * of_keys, block)),
         )
     )
     return Certificate("plan", "this plan moves Theta(N^2 d / block_q) bytes", tuple(steps))
