@@ -211,6 +211,23 @@ def test_errors_have_the_names_that_the_user_gives() -> None:
         op(*operands(), layout=layout_of(LISTS), **LISTS)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_an_element_outside_of_a_tensor_is_named_as_the_mod_names_it(backend: str) -> None:
+    ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
+    lists = fg.BlockSparse(block_q=1, block_k=16, heads="kv")
+    spec = fg.AttentionSpec(lambda b, h, q, k: ids[b, k + 1] == 1, head_dim=16, block_sparse=lists)
+    q, k = (torch.zeros(1, 2, n, 16, dtype=torch.float16) for n in (3, 40))
+    of_row = torch.full((1, 1, 3), 3), torch.arange(3).expand(1, 1, 3, 3)
+    layout = fg.Layout.from_lists(*(each.int() for each in of_row))
+    given = torch.ones(1, 40, dtype=torch.int32)
+    with pytest.raises(InputError, match="outside of the captured tensor 'ids'") as caught:
+        fg.attention(spec)(q, k, k, layout=layout, ids=given, q_offset=37, backend=backend)
+    assert "index 40 of dimension 1 (seq_k), whose length is 40" in caught.value.numbers
+    assert "fg.clamp(" in caught.value.way_out
+    assert "listed" not in str(caught.value)
+    assert "q=0" not in str(caught.value)
+
+
 @pytest.mark.parametrize("option", [{"packed": True}, {"dropout": True}])
 def test_specs_that_cannot_have_lists_are_refused(option: dict[str, bool]) -> None:
     with pytest.raises(SpecError, match="choose their keys cannot have"):

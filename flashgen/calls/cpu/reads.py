@@ -23,12 +23,13 @@ from flashgen.calls.cpu.mods import compiled
 from flashgen.calls.cpu.program import BoundProgram, Program
 from flashgen.shared.dtypes import Number
 from flashgen.shared.errors import InputError
-from flashgen.shared.signature import LAYOUT_NAMES
+from flashgen.shared.signature import CHOICE, LAYOUT_NAMES, LISTED, OWNED
 from flashgen.spec.analysis.tile_walk import numbers_of
 from flashgen.spec.language import mod_functions
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.lets import Let, lets_of, named
 from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
@@ -369,8 +370,15 @@ class _Positions:
         (value,) = program.bind({**values, B: b, H: h})(q, k)
         element, axis = read.element, read.axis
         size = self.shapes[element.tensor][axis]
-        texts = [python_text(index) for index in element.indices]
+        # Where queries choose their keys, the kernel reads the positions of the mod from tables.
+        of_tables = any(
+            str(symbol) in (OWNED, LISTED) for i in element.indices for symbol in i.free_symbols
+        )
+        texts = ["index" if of_tables else python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
+        first = values.get(Scalar.of_whole(CHOICE[0]).expr, 0)  # whose rows count from 0
+        rows = (*place[:2], place[2] + int(first), place[3])
+        at = "" if of_tables else ", at b={}, h={}, q={}, k={}".format(*rows)
         texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
         lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
@@ -378,8 +386,8 @@ class _Positions:
         raise InputError(
             f"{mod} uses an element outside of the captured tensor {element.tensor.name!r}",
             where=f"{lines or mod}, {text}",
-            numbers=f"index {float(value):.0f} of dimension {axis} ({read.dim}), whose length is "
-            f"{size:,}, at b={place[0]}, h={place[1]}, q={place[2]}, k={place[3]}",
+            numbers=f"index {float(value):.0f} of dimension {axis} "
+            f"({str(read.dim).removeprefix('choice_')}), whose length is {size:,}{at}",
             way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
             "tensor, or a mask_mod or fg.where that is false there",
         )
