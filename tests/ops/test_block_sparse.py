@@ -195,6 +195,16 @@ def test_the_command_line_makes_a_random_layout_where_the_file_has_no_example(
     assert torch.equal(found["layout_row_counts"], found["layout"].sum(-1).int())
 
 
+def test_a_random_layout_of_a_long_call_is_that_of_all_heads(tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text(
+        "import flashgen as fg\nspec = fg.AttentionSpec(block_sparse=fg.BlockSparse(None, 64, 64))"
+    )
+    for keys, layouts in ((1_024, (2, 4)), (65_536, (1, 1))):
+        found, _ = tensor_values(fg.load(file), str(file), Shape(2, 4, 2, keys, keys))
+        assert found["layout"].shape == (*layouts, keys // 64, keys // 64)
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 

@@ -18,11 +18,12 @@ and some rows behind the last one.
 
 A block layout given with the call is the tensor "layout", a bool for each block of queries and
 keys: [batch or 1, heads or 1, blocks_q, blocks_k]. Without an example a random half of the blocks
-is live.
+is live, of all heads the same one where there would be more than `MOST_BLOCKS`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 OWN_LENGTH, MOST_OWN = 64, 1 << 22
 """The least and the greatest length of a dimension with a name of its own."""
+
+MOST_BLOCKS = 1 << 22
+"""The blocks of a layout, which are sorted by rows and by columns, at most; more take minutes."""
 
 SEQUENCES = 4
 """The number of packed sequences."""
@@ -160,7 +164,9 @@ def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str |
     """The dimensions of a tensor; those of a block layout are numbers of blocks."""
     if spec.block_sparse is None or tensor.name != LAYOUT:
         return tensor.dims
-    return (*tensor.dims[:2], *spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k))
+    blocks = spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k)
+    whole = lengths.batch * lengths.heads * math.prod(blocks) <= MOST_BLOCKS
+    return (*(tensor.dims[:2] if whole else (1, 1)), *blocks)
 
 
 def _needed(
