@@ -1,4 +1,5 @@
-"""The number of keys of a split, chosen from a tile, the key heads and the SMs of a GPU.
+"""The number of keys of a split, chosen from a tile, the key heads and the SMs of a GPU, and the
+predicted time of calls with split keys, for runs of splits in a block.
 
 Long splits leave SMs idle where a call has few keys, or in the last round; short ones have larger
 parts, more steps that nothing overlaps, and a longer merge. The size is chosen with which calls of
