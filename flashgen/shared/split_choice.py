@@ -196,7 +196,7 @@ class SplitKernel:
         moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(self.row_bytes)
         return moved / self._hbm_rate
 
-    def predicted(self, call: SplitCall, size: Numbers, run: int) -> PredictedCall:
+    def predicted(self, call: SplitCall, size: int | Numbers, run: int) -> PredictedCall:
         """The predicted time, by the formulas of `flashgen.kernels.planner.duration`.
 
         Splits have equal times here, whatever their keys. A block starts a split, for which nothing
@@ -284,23 +284,23 @@ class SplitPlan:
     @property
     def mean(self) -> float:
         """The geometric mean of the times of `loads` over the HBM bound."""
-        return float(_means(self, np.array([self.size]))[0])
+        return float(_means(self, np.array(self.size)))
 
     @property
     def of_prefill(self) -> float:
         """The time of a prefill over that with the cheapest tile and without splits."""
-        return float(_of_prefill(self.kernel, np.array([self.size]))[0])
+        return float(_of_prefill(self.kernel, np.array(self.size)))
 
     def fastest(self, load: Load) -> tuple[int, PredictedCall]:
         """The `fastest_run` of a load, and its predicted time."""
-        call, size = self.call_of(load), np.array([self.size])
-        found = {run: self.kernel.predicted(call, size, run) for run in (ALL_SPLITS, *RUNS)}
-        run = fastest_run({run: float(each.time[0]) for run, each in found.items()})
+        call = self.call_of(load)
+        found = {run: self.kernel.predicted(call, self.size, run) for run in (ALL_SPLITS, *RUNS)}
+        run = fastest_run({run: float(each.time) for run, each in found.items()})
         return run, found[run]
 
     def over_bound(self, load: Load) -> float:
         """The least predicted time of a load over the time in which K, V, q and out move once."""
-        return float(self.fastest(load)[1].time[0]) / self.kernel.bound(self.call_of(load))
+        return float(self.fastest(load)[1].time) / self.kernel.bound(self.call_of(load))
 
     def call_of(self, load: Load) -> SplitCall:
         """What decides on the time of a load."""
@@ -325,11 +325,11 @@ class SplitPlan:
             run, found = self.fastest(load)
             bound = self.kernel.bound(self.call_of(load))
             moved, forward, merge = (
-                float(each[0]) / bound for each in (found.moved, found.forward, found.merge)
+                float(each) / bound for each in (found.moved, found.forward, found.merge)
             )
             yield (
                 f"  {load.batch:>4} x {load.keys:>7,} keys for {load.group:>3} heads   "
-                f"{int(found.work_tiles[0]):>5,} tiles in {int(found.rounds[0]):>2} rounds   "
+                f"{int(found.work_tiles):>5,} tiles in {int(found.rounds):>2} rounds   "
                 f"{forward + merge:.3f} = {moved:.3f} + {forward - moved:.3f} + {merge:.3f}   "
                 f"{run or 'all':>3}"
             )
@@ -386,7 +386,7 @@ def _means(plan: SplitPlan, sizes: Numbers) -> Numbers:
 
     A load weighs as much as another one whose time changes by the same factor.
     """
-    kernel, found = plan.kernel, np.zeros(len(sizes))
+    kernel, found = plan.kernel, np.zeros(sizes.shape)
     for load in plan.loads:
         call = plan.call_of(load)
         times = [kernel.predicted(call, sizes, run).time for run in (ALL_SPLITS, *RUNS)]

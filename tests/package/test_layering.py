@@ -31,6 +31,7 @@ OUTSIDE = {
     "shared.call": {"torch"},
     "shared.paged": {"torch"},
     "shared.dropout": {"numpy"},
+    "shared.split_choice": {"numpy"},  # the time of calls for many sizes of splits at once
     "ptx_emulator": {"numpy"},
     "spec.language": {"sympy", "mpmath"},
     "spec.analysis": {"sympy", "numpy"},  # numpy: an expression evaluated over many elements

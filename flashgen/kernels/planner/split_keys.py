@@ -13,8 +13,6 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import numpy as np
-
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
 from flashgen.kernels.planner.duration import decoding_tile
@@ -143,8 +141,8 @@ def _times_of_runs(
         uneven={Q, K} <= spec.mask.free_symbols and 2 * seq_q >= keys,
     )
     runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < splits))
-    found = {run: kernel.predicted(call, np.array([size]), run).time[0] for run in runs}
-    return MappingProxyType({run: float(time) for run, time in found.items()})
+    found = {run: float(kernel.predicted(call, size, run).time) for run in runs}
+    return MappingProxyType(found)
 
 
 @functools.lru_cache(maxsize=1024)
