@@ -31,8 +31,11 @@ from benchmarks.sass import (  # noqa: E402
     Loop,
     listing_of,
     main_loop,
+    product_loops,
 )
 from flashgen.kernels.pipeline import Build  # noqa: E402
+
+EVERY = 1 << 10  # a share of products below that of any loop that has some
 
 # The lines of the source in front of blocks that only some tiles execute.
 MASK = (
@@ -76,7 +79,8 @@ class Work:
         search: the instructions between two tiles: the search for a live tile, other branches.
         dead: the further instructions of a gathered tile with a box that has no live block of some
             rows; those of boxes in which rows differ are not counted.
-        scores: elements of S that the thread has in a step.
+        scores: elements of S that the thread has in a step. Where warps with different work share
+            the rows of a tile, the instructions are those of one of each.
     """
 
     full: Block
@@ -103,10 +107,22 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing: the text of its disassembly; None to make it.
     """
     plan = built.plan
-    passes = plan.passes
     if listing is None:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
-    loop = main_loop(listing, around_passes=passes > 1)
+    loops = [main_loop(listing, around_passes=plan.passes > 1)]
+    if plan.column_warps > 1 and plan.code_path.copies_by_tma:
+        loops = product_loops(listing, share=EVERY)
+    parts = [_parts_of_loop(built, loop) for loop in loops]
+    full, mask, rescale, search, dead = (
+        tuple(i for block in blocks for i in block) for blocks in zip(*parts, strict=True)
+    )
+    scores = plan.block_q * plan.block_k * len(loops) / (32 * plan.warps)
+    return Work(full, mask, rescale, search, dead, scores, loops[0])
+
+
+def _parts_of_loop(built: Build, loop: Loop) -> tuple[Block, Block, Block, Block, Block]:
+    """The first five attributes of `Work`."""
+    plan, passes = built.plan, built.plan.passes
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
     # Without a mask only the last tiles are mixed.
     by_words = any(line in built.source.text for line in ("Range range[2];", "int DISTANCES ="))
@@ -164,8 +180,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
     mask, rescale, copy, search, without_live = (
         tuple(i for block in blocks for i in block) for blocks in parts.values()
     )
-    scores = plan.block_q * plan.block_k / (32 * plan.warps)
-    return Work((*loop.always, *copy), mask, rescale, search, without_live, scores, loop)
+    return (*loop.always, *copy), mask, rescale, search, without_live
 
 
 def _calls(text: str, function: str) -> set[int]:

@@ -133,17 +133,21 @@ def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
     return graph.loop(min(large, key=lambda head: len(graph.loops[head][0])))
 
 
-def product_loops(listing: str) -> list[Loop]:
+def product_loops(listing: str, *, share: int = 2) -> list[Loop]:
     """All innermost loops with at least half of the most tensor-core instructions of any loop.
 
-    In the order of their addresses: a kernel may have one loop for masked tiles and one for others.
+    In the order of their addresses: a kernel may have one loop for masked tiles and one for others,
+    or loops of warps with different work.
+
+    Args:
+        share: that many times the instructions of a loop are at least the most of any loop.
 
     Raises:
         ValueError: no loop has a tensor-core instruction.
     """
     graph = _LoopGraph(listing)
     products = graph.products()
-    large = {head for head, count in products.items() if 2 * count >= max(products.values())}
+    large = {head for head, count in products.items() if share * count >= max(products.values())}
     bodies = {head: graph.loops[head][0] for head in large}
     return [
         graph.loop(head)

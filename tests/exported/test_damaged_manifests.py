@@ -126,6 +126,7 @@ def test_a_value_of_another_type_in_any_place_is_refused(
         (("programs", 0, "signature", "name"), "x(Tensor q) -> Tensor"),
         (("programs", 0, "signature", "head_dim"), 8),
         (("programs", 0, "signature", "dtype"), "float8"),
+        (("programs", 0, "signature", "kv_dtype"), "int8"),
         (("programs", 0, "signature", "scalars", 0, "name"), "q-offset"),
         (("programs", 0, "signature", "scalars", 0, "dtype"), "int7"),
         (("programs", 0, "narrow"), [{}]),

@@ -231,6 +231,7 @@ def _check_signature(signature: CallSignature) -> None:
     _require(len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)), f"names {names}")
     dtypes = signature.dtype, signature.out_dtype
     _require(set(dtypes) <= set(OPERAND_DTYPES), f"dtypes {dtypes}")
+    _require(signature.kv_dtype is None, f"codes of dtype {signature.kv_dtype!r} in a cache")
     _require(min(_dims(signature)) >= 1, f"head dims {_dims(signature)}")
     for scalar in signature.scalars:
         _require(scalar.dtype in SCALAR_DTYPES, f"{scalar}")

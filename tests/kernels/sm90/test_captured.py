@@ -150,7 +150,7 @@ GIVEN = [
     slow(256, Tile(80, 8, 1, 1), 1),
     # One consumer warpgroup, as the rows of wide heads fill shared memory.
     slow(64, Tile(48, 4, 1, 1), 2),
-    slow(256, Tile(128, 4, 1, 1), 1),
+    slow(256, Tile(96, 4, 1, 1), 1),
 ]
 
 
