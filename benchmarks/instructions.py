@@ -35,7 +35,7 @@ from benchmarks.sass import (  # noqa: E402
 )
 from flashgen.kernels.pipeline import Build  # noqa: E402
 
-EVERY = 1 << 10  # a share of products below that of any loop that has some
+EVERY = 1 << 10  # a loop with a thousandth of the products: any that has one
 
 # The lines of the source in front of blocks that only some tiles execute.
 MASK = (

@@ -134,13 +134,14 @@ def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
 
 
 def product_loops(listing: str, *, share: int = 2) -> list[Loop]:
-    """All innermost loops with at least half of the most tensor-core instructions of any loop.
+    """All innermost loops with many tensor-core instructions.
 
     In the order of their addresses: a kernel may have one loop for masked tiles and one for others,
     or loops of warps with different work.
 
     Args:
-        share: that many times the instructions of a loop are at least the most of any loop.
+        share: 2 for loops with at least half of the most tensor-core instructions of any loop, n
+            for those with an n-th.
 
     Raises:
         ValueError: no loop has a tensor-core instruction.

@@ -93,7 +93,7 @@ Numbers = NDArray[Any]
 
 
 class SplitCall(NamedTuple):
-    """What decides on the time of a call with split keys.
+    """The sizes of a call with split keys on which its predicted time depends.
 
     Attributes:
         keys: those of a sequence.
@@ -137,7 +137,8 @@ def fastest_run(times: Mapping[int, float]) -> int:
     Args:
         times: by run, of `RUNS` and `ALL_SPLITS`; without any, a block has one split.
     """
-    found = [run for run, time in times.items() if time <= AS_FAST * min(times.values())]
+    most = AS_FAST * min(times.values(), default=0)
+    found = [run for run, time in times.items() if time <= most]
     return max(found, key=lambda run: run or math.inf, default=RUNS[0])
 
 
@@ -180,6 +181,13 @@ class SplitKernel:
     block_k: int
     row_bytes: tuple[int, int]
     columns: int
+
+    @staticmethod
+    def of(kernel: LaunchRules, tile: DecodingTile, sms: int) -> SplitKernel:
+        """The kernel of a plan, or of its facts, with the tile that calls have."""
+        e = kernel.itemsize
+        row_bytes = (e * kernel.head_dim, e * kernel.head_dim_v)
+        return SplitKernel(kernel.arch, sms, tile, kernel.block_k, row_bytes, kernel.head_dim_v)
 
     @property
     def slots(self) -> int:
@@ -303,7 +311,7 @@ class SplitPlan:
         return float(self.fastest(load)[1].time) / self.kernel.bound(self.call_of(load))
 
     def call_of(self, load: Load) -> SplitCall:
-        """What decides on the time of a load."""
+        """The sizes of a load."""
         heads = load.batch * self.heads_kv
         tiles = heads * math.ceil(load.group / self.kernel.tile.rows)
         return SplitCall(load.keys, heads, heads * load.group, tiles)
@@ -350,35 +358,21 @@ def choose_split(
             of batch-invariant calls.
     """
     assert kernel.decoding is not None, "a kernel of calls that are served"
-    e, step = kernel.itemsize, math.lcm(STEP, kernel.block_k)
+    step = math.lcm(STEP, kernel.block_k)
+    served = SplitKernel.of(kernel, kernel.decoding, sms)
+    has_codes = served.tile.key_bytes < sum(served.row_bytes)  # where V is a tensor of its own
     plan = SplitPlan(
         size=2 * step,
         few_rows=kernel.block_q * (2 if kernel.one_tensor else 1),
         heads_kv=heads_kv,
-        loads=_loads_of(kernel),
-        kernel=SplitKernel(
-            arch=kernel.arch,
-            sms=sms,
-            tile=kernel.decoding,
-            block_k=kernel.block_k,
-            row_bytes=(e * kernel.head_dim, e * kernel.head_dim_v),
-            columns=kernel.head_dim_v,
-        ),
+        loads=LOADS_OF_ONE if kernel.one_tensor else LONG_LOADS if has_codes else LOADS,
+        kernel=served,
     )
     sizes = np.arange(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
     times = _means(plan, sizes)
     if invariant:
-        times = times * _of_prefill(plan.kernel, sizes)
+        times = times * _of_prefill(served, sizes)
     return replace(plan, size=int(sizes[np.argmin(times)]))
-
-
-def _loads_of(kernel: LaunchRules) -> tuple[Load, ...]:
-    """The calls whose times decide."""
-    if kernel.one_tensor:
-        return LOADS_OF_ONE
-    assert kernel.decoding is not None, "a kernel of calls that are served"
-    of_elements = kernel.itemsize * (kernel.head_dim + kernel.head_dim_v)
-    return LONG_LOADS if kernel.decoding.key_bytes < of_elements else LOADS  # codes, or elements
 
 
 def _means(plan: SplitPlan, sizes: Numbers) -> Numbers:

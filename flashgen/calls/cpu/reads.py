@@ -26,6 +26,7 @@ from flashgen.shared.errors import InputError
 from flashgen.shared.signature import CHOICE, LAYOUT_NAMES, LISTED, OWNED
 from flashgen.spec.analysis.tile_walk import numbers_of
 from flashgen.spec.language import mod_functions
+from flashgen.spec.language.chosen_specs import DIM_OF_CALL
 from flashgen.spec.language.integer_limits import Limits, limits
 from flashgen.spec.language.lets import Let, lets_of, named
 from flashgen.spec.language.python_printer import python_text
@@ -376,9 +377,10 @@ class _Positions:
         )
         texts = ["index" if of_tables else python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
-        first = values.get(Scalar.of_whole(CHOICE[0]).expr, 0)  # whose rows count from 0
-        rows = (*place[:2], place[2] + int(first), place[3])
-        at = "" if of_tables else ", at b={}, h={}, q={}, k={}".format(*rows)
+        # A block layout in place of their lists counts queries from the first one of the call.
+        first = int(values.get(Scalar.of_whole(CHOICE[0]).expr, 0))
+        at = f", at b={place[0]}, h={place[1]}, q={first + place[2]}, k={place[3]}"
+        at = "" if of_tables else at
         texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
         lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
@@ -387,7 +389,7 @@ class _Positions:
             f"{mod} uses an element outside of the captured tensor {element.tensor.name!r}",
             where=f"{lines or mod}, {text}",
             numbers=f"index {float(value):.0f} of dimension {axis} "
-            f"({str(read.dim).removeprefix('choice_')}), whose length is {size:,}{at}",
+            f"({str(read.dim).removeprefix(DIM_OF_CALL)}), whose length is {size:,}{at}",
             way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
             "tensor, or a mask_mod or fg.where that is false there",
         )

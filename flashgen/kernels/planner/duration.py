@@ -213,7 +213,7 @@ def decoding_tile(plan: Plan, cost: float, least_cost: float) -> DecodingTile:
     """The tile of a plan, as that of calls with split keys.
 
     Args:
-        cost, least_cost: as the tile has them.
+        cost, least_cost: as in `DecodingTile`.
     """
     columns = plan.head_dim + (0 if plan.one_tensor else plan.head_dim_v)
     return DecodingTile(

@@ -124,15 +124,8 @@ def _times_of_runs(
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return {}
     batch, heads_q, heads_kv, seq_q = sizes
-    e, keys = plan.itemsize, splits * size
-    kernel = SplitKernel(
-        arch=arch,
-        sms=sms,
-        tile=decoding_tile(plan, plan.cost, plan.cost),
-        block_k=plan.block_k,
-        row_bytes=(e * plan.head_dim, e * plan.head_dim_v),
-        columns=plan.head_dim_v,
-    )
+    keys = splits * size
+    kernel = SplitKernel.of(plan, decoding_tile(plan, plan.cost, plan.cost), sms)
     call = SplitCall(
         keys=keys,
         key_heads=batch * heads_kv,

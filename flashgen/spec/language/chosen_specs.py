@@ -44,6 +44,10 @@ FIRST, WHOLE_BATCH, WHOLE_HEADS, WHOLE_SEQ_Q, WHOLE_SEQ_K, GROUP, ROWS_OF_GROUP 
     Scalar.of_whole(name) for name in CHOICE
 )
 
+DIM_OF_CALL = "choice_"
+"""What the names of the sizes of the computed call begin with, among those of the calls that
+compute it."""
+
 _OWNED = Tensor.of_call(OWNED, ("batch", 4), "int32")
 _LISTED = Tensor.of_call(LISTED, ("batch", "listed"), "int32")
 _LSE = Tensor.of_call(ROWS[0], ("lines", "groups", "rows"), "float32")
@@ -242,5 +246,5 @@ def _moved(
 
 def _renamed(tensor: Tensor) -> Tensor:
     """The tensor without a gradient, whose sizes are not those of the call that reads it."""
-    dims = tuple(f"choice_{dim}" if dim in SIZES else dim for dim in tensor.dims)
+    dims = tuple(f"{DIM_OF_CALL}{dim}" if dim in SIZES else dim for dim in tensor.dims)
     return Tensor.of_call(tensor.name, dims, tensor.dtype)  # among the names may be those of calls
