@@ -32,11 +32,12 @@ FEW_BYTES = 48
 
 
 def check_gates(built: Build) -> None:
-    """No spills, no stack, no warning; registers and shared memory within the plan."""
+    """No spills, no warning; registers and shared memory within the plan. No stack but that of
+    kernels that set results of splits aside."""
     resources, plan = built.binary.resources, built.plan
     assert built.binary.warnings == ()
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
-    assert resources.stack_bytes == 0
+    assert resources.stack_bytes == 0 or plan.joins
     assert resources.registers <= plan.registers
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
