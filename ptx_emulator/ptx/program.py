@@ -180,14 +180,14 @@ class PtxProgram:
                 reads += instructions.registers_in(operand)
         if instructions.accumulates(ins):
             reads = [*reads, *writes]
-        if ins.guard is not None:
-            reads = [*reads, ins.guard.index, *writes]
         if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
             carry = len(self.registers)
             if ins.op.endswith("c"):
                 reads = [*reads, carry]
             if "cc" in ins.mods:
                 writes = [*writes, carry]
+        if ins.guard is not None:
+            reads = [*reads, ins.guard.index, *writes]
         return writes, reads
 
     def _liveness(self) -> None:
