@@ -310,6 +310,8 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     if "xorsign" in flags:
         g.need("abs")
     g.mods.take("approx")
+    count = {"fma": 3, "mad": 3}.get(ins.op, 1 if ins.op in ("abs", "neg", *_FUNCTIONS) else 2)
+    g.refuse_if(len(ins.operands) != 1 + count, "another number of operands")
     pair = kind.endswith("x2")
     raw = "u4" if pair else "u2"
     operands = ", ".join(g.read(o, raw) for o in ins.operands[1:])
@@ -398,6 +400,7 @@ def emit_function(g: Generator, ins: Instruction) -> None:
         g.refuse_if(op not in ("ex2", "tanh"), "in half precision")
         half_arithmetic(g, ins, kind)
         return
+    g.refuse_if(kind not in ("f32", "f64"), "this type")
     dtype, ftz = DTYPE[kind], bool(g.mods.take("ftz"))
     approx, mode = g.mods.take("approx"), g.mods.take("rn", "rz", "rm", "rp")
     directed = mode not in ("", "rn")
