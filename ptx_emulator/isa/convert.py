@@ -106,6 +106,7 @@ def to_bf16(x: Any, rounding: str = "rn") -> Any:
 
 def _to_bf16_directed(x: Any, rounding: str) -> Any:
     """`to_bf16` towards zero (rz), down (rm) or up (rp)."""
+    x = x.astype(np.float32) if x.dtype == np.float16 else x
     cut = np.asarray(floats.round_directed(x, "rz") if x.dtype == np.float64 else x)
     bits = cut.view(np.uint32)
     rounded = (bits >> _SIXTEEN).astype(np.uint16)
@@ -114,6 +115,14 @@ def _to_bf16_directed(x: Any, rounding: str) -> Any:
         rounded = rounded + (inexact & (np.signbit(x) == (rounding == "rm"))).astype(np.uint16)
     # A NaN must not become an infinity.
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+_LARGEST = {"f16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
+
+
+def within_finite(x: Any, kind: str) -> Any:
+    """float32 numbers, those beyond the largest finite one of a format replaced by it."""
+    return np.clip(x, -_LARGEST[kind], _LARGEST[kind])
 
 
 def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> Any:
@@ -206,13 +215,17 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))
+    finite = bool(mods.take("satfinite"))
+    kind = to.removesuffix("x2")
+    g.refuse_if(finite and (source != "f32" or kind not in _LARGEST), "satfinite of these types")
     integral = _INTEGRAL.get(mods.take(*_INTEGRAL))
     rounding = mods.take("rn", "rz", "rm", "rp", "rna")
     if pair:
         if source != "f32" or saturates or rounding not in ("rn", "rz"):
             raise g.unknown("this pair conversion")
         high, low = (g.read(o, "f4") for o in ins.operands[1:3])
-        kind = pair.removesuffix("x2")
+        if finite:
+            high, low = (f"within_finite({half}, {kind!r})" for half in (high, low))
         value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {clamps})"
         g.write(ins.operands[0], value, "u4")
         return
@@ -225,6 +238,8 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         return
     if clamps:
         value = f"relu({value})"
+    if finite:
+        value = f"within_finite({value}, {kind!r})"
     if ftz and source == "f32":
         value = f"flush({value})"
     if source == "bf16":

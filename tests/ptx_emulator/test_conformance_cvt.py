@@ -315,3 +315,29 @@ def test_cvt_of_64_bit_integers_rounds_once(target: str, mode: str) -> None:
         got = probe(body, "u4", given)
     want = [encode(Fraction(v) if v else 0.0, form, mode) for v in numbers]
     agree(got, np.array(want, np.uint64).astype(got.dtype), given)
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+def test_cvt_from_float16_to_bfloat16_rounds_in_the_named_mode(mode: str) -> None:
+    given = np.arange(0, 65536, 37, dtype=np.uint16)
+    body = f".reg .b16 x, y; cvt.u16.u32 x, %a; cvt.{mode}.bf16.f16 y, x; cvt.u32.u16 %d, y;"
+    got = probe(body, "u4", given.astype(np.uint32)).astype(np.uint16)
+    want = [encode(decode(int(bits), F16), BF16, mode) for bits in given]
+    agree(got.view(ml_dtypes.bfloat16), np.array(want, np.uint16).view(ml_dtypes.bfloat16), given)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_cvt_satfinite_gives_the_largest_finite_number(name: str) -> None:
+    given = np.array([1.5, 1e5, -1e5, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan], np.float32)
+    form = {"f16": F16, "bf16": BF16}[name]
+    most = decode({"f16": 0x7BFF, "bf16": 0x7F7F}[name], form)
+    want = []
+    for x in given.tolist():
+        near = x if math.isnan(x) else max(-most, min(most, Fraction(x) if abs(x) < 1e39 else x))
+        want.append(encode(near, form, "rn"))
+    body = f".reg .b16 h; cvt.rn.satfinite.{name}.f32 h, %a; cvt.u32.u16 %d, h;"
+    got = probe(body, "u4", given)
+    pair = probe(f"cvt.rn.satfinite.{name}x2.f32 %d, %a, %a;", "u4", given)
+    kind = ml_dtypes.bfloat16 if name == "bf16" else np.float16
+    for found in (got, pair & 0xFFFF, pair >> 16):
+        agree(found.astype(np.uint16).view(kind), np.array(want, np.uint16).view(kind), given)
