@@ -89,9 +89,12 @@ class _Inliner:
         """
         flat, base = self.flat, self.base(fn)
         names = dict(aliases)
+        copy = f"#{fn.name}#{len(flat.code)}"
+        names |= {table: table if after is None else table + copy for table in fn.branch_targets}
         for name, variable in fn.variables.items():
             if name not in names:
-                tag = f"#{fn.name if variable.space == 'param' else len(flat.code)}"
+                # All calls of a function have the same variables, but for local ones.
+                tag = copy if variable.space == "local" else f"#{fn.name}"
                 names[name] = name if after is None else name + tag
                 flat.variables[names[name]] = replace(variable, name=names[name])
         starts: list[int] = []
@@ -122,7 +125,7 @@ class _Inliner:
         for place in patches:
             flat.code[place].operands = [_moved(o, starts) for o in flat.code[place].operands]
         for name, targets in fn.branch_targets.items():
-            flat.branch_targets[name] = [starts[t] for t in targets]
+            flat.branch_targets[names[name]] = [starts[t] for t in targets]
 
     def call(self, ins: Instruction, callee: syntax.Function, stack: tuple[str, ...]) -> None:
         if callee.name in stack:

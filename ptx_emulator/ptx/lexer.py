@@ -150,8 +150,16 @@ class Cursor:
         text = self.texts[self.at]
         if expected and text != expected:
             raise self.fail(f"expected {expected!r}")
+        if self.kinds[self.at] == "end":
+            raise self.fail("the text ends here, before a statement does")
         self.at += 1
         return text
+
+    def whole(self) -> int:
+        """A whole number that is no expression."""
+        if self.kinds[self.at] != "number":
+            raise self.fail("expected a number")
+        return number(self.take()).value
 
     def accept(self, text: str) -> bool:
         if self.texts[self.at] == text:
@@ -242,7 +250,7 @@ class Cursor:
         while self.peek().startswith("."):
             word = self.take()[1:]
             if word == "align":
-                align = int(self.take())
+                align = self.whole()
             elif word in ("v2", "v4", "v8"):
                 vector = int(word[1])
             elif word in TYPE_BYTES:
@@ -250,7 +258,7 @@ class Cursor:
             elif word == "ptr":
                 while self.peek() in (".global", ".const", ".shared", ".local", ".align"):
                     if self.take() == ".align":
-                        self.take()
+                        self.whole()
             elif word == "attribute":
                 self.skip_attribute()
             else:
@@ -283,12 +291,10 @@ class Cursor:
         """Skips ``(...)`` after ``.attribute``: it says where memory is, not what it holds."""
         self.take("(")
         while not self.accept(")"):
-            if self.kinds[self.at] == "end":
-                raise self.fail("an attribute without an end")
             if self.peek() == "(":
                 self.skip_attribute()
             else:
-                self.at += 1
+                self.take()
 
     def initialiser(self, variable: Variable, sizes: list[int]) -> None:
         """Collects the bytes of ``= {{1, 2}, {symbol+8}}``; what is left out is zero.

@@ -36,6 +36,7 @@ class _Scope:
         self.labels: ChainMap[str, int] = outer.labels.new_child() if outer else ChainMap()
         self.vectors: ChainMap[str, syntax.Vec] = outer.vectors.new_child() if outer else ChainMap()
         # name -> unique name
+        self.tables: ChainMap[str, str] = outer.tables.new_child() if outer else ChainMap()
         self.variables: ChainMap[str, str] = outer.variables.new_child() if outer else ChainMap()
 
 
@@ -92,7 +93,7 @@ class _Parser(Cursor):
                 self.take(";")
             elif text == ".pragma":
                 while not self.accept(";"):
-                    self.at += 1
+                    self.take()
             else:
                 raise self.fail("not a directive that is allowed at module level")
         for name, of in aliases.items():
@@ -127,7 +128,7 @@ class _Parser(Cursor):
             word, sizes = self.take(), []
             if word == ".pragma":
                 while not self.accept(";"):
-                    self.at += 1
+                    self.take()
                 continue
             while self.kinds[self.at] == "number":
                 sizes.append(self.integer())
@@ -208,10 +209,14 @@ class _Parser(Cursor):
                     while not self.accept(";"):
                         names.append(self.take())
                         self.accept(",")
-                    self.fn.branch_targets[text] = [_Forward(n, self.scope) for n in names]  # type: ignore[misc]
+                    unique = text
+                    while unique in self.fn.branch_targets:
+                        unique += "'"
+                    self.scope.tables[text] = unique
+                    self.fn.branch_targets[unique] = [_Forward(n, self.scope) for n in names]  # type: ignore[misc]
                 elif self.peek() == ".callprototype":
                     while not self.accept(";"):
-                        self.at += 1
+                        self.take()
             else:
                 self.instruction()
 
@@ -233,7 +238,7 @@ class _Parser(Cursor):
                     }
                     self.scope.vectors[name] = syntax.Vec(tuple(each))
                 elif self.accept("<"):
-                    self.scope.ranges[name] = (kind, int(self.take()))
+                    self.scope.ranges[name] = (kind, self.whole())
                     self.take(">")
                 else:
                     self.declare(self.scope, name, kind)
@@ -251,7 +256,7 @@ class _Parser(Cursor):
                 self.fn.variables[unique] = variable
         elif text == ".pragma":
             while not self.accept(";"):
-                self.at += 1
+                self.take()
         elif text in _LINKAGE:
             self.at += 1
         else:
@@ -376,8 +381,8 @@ class _Parser(Cursor):
         return ins
 
     def label(self, forward: _Forward, ins: Instruction) -> syntax.LabelRef:
-        if forward.name in self.fn.branch_targets:
-            return Sym(forward.name)  # type: ignore[return-value]
+        if forward.name in forward.scope.tables:
+            return Sym(forward.scope.tables[forward.name])  # type: ignore[return-value]
         if forward.name in forward.scope.labels:
             return syntax.LabelRef(forward.scope.labels[forward.name])
         if forward.name in self.out.functions:

@@ -162,9 +162,13 @@ class PtxProgram:
         Emitters check all other operands, of the instructions that are executed.
         """
         for pc, ins in enumerate(self.code):
-            least = 1 if instructions.has_members(ins) or ins.op == "bra" else 0
-            fine = True
-            if ins.op == "brx" or instructions.accumulates(ins):
+            least, fine = 1 if instructions.has_members(ins) else 0, True
+            if ins.op == "bra":
+                fine = len(ins.operands) == 1 and isinstance(ins.operands[0], LabelRef)
+            elif ins.op == "brx":
+                table = ins.operands[1] if len(ins.operands) == 2 else None
+                fine = isinstance(table, Sym) and table.name in self.branch_targets
+            elif instructions.accumulates(ins):
                 least = 2
             elif ins.op == "shfl":
                 least, first = 4, ins.operands[:1]

@@ -131,6 +131,62 @@ def test_a_guard_decides_whether_a_table_is_used() -> None:
     assert of_lanes(body) == [(10, 20)[lane % 2] if lane < 8 else 5 for lane in range(32)]
 
 
+SWITCH = """.func (.reg .b32 r) switch (.reg .b32 a) {
+  .reg .b32 i; and.b32 i, a, 1; brx.idx i, T;
+  T: .branchtargets A, B;
+  A: add.u32 r, a, 10; bra E;
+  B: add.u32 r, a, 20;
+  E: ret;
+}
+"""
+
+
+def switched(number: int, by: tuple[int, int] = (10, 20)) -> int:
+    return number + by[number % 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        (
+            "call (%d), switch, (%t); add.u32 %t, %d, 1; call (%d), switch, (%t);",
+            [switched(switched(lane) + 1) for lane in range(32)],
+        ),
+        (
+            "call (%d), switch, (%t); call (%d), other, (%d);",
+            [switched(switched(lane), (1000, 2000)) for lane in range(32)],
+        ),
+        (
+            """{ T: .branchtargets A, B; .reg .b32 i; and.b32 i, %t, 1; brx.idx i, T;
+            A: mov.u32 %t, 4; bra E; B: mov.u32 %t, 7; E: call (%d), switch, (%t); }""",
+            [switched((4, 7)[lane % 2]) for lane in range(32)],
+        ),
+        (
+            """.reg .b32 i; and.b32 i, %t, 1;
+            { T: .branchtargets A, B; brx.idx i, T;
+              A: mov.u32 %d, 4; bra E; B: mov.u32 %d, 7; E: }
+            { T: .branchtargets A, B; brx.idx i, T;
+              A: add.u32 %d, %d, 100; bra E; B: add.u32 %d, %d, 200; E: }""",
+            [(104, 207)[lane % 2] for lane in range(32)],
+        ),
+    ],
+)
+def test_a_table_belongs_to_its_scope_and_to_each_call(body: str, want: list[int]) -> None:
+    other = SWITCH.replace(" switch ", " other ").replace("10;", "1000;").replace("20;", "2000;")
+    assert of_lanes(body, SWITCH + other) == want
+
+
+def test_calls_of_a_function_share_its_shared_variables() -> None:
+    module = """.func (.reg .b32 r) counted (.reg .b32 first) {
+      .shared .b32 s[32]; .reg .b32 at, i; .reg .pred p;
+      mov.u32 i, %tid.x; mov.u32 at, s; mad.lo.u32 at, i, 4, at;
+      setp.ne.u32 p, first, 0; @p st.shared.u32 [at], i;
+      ld.shared.u32 r, [at]; add.u32 r, r, 5; st.shared.u32 [at], r; ret;
+    }"""
+    body = "call (%d), counted, (1); call (%d), counted, (0);"
+    assert of_lanes(body, module) == [lane + 10 for lane in range(32)]
+
+
 def test_an_alias_is_another_name_of_a_function() -> None:
     module = DOUBLED + ".func (.reg .b32 r) twice (.reg .b32 a); .alias twice, doubled;"
     assert of_lanes("call (%d), twice, (%t);", module) == [2 * lane for lane in range(32)]
@@ -181,3 +237,29 @@ def test_a_call_that_is_refused_is_named_with_its_line(body: str, what: str) -> 
     call = call.replace("(%t)", "(a)") + " }" if "far" in body else call
     with pytest.raises(UnknownInstruction, match=rf"{what}(.|\n)*PTX line [46]"):
         of_lanes(call, module)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        ".visible .entry f(",
+        ".visible .entry f(.param .u64 a) { .reg .b32 %r<",
+        ".visible .entry f(.param .u64 a) { .reg .b32 %r<%x>; }",
+        ".visible .entry f(.param .align ; .u64 a) { ret; }",
+        ".visible .entry f(.param .u64 .ptr .align .global a) { ret; }",
+        '.visible .entry f(.param .u64 a) { .pragma "x"',
+        ".visible .entry f(.param .u64 a) .maxntid",
+        ".visible .entry f(.param .u64 a) { bra",
+        ".visible .entry f(.param .u64 a) { T: .branchtargets A,",
+        ".alias f, ",
+    ],
+)
+def test_text_that_ends_or_lacks_a_number_is_refused(kernel: str) -> None:
+    with pytest.raises(PtxSyntaxError, match="line"):
+        run_ptx(kernel, "f", 1, 32, LANES)
+
+
+@pytest.mark.parametrize("body", ["bra %t;", "bra;", "brx.idx %t, %t;", "brx.idx %t;"])
+def test_a_jump_to_no_label_is_refused(body: str) -> None:
+    with pytest.raises(UnknownInstruction, match="PTX line 8"):
+        of_lanes(body)
