@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -218,9 +219,12 @@ def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple
 
 
 def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
-    given = [size] if isinstance(size, (int, np.integer)) else size
-    whole = isinstance(given, Sequence) and all(isinstance(s, (int, np.integer)) for s in given)
-    sizes = [int(s) for s in given] + [1] * (3 - len(given)) if whole else []  # type: ignore[arg-type]
+    try:
+        given = [size] if isinstance(size, (int, np.integer)) else size
+        sizes = [operator.index(number) for number in given]
+    except TypeError:  # something that is no whole number
+        sizes = [0]
+    sizes += [1] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
         problem = f"the {what} needs one to three positive sizes"
         where = "ptx_emulator.launch"
