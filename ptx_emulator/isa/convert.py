@@ -212,6 +212,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     source = mods.type()
     to = pair or mods.type()
     g.refuse_if(not to, "only one type")
+    g.refuse_if(to == "tf32" and source != "f32", "this conversion to tf32")
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))

@@ -421,6 +421,7 @@ def emit_byte_differences(g: Generator, ins: Instruction) -> None:
 @instruction("shl", "shr", unit="integer")
 def emit_shift(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
+    g.refuse_if(is_float(kind), "a shift of this type")
     size = TYPE_BYTES[kind]
     count = as_immediate(ins.operands[2])
     left = ins.op == "shl"

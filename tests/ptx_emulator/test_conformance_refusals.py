@@ -81,6 +81,8 @@ def test_an_unknown_instruction_is_named(body: str, name: str) -> None:
         "mov.b32 %d, {};",
         "set.bf16x2.bf16x2 %d, %a;",
         "sqrt.rn.s32 %d, 1;",
+        "shr.f32 %d, %a, 1;",
+        "cvt.rna.tf32.s32 %d, %a;",
         "mbarrier.init.shared.b64 [s];",
         "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [s];",
         "mma.sync.aligned.m16n8k16.row.col.satfinite.f32.f16.f16.f32 "
