@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ptx_emulator.isa.generator import Generator, instruction
-from ptx_emulator.isa.memory import address
-from ptx_emulator.ptx.instructions import Width
-from ptx_emulator.ptx.syntax import Imm, Instruction, Mem, Operand, Reg, Sym
-from ptx_emulator.state.memory import SHARED_WINDOW
+from ptx_emulator.isa.memory import address, shared_address
+from ptx_emulator.ptx.instructions import Width, as_immediate
+from ptx_emulator.ptx.syntax import Imm, Instruction, Mem, Operand, Reg
 
 _MBARRIER_ACTIONS = ("arrive", "arrive_drop", "test_wait", "try_wait", "init", "inval")
 _BYTES = ("expect_tx", "complete_tx")
@@ -14,10 +13,10 @@ _RESULTS = ("arrive", "arrive_drop", "test_wait", "try_wait", "pending_count")
 
 
 def uniform(g: Generator, operand: Operand) -> str:
-    """A value that is the same in all lanes of a warp, as int64."""
+    """A number or count of a barrier as int64: one for each warp, whose lanes must agree."""
     if isinstance(operand, Imm):
         return str(operand.value)
-    return f"uniform_value({g.read(operand, 'u4')}, C)"
+    return f"E.barriers.uniform({g.execution()}, {g.let(g.read(operand, 'u4'))})"
 
 
 @instruction(
@@ -50,6 +49,7 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
         dtype = g.program.dtype[to.index]
         g.refuse_if(kind == "u32" and dtype not in ("u4", "i4"), "the dtype of the result")
         votes = f", ({vote}, ({to.index}, {operation!r}, {dtype!r}))"
+    g.refuse_if(action == "arrive" and len(operands) < 2, "no count of threads")
     number = g.let(uniform(g, operands[0]))
     count = g.let(uniform(g, operands[1])) if len(operands) > 1 else "0"
     g.require_defined()
@@ -78,15 +78,6 @@ def cluster_barrier(g: Generator) -> None:
 # ---- mbarriers
 
 
-def place_of(g: Generator, operand: Operand) -> str:
-    """The address of an mbarrier in the block's shared memory; its state space is optional."""
-    if g.mods.take("shared", "shared::cta", "shared::cluster"):
-        return address(g, operand, "shared")
-    if isinstance(operand, Mem) and isinstance(operand.base, Sym):
-        return address(g, operand, "shared")
-    return f"({address(g, operand, '')} - {SHARED_WINDOW})"
-
-
 @instruction(
     "mbarrier",
     unit="barrier",
@@ -106,8 +97,10 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
     order = mods.take("release", "acquire", "relaxed")
     mods.take("cta", "cluster")
     operands = list(ins.operands)
+    local = action in ("init", "inval", "test_wait", "try_wait")
+    g.refuse_if(local and "shared::cluster" in mods.left, "an mbarrier of another block")
     if action in ("init", "inval", *_BYTES):
-        where = place_of(g, operands[0])
+        where = shared_address(g, operands[0])
         number = "" if action == "inval" else g.read(operands[1], "u4")
         if action in _BYTES:
             size = f"{'-' if action == 'complete_tx' else ''}{number}.astype(i8)"
@@ -124,7 +117,8 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
 
 def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
     parity = bool(g.mods.take("parity"))
-    where = place_of(g, operands[1])
+    where = shared_address(g, operands[1])
+    g.refuse_if(parity and as_immediate(operands[2]) not in (None, 0, 1), "this parity")
     phase = g.read(operands[2], "u4" if parity else "u8")
     repeats = g.program.repeats
     if g.check and g.pc in repeats.ignored:
@@ -140,7 +134,10 @@ def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
 def _arrive(g: Generator, operands: list[Operand], modifiers: str) -> None:
     expects = g.mods.take("expect_tx")
     to = None if isinstance(operands[0], Mem) else operands.pop(0)
-    where = place_of(g, operands[0])
+    far = "shared::cluster" in g.mods.left and isinstance(to, Reg)
+    g.refuse_if(far, "a state of an mbarrier of another block")
+    g.refuse_if("noComplete" in modifiers and len(operands) < 2, "no count")
+    where = shared_address(g, operands[0])
     given = g.read(operands[1], "u4") if len(operands) > 1 else ""
     count = given if given and not expects else "1"
     expected = f", {given}" if expects else ""
@@ -164,9 +161,9 @@ def emit_fence(g: Generator, ins: Instruction) -> None:
     if g.mods.take("proxy"):
         fence_proxy(g, ins)
         return
-    if scope:
-        sequential = kind == "sc" or ins.op == "membar"
-        g.emit(f"E.fence(C, {scope != 'cta'}, {sequential})")
+    g.refuse_if(not scope, "no scope")
+    sequential = kind == "sc" or ins.op == "membar"
+    g.emit(f"E.fence(C, {scope != 'cta'}, {sequential})")
 
 
 def fence_proxy(g: Generator, ins: Instruction) -> None:

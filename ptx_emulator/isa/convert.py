@@ -230,7 +230,11 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {clamps})"
         g.write(ins.operands[0], value, "u4")
         return
-    g.refuse_if(clamps and source != "f32", "relu of this source")
+    _require_form(g, source, to, rounding, bool(integral))
+    halves = ("f16", "bf16", "tf32")
+    g.refuse_if(clamps and (source != "f32" or to not in halves), "relu of these types")
+    g.refuse_if(saturates and not {"bf16", "tf32"}.isdisjoint((source, to)), "sat of these types")
+    g.refuse_if(ftz and ("f32" not in (source, to) or to == "tf32"), "ftz of these types")
     dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
     if "f" not in source:
@@ -246,7 +250,6 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     if source == "bf16":
         value = f"bf16_to_f32({value})"
     if "f" not in to:
-        g.refuse_if(not integral, "float to integer without a rounding mode")
         g.write(ins.operands[0], f"float_to_integer({value}, {integral}, {dtype})", dtype)
         return
     if integral:
@@ -257,6 +260,20 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     if ftz and to == "f32":
         value = f"flush({value})"
     g.write(ins.operands[0], value, dtype)
+
+
+def _require_form(g: Generator, source: str, to: str, rounding: str, integral: bool) -> None:
+    """Checks the rounding mode of a conversion: it has one if, and only if, it may be inexact."""
+    of_float, to_float = floats.is_float(source), floats.is_float(to) or to == "tf32"
+    narrows = to_float and (not of_float or to == "tf32" or TYPE_BYTES[to] < TYPE_BYTES[source])
+    g.refuse_if(narrows and not rounding, "no rounding mode")
+    # Those from bfloat16, and between it and float16, may have one.
+    free = narrows or (of_float and to_float and source != to and "bf16" in (source, to))
+    allowed = free and (rounding != "rna" or to == "tf32")
+    g.refuse_if(rounding and not allowed, f"the rounding mode .{rounding}")
+    whole = of_float and (not to_float or source == to)
+    g.refuse_if(integral and not whole, "rounding to an integer")
+    g.refuse_if(of_float and not to_float and not integral, "no rounding to an integer")
 
 
 def _small_floats(g: Generator, ins: Instruction, kind: str) -> None:

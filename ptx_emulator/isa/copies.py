@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ptx_emulator.isa.barriers import place_of
 from ptx_emulator.isa.generator import Generator, instruction
-from ptx_emulator.isa.memory import address, space_of, take_hints
+from ptx_emulator.isa.memory import address, shared_address, space_of, take_hints
 from ptx_emulator.ptx.instructions import Width, as_immediate
 from ptx_emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
 from ptx_emulator.state.memory import PARAM_WINDOW
@@ -77,7 +76,7 @@ def _arrive(g: Generator, ins: Instruction) -> None:
     """cp.async.mbarrier.arrive: an arrival when the earlier copies of the thread are complete."""
     g.need("arrive", "b64")
     counted = bool(g.mods.take("noinc"))
-    where = place_of(g, ins.operands[0])
+    where = shared_address(g, ins.operands[0])
     g.emit(f"E.copies.arrive({g.here()}, {where}, {counted})")
 
 

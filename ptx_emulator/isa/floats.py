@@ -262,7 +262,7 @@ def xor_signs(result: Any, a: Any, b: Any) -> Any:
 
 def relu(x: Any) -> Any:
     """Negative values become +0; a NaN stays."""
-    return np.where(np.isnan(x), x, np.maximum(x, x.dtype.type(0)))
+    return np.where(np.isnan(x) | (x > 0), x, x.dtype.type(0))
 
 
 def exp2_flushed(x: Any) -> Any:

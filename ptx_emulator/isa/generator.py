@@ -25,6 +25,7 @@ import numpy as np
 
 from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.errors import UnknownInstruction
+from ptx_emulator.isa import forms
 from ptx_emulator.isa.pending_products import PendingProducts
 from ptx_emulator.isa.special_registers import SPECIAL
 from ptx_emulator.ptx import instructions, syntax
@@ -205,11 +206,14 @@ class Generator:
         self.lines.append(f"{name} = {expression}")
         return name
 
-    def unknown(self, what: str = "") -> UnknownInstruction:
+    def unknown(
+        self,
+        what: str = "",
+        way_out: str = "add it to the emitter of its family in ptx_emulator/isa/",
+    ) -> UnknownInstruction:
         problem = f"the emulator does not support {self.ins.name}" + (f": {what}" if what else "")
         where = f"kernel {self.program.name}, {self.program.place(self.pc)}"
         numbers = self.program.text(self.pc)
-        way_out = "add it to the emitter of its family in ptx_emulator/isa/"
         return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)
 
     def refuse_if(self, condition: Any, what: str) -> None:
@@ -486,6 +490,11 @@ class Generator:
         opcode, width = opcode_of(ins), fact("width", ins)
         if opcode.emit is None:
             raise self.unknown()
+        problem = forms.problem(ins.op, ins.mods, len(ins.operands))
+        if problem:
+            raise self.unknown(
+                problem, "write it as the PTX ISA has it; isa/forms.py lists the forms"
+            )
         try:
             self.emit_instruction(ins, opcode, width)
         except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):

@@ -273,6 +273,10 @@ SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "
 # Memory orders and scopes; the emulator executes in an order that satisfies all of them.
 ORDERS = ("weak", "relaxed", "acquire", "release", "volatile", "acq_rel", "mmio")
 SCOPES = ("cta", "cluster", "gpu", "sys")
+_SCOPED = ("relaxed", "acquire", "release", "acq_rel")
+_STRONG = (*_SCOPED, "volatile")
+# The orders that only the opposite of an access can have
+_OPPOSITE = {"ld": ("release", "acq_rel"), "ldu": _STRONG, "st": ("acquire", "acq_rel")}
 HINTS = ("ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc", "unified")
 HINT_PREFIXES = ("L1::evict", "L1::no_allocate", "L2::evict", "L2::64B", "L2::128B", "L2::256B")
 # State space of an access -> the run-time functions that execute it
@@ -308,6 +312,15 @@ def address(g: Generator, operand: Operand, space: str) -> str:
     return f"({text} + {operand.offset})" if operand.offset else text
 
 
+def shared_address(g: Generator, operand: Operand) -> str:
+    """The address of an operand that lies in shared memory; its state space may be missing."""
+    if g.mods.take("shared", "shared::cta", "shared::cluster"):
+        return address(g, operand, "shared")
+    if isinstance(operand, Mem) and isinstance(operand.base, Sym):
+        return address(g, operand, "shared")
+    return f"({address(g, operand, '')} - {SHARED_WINDOW})"
+
+
 def space_of(g: Generator) -> str:
     return g.mods.take(*SPACES, "shared::cluster").split("::")[0]
 
@@ -336,8 +349,12 @@ def take_access(g: Generator, memory: Operand) -> tuple[str, bool]:
     space = "cluster" if g.mods.take("shared::cluster") else space_of(g)
     space = implied_space(g, space, memory)
     g.mods.take("mmio")
-    g.mods.take(*ORDERS)
-    g.mods.take(*SCOPES)
+    order, scope = g.mods.take(*ORDERS), g.mods.take(*SCOPES)
+    if g.ins.op not in ("atom", "red"):
+        g.refuse_if(order in _SCOPED and not scope, "an order without a scope")
+        g.refuse_if(order in _OPPOSITE[g.ins.op], f".{order}")
+        read_only = "nc" in g.mods.left
+        g.refuse_if(read_only and (order in _STRONG or g.ins.op == "st"), "this form of .nc")
     return space, take_hints(g)
 
 

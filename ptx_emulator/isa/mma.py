@@ -17,7 +17,7 @@ import numpy as np
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
-from ptx_emulator.isa.memory import address, space_of
+from ptx_emulator.isa.memory import shared_address
 from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
 from ptx_emulator.isa.tensor_core_sums import Kinds, SumModel, model_for, scratch, sum_products
 from ptx_emulator.ptx.instructions import Width
@@ -362,7 +362,6 @@ def _matrices(g: Generator) -> tuple[int, bool]:
     """The number of 8 x 8 matrices of ldmatrix or stmatrix, and whether they are transposed."""
     g.need("sync", "aligned", "m8n8", "b16")
     count = int(g.one_of("x1", "x2", "x4")[1])
-    g.refuse_if(space_of(g) != "shared", "this state space")
     return count, bool(g.mods.take("trans"))
 
 
@@ -370,7 +369,7 @@ def _matrices(g: Generator) -> tuple[int, bool]:
 def emit_load_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
     items = fragment_items(g, ins.operands[0], count)
-    where = address(g, ins.operands[1], "shared")
+    where = shared_address(g, ins.operands[1])
     value = g.let(f"load_matrix({g.here()}, {where}, {count}, {transposed})")
     g.write_items(items, value + "[:, {}]", "u4")
 
@@ -381,7 +380,7 @@ def emit_load_matrix(g: Generator, ins: Instruction) -> None:
 def emit_store_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
     items = fragment_items(g, ins.operands[1], count)
-    where = address(g, ins.operands[0], "shared")
+    where = shared_address(g, ins.operands[0])
     values = [local_of(g, g.read(item, "u4")) for item in items]
     g.emit(f"store_matrix({g.here()}, {where}, {tuple_of(values)}, {transposed})")
 

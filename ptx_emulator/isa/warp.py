@@ -124,12 +124,6 @@ def elect(cohort: Cohort, mask: Any) -> tuple[Any, Any]:
     return first.astype(np.uint32), first == LANES
 
 
-def uniform_value(value: Any, cohort: Cohort) -> Any:
-    """The value of lane 0 of each row, as int64."""
-    array = value.astype("i8")
-    return array[:, :1] if array.ndim and array.shape[1] == 32 else array
-
-
 def raw_dtype(g: Generator, operand: Operand, size: int) -> str:
     """The dtype with which ``size`` bytes can be assigned to ``operand`` without a view."""
     if isinstance(operand, Reg) and g.program.dtype[operand.index][1:] == str(size):

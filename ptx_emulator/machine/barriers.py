@@ -8,7 +8,7 @@ import numpy as np
 
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.clocks import NAMED_BARRIERS
-from ptx_emulator.errors import DeadlockError, RaceError, way_out
+from ptx_emulator.errors import BarrierDivergence, DeadlockError, RaceError, way_out
 from ptx_emulator.state.cohort import Cohort, WaitsAtBarrier, WaitsForCluster
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Site, Wave
@@ -23,11 +23,29 @@ class Barriers:
         self.machine = machine
         self.arrived = np.zeros((blocks, 16), np.int64)  # threads
         self.expected = np.zeros((blocks, 16), np.int64)  # 0: all threads of the block
+        self.actions = np.full((blocks, 16), "", object)  # of bar.red: the operation
         self.latest = np.zeros((blocks, 16, 2), np.int64)  # the last arrival: warp, instruction
         # Clocks of the warps when they arrived: since the last completion, and before it.
         self.arrivals = np.zeros((blocks, 16, machine.cluster_warps), np.int64)
         self.completed = np.zeros_like(self.arrivals)
         self.votes: dict[tuple[int, int], list[Array]] = {}
+
+    def uniform(self, here: Execution, value: Any) -> Any:
+        """A number or a count of a barrier for each warp, as int64; its lanes must agree."""
+        given = np.asarray(value).astype(np.int64)
+        if given.ndim < 2 or given.shape[1] == 1:
+            return given
+        lanes, active = here.spread(given), here.active
+        one = np.take_along_axis(lanes, active.argmax(axis=1)[:, None], axis=1)
+        differ = active & (lanes != one)
+        if differ.any():
+            site = here.first(differ)
+            what = "lanes of one warp are at a barrier with different numbers or thread counts"
+            numbers = f"lane {site.lane} has {lanes[site.row, site.lane]}, an earlier lane "
+            numbers += f"{one[site.row, 0]}; the emulator counts the arrivals of whole warps"
+            advice = "choose barriers and counts by the number of the warp, not of the thread"
+            self.machine.fail(BarrierDivergence, what, site, numbers, advice)
+        return one
 
     def arrive(
         self, here: Execution, number: Any, count: Any, blocking: bool, votes: Any = None
@@ -39,7 +57,7 @@ class Barriers:
         m, cohort, pc = self.machine, here.cohort, here.pc
         wide = (np.broadcast_to(value, (cohort.n, 1))[:, 0] for value in (number, count))
         ids, counts = (values.astype(np.int64) for values in wide)
-        self._validate(here, ids, counts)
+        self._validate(here, ids, counts, blocking)
         counts = np.where(counts > 0, counts, -1)
         blocks = m.row_block[cohort.rows]
         cohort.pc = pc + 1
@@ -49,6 +67,7 @@ class Barriers:
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)
             return
+        self._same_action(here, blocks, ids, votes[1][1] if votes else "")
         np.add.at(self.arrived, (blocks, ids), 32)
         self._same_count(here, blocks, ids, counts)
         self.expected[blocks, ids] = counts
@@ -86,12 +105,12 @@ class Barriers:
         m.clocks.acquire(cohort.rows, slots)
         m.clocks.published[m.row_cluster[cohort.rows], slots] = 0
 
-    def _validate(self, here: Execution, ids: Array, counts: Array) -> None:
-        bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < 0)
+    def _validate(self, here: Execution, ids: Array, counts: Array, blocking: bool) -> None:
+        bad = (ids < 0) | (ids > 15) | (counts % 32 != 0) | (counts < (0 if blocking else 1))
         for row in np.flatnonzero(bad)[:1]:
             what = "a barrier with a number or thread count that PTX does not allow"
             numbers = f"barrier {ids[row]}, {counts[row]} threads"
-            way_out = "numbers are 0 to 15, counts multiples of 32"
+            way_out = "numbers are 0 to 15, counts multiples of 32; bar.arrive needs a count"
             self.machine.fail(EmulatorError, what, here.site(row), numbers, way_out)
 
     def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
@@ -117,6 +136,18 @@ class Barriers:
                 numbers += " (-1: all threads of the block)"
                 advice = "use the same count in every bar.sync and bar.arrive of a barrier"
                 self.machine.fail(EmulatorError, what, here.site(row), numbers, advice)
+
+    def _same_action(self, here: Execution, blocks: Array, ids: Array, action: str) -> None:
+        """Checks that only bar.red with one operation, or none, uses a barrier at a time."""
+        before = self.actions[blocks, ids]
+        for row in np.flatnonzero((self.arrived[blocks, ids] > 0) & (before != action))[:1]:
+            mine, other = (f"bar.red.{a}" if a else "bar.sync" for a in (action, before[row]))
+            what = "bar.red meets another operation at one barrier, whose result is then undefined"
+            numbers = f"barrier {ids[row]}: {mine} here, {other} (or bar.arrive) before"
+            numbers = numbers if before[row] == "" else numbers.replace(" (or bar.arrive)", "")
+            advice = "use one operation with all warps that use the barrier together"
+            self.machine.fail(EmulatorError, what, here.site(row), numbers, advice)
+        self.actions[blocks, ids] = action
 
     def _in_turn(self, here: Execution, blocks: Array, ids: Array) -> None:
         """Checks that warps have seen the last use of a barrier complete before they use it again.

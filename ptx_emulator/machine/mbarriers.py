@@ -281,6 +281,10 @@ class Mbarriers:
         place, lane, numbers, blocks = self.find(here, address)
         counts = here.spread(count)[place, lane].astype(np.int64)
         rows = here.cohort.rows[place]
+        for which in np.flatnonzero(counts < 1)[:1]:
+            what = "an arrival at an mbarrier that counts as none"
+            text, advice = f"count {counts[which]}", "branch around it, or give a count from 1 on"
+            m.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
         tx = None if expects is None else here.spread(expects)[place, lane]
         if m.shared_races:
             self.late.arrives[numbers, rows] = True

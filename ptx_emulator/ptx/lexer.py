@@ -77,15 +77,22 @@ def tokenize(text: str) -> Tokens:
 _BASES = {"0f": (16, 32), "0d": (16, 64), "0x": (16, 0), "0b": (2, 0)}
 
 
+def _is_unsigned(text: str, value: int) -> bool:
+    """Whether an integer literal is of type .u64: it has the suffix, or does not fit into .s64."""
+    return text.endswith("U") or value >= 1 << 63
+
+
 def number(text: str) -> Imm:
     """The value of a numeric token."""
     head = text[:2].lower()
     if head in _BASES:
         base, float_bits = _BASES[head]
-        return Imm(int(text[2:].rstrip("U"), base), float_bits)
-    text = text.rstrip("U")
-    if text.isdigit():
-        return Imm(int(text, 8) if len(text) > 1 and text[0] == "0" else int(text))
+        value = int(text[2:].rstrip("U"), base)
+        return Imm(value, float_bits, not float_bits and _is_unsigned(text, value))
+    digits = text.rstrip("U")
+    if digits.isdigit():
+        value = int(digits, 8) if len(digits) > 1 and digits[0] == "0" else int(digits)
+        return Imm(value, 0, _is_unsigned(text, value))
     return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
 
 
@@ -94,9 +101,9 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _as_64_bits(value: int) -> int:
-    """A number of 64 bits as it is, signed or not; another one without its upper bits."""
-    return value if -(1 << 63) <= value < 1 << 64 else _signed(value)
+def _typed(value: int, unsigned: bool) -> Imm:
+    """A constant of type .u64 or .s64 with the low 64 bits of a number."""
+    return Imm(value % (1 << 64) if unsigned else _signed(value), 0, unsigned)
 
 
 def _quotient(a: int, b: int) -> int:
@@ -117,6 +124,7 @@ _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": _quotient, "%": lambda a, b: a - _quotient(a, b) * b},
 )
+_TRUTHS = {sign for level in (0, 1, 5, 6) for sign in _LEVELS[level]}  # 0 or 1, of .s64
 _PRODUCTS = len(_LEVELS) - 1
 _UNARY: dict[str, Callable[[int], int]] = {
     "-": operator.neg,
@@ -205,12 +213,17 @@ class Cursor:
             return self._unary()
         left = self._binary(level + 1)
         while self.peek() in _LEVELS[level] and self.kinds[self.at] == "mark":
-            function = _LEVELS[level][self.take()]
+            sign = self.take()
             right = self._binary(level + 1)
             if left.float_bits or right.float_bits:
                 raise self.fail("an operator between floats, which is not supported, before this")
+            # A shift has the type of what it shifts; other operands are .u64 if one of them is.
+            shifts = sign in ("<<", ">>")
+            unsigned = left.unsigned or (right.unsigned and not shifts)
+            first, second = (_typed(v.value, unsigned).value for v in (left, right))
             try:
-                left = Imm(_as_64_bits(int(function(left.value, right.value))))
+                value = int(_LEVELS[level][sign](first, second))
+                left = _typed(value, unsigned and sign not in _TRUTHS)
             except ZeroDivisionError:
                 raise self.fail("a division by zero before this") from None
         return left
@@ -230,13 +243,14 @@ class Cursor:
             if not cast:
                 self.take(")")
                 return value
-            return Imm(value.value % (1 << 64) if cast == ".u64" else _signed(value.value))
+            return _typed(value.value, cast == ".u64")
         if word not in _UNARY or self.kinds[self.at] != "mark":
             raise self.fail("expected an operand")
         self.take()
         value = self._unary()
         if not value.float_bits:
-            return Imm(_as_64_bits(int(_UNARY[word](value.value))))
+            result = int(_UNARY[word](value.value))
+            return _typed(result, value.unsigned and word != "!")
         if word not in "+-":
             raise self.fail("an operator of integers before a float, before this")
         sign = (word == "-") << (value.float_bits - 1)

@@ -21,10 +21,14 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """An immediate: an integer, or the bits of a float of ``float_bits`` bits."""
+    """An immediate: an integer, or the bits of a float of ``float_bits`` bits.
+
+    ``unsigned`` is whether a constant expression treats it as .u64, and not as .s64.
+    """
 
     value: int
     float_bits: int = 0
+    unsigned: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
