@@ -44,6 +44,10 @@ class Mbarriers:
         self.made_by, self.made_at = none.copy(), none.copy()
         # Whether the initialisation is visible to the asynchronous proxy.
         self.fenced = none.copy()
+        # Clocks of the warps when they last used each mbarrier; None where nothing asks for them.
+        self.uses: Array | None = None
+        if machine.config.check and any("inval" in ins.mods for ins in machine.program.code):
+            self.uses = np.zeros((0, blocks, machine.cluster_warps), np.int64)
         self.late = LateWaits(machine)
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots = np.zeros(0, np.int64)
@@ -157,6 +161,8 @@ class Mbarriers:
             self.addresses.append(address)
             for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
+            if self.uses is not None:
+                self.uses = np.pad(self.uses, ((0, 1), (0, 0), (0, 0)))
             self.late.add()
             m = self.machine
             if m.proxy is not None:
@@ -169,8 +175,23 @@ class Mbarriers:
         return found
 
     def inval(self, here: Execution, address: Any) -> None:
-        """mbarrier.inval: its memory becomes ordinary memory."""
+        """mbarrier.inval: its memory becomes ordinary memory.
+
+        Raises:
+            RaceError: a warp uses the mbarrier, and nothing orders that before.
+        """
         place, lane, numbers, blocks = self.find(here, address)
+        if self.uses is not None:
+            m, rows = self.machine, here.cohort.rows[place]
+            seen = m.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
+            late = self.uses[numbers, blocks] > seen[:, : m.cluster_warps]
+            late[np.arange(len(rows)), m.row_member[rows]] = False
+            for which, other in np.argwhere(late)[:1].tolist():
+                what = "race in shared memory: an mbarrier is invalidated while others may use it"
+                text = f"shared offset {self.addresses[int(numbers[which])]}; "
+                text += f"{m.member_name(other)} arrives or waits there"
+                advice = "pass a barrier of the block between the last use and mbarrier.inval"
+                m.fail(RaceError, what, here.site(place[which]), text, advice)
         self.expected[numbers, blocks] = 0
         self._forget(here, address, place, lane)
 
@@ -226,6 +247,8 @@ class Mbarriers:
             advice = "pass a barrier of the block between mbarrier.init and its first use"
             site = here.site(place[which])
             m.fail(RaceError, f"race in shared memory: {problem}", site, text, advice)
+        if self.uses is not None:
+            self.uses[numbers, blocks, warps] = m.clocks.clock[rows]
         return numbers, blocks
 
     def slots(self, k: Array, b: Array) -> Array:

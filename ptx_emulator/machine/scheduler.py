@@ -13,6 +13,7 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
 from ptx_emulator.isa.segments import Segments
+from ptx_emulator.ptx.instructions import is_warp_barrier
 from ptx_emulator.ptx.program import Region
 from ptx_emulator.state.cohort import (
     Cohort,
@@ -72,7 +73,8 @@ class Scheduler(Wave):
         if self.dependent and self.steps % MOST_AHEAD == 0:  # however the others poll
             self.dependent.release()
         while not (runnable := [c for c in self.cohorts if c.waits is None]):
-            if not self._deliver() and not (self.dependent and self.dependent.release()):
+            goes_on = self._deliver() or self._meet_at_warp_barriers()
+            if not goes_on and not (self.dependent and self.dependent.release()):
                 self._report_deadlock()
         if self.program.asynchronous:
             runnable = self._not_polling(runnable)
@@ -125,6 +127,38 @@ class Scheduler(Wave):
             for one in [self.random.choice(pending)] if self.random and pending else list(pending):
                 part.execute(one)
         return found
+
+    def _meet_at_warp_barriers(self) -> bool:
+        """Lets lanes of a warp go on that wait for each other at different bar.warp.sync.
+
+        Returns:
+            Whether there were any.
+        """
+        lanes: dict[tuple[int, bytes], Array] = {}
+        waiting = []
+        for c in self.cohorts:
+            if isinstance(c.waits, WaitsForWarp) and is_warp_barrier(self.program.code[c.waits.pc]):
+                whom = [
+                    (row, n.tobytes())
+                    for row, n in zip(c.rows.tolist(), c.waits.needed, strict=True)
+                ]
+                waiting.append((c, whom))
+                for one, mask in zip(whom, c.full_mask(), strict=True):
+                    lanes[one] = lanes.get(one, False) | mask
+        met = {one for one, there in lanes.items() if there.tobytes() == one[1]}
+        for c, whom in waiting if met else ():
+            free = np.array([one in met for one in whom])
+            waits, part = c.waits, c
+            if not free.any():
+                continue
+            if not free.all():
+                part, rest = self.split(c, free, c.pc, c.pc)
+                rest.waits = WaitsForWarp(waits.pc, waits.needed[~free])
+            part.pc, part.waits = waits.pc + 1, None
+            if self.shared_races:
+                together = part.with_mask(waits.needed[free], part.pc)
+                self.shared_races.synchronise_lanes(together, None)
+        return bool(met)
 
     def _deliver_at_random(self) -> None:
         """With a seed, executes a copy with probability 0.1, and an arrival that copies delay."""

@@ -79,6 +79,11 @@ def is_barrier(ins: Instruction) -> bool:
     return fact("width", ins) is Width.BLOCK
 
 
+def is_warp_barrier(ins: Instruction) -> bool:
+    """Whether it is bar.warp.sync, at which lanes may also meet by different instructions."""
+    return ins.op in ("bar", "barrier") and "warp" in ins.mods
+
+
 def is_warp_wide(ins: Instruction) -> bool:
     """Whether lanes of a warp execute it together, of one warp or of several."""
     return fact("width", ins) not in (Width.THREAD, Width.BLOCK)
