@@ -16,7 +16,7 @@ import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.isa.floats import fma64
-from ptx_emulator.isa.generator import Generator, fragment_items, instruction, items_of
+from ptx_emulator.isa.generator import Generator, fragment_items, instruction
 from ptx_emulator.isa.memory import shared_address
 from ptx_emulator.isa.pending_products import Form, PendingProduct, tuple_of
 from ptx_emulator.isa.tensor_core_sums import Kinds, SumModel, model_for, scratch, sum_products
@@ -267,6 +267,7 @@ _DEPTH = {
 SUMS = {
     **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
     **dict.fromkeys(("bf16", "tf32"), ("f32",)),
+    **dict.fromkeys(("s8", "u8"), ("s32",)),
 }
 _DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (2, 4)}
 
@@ -294,17 +295,19 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     g.refuse_if(saturates and not integers, "saturation of floats")
     g.refuse_if(not integers and not go_together(a_type, b_type), "mixed operand types")
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
-    if not integers and d_type == "f32":
-        _defer(g, ins, form, depth, a, b)
+    g.refuse_if(d_type not in SUMS[a_type], "this accumulator")
+    count = 2 if d_type == "f16" else 4
+    to, start = (fragment_items(g, ins.operands[place], count) for place in (0, 3))
+    if d_type == "f32":
+        _defer(g, form, depth, a, b, to, start)
         return
-    g.refuse_if(not integers and d_type not in SUMS[a_type], "this accumulator")
     dtype = "i4" if integers else "u4"
-    c = [g.read(o, dtype) for o in items_of(ins.operands[3])]
+    c = [g.read(o, dtype) for o in start]
     g.require_defined()
     args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
     how = f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)"
     out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args}, {saturates})" if integers else how)
-    g.write_items(items_of(ins.operands[0]), out + "[{}]", dtype)
+    g.write_items(to, out + "[{}]", dtype)
 
 
 def go_together(a_type: str, b_type: str) -> bool:
@@ -326,10 +329,16 @@ def local_of(g: Generator, expression: str) -> str:
 
 
 def _defer(
-    g: Generator, ins: Instruction, form: Form, depth: int, a: list[str], b: list[str]
+    g: Generator,
+    form: Form,
+    depth: int,
+    a: list[str],
+    b: list[str],
+    to: tuple[Operand, ...],
+    start: tuple[Operand, ...],
 ) -> None:
-    to, c = items_of(ins.operands[0]), []
-    for operand in items_of(ins.operands[3]):
+    c = []
+    for operand in start:
         pending = g.names.get(operand.index) if isinstance(operand, Reg) else None
         if pending in g.products.names and isinstance(operand, Reg):
             g.note_definedness(operand.index)

@@ -217,9 +217,10 @@ class Cursor:
             right = self._binary(level + 1)
             if left.float_bits or right.float_bits:
                 raise self.fail("an operator between floats, which is not supported, before this")
-            # A shift has the type of what it shifts; other operands are .u64 if one of them is.
+            # A shift has the type of what it shifts; other operands are .u64 if one of them is,
+            # and those of % always.
             shifts = sign in ("<<", ">>")
-            unsigned = left.unsigned or (right.unsigned and not shifts)
+            unsigned = left.unsigned or (right.unsigned and not shifts) or sign == "%"
             first, second = (_typed(v.value, unsigned).value for v in (left, right))
             try:
                 value = int(_LEVELS[level][sign](first, second))
@@ -250,7 +251,7 @@ class Cursor:
         value = self._unary()
         if not value.float_bits:
             result = int(_UNARY[word](value.value))
-            return _typed(result, value.unsigned and word != "!")
+            return _typed(result, word == "~" or (value.unsigned and word != "!"))
         if word not in "+-":
             raise self.fail("an operator of integers before a float, before this")
         sign = (word == "-") << (value.float_bits - 1)

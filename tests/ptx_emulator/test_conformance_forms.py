@@ -63,6 +63,12 @@ cvt.ftz.u32.u64 %r4, %rd1; cvt.rzi.relu.s32.f32 %r4, %f1; cvt.rni.f64.f32 %fd4, 
 cvt.rn.sat.bf16.f32 %h4, %f1; mbarrier.arrive.noComplete.b64 %rd4, [tile]
 mbarrier.arrive.shared::cluster.b64 %rd4, [tile]; mbarrier.try_wait.parity.b64 %p2, [tile], 2
 mbarrier.test_wait.shared::cluster.b64 %p2, [tile], %rd1
+mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%f4,%f1,%f2}, {%r1,%r2}, {%r3}, {%f1,%f2,%f3,%f1}
+mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%f4,%f1,%f2,%f3}, {%r1,%r2}, {%r3}, {%f1,%f2,%f3}
+mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%r4,%r1}, {%r1,%r2}, {%r3}, {%r1,%r2,%r3,%r1}
+mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%r4,%r1,%r2,%r3}, {%r1,%r2}, {%r3}, {%r1,%r2,%r3}
+mma.sync.aligned.m16n8k16.row.col.u32.s8.s8.u32 {%r1,%r1,%r1,%r1}, {%r1,%r2}, {%r3}, {%r1,%r1,%r1,0}
+mma.sync.aligned.m16n8k16.row.col.f32.s8.s8.f32 {%f1,%f1,%f1,%f1}, {%r1,%r2}, {%r3}, {%f1,%f1,%f1,0}
 """
 
 

@@ -139,6 +139,10 @@ def test_matrices_are_loaded_and_stored_at_generic_addresses() -> None:
         ("(0xffffffffffffffff < 5)", 0),  # too large for .s64
         ("((1 < 2U) - 2 < 0)", 1),  # a comparison is signed
         ("((~0U) / 0x8000000000000000)", 1),
+        ("(-7 % 3)", 0),  # of numbers of .u64, as the complement is
+        ("(~0 < 0)", 0),
+        ("((-1 & -1) < 0)", 1),
+        ("((-1 & 5U) - 6 < 0)", 0),
         ("((0x7fffffffffffffff + 1) < 0)", 1),  # sums wrap
     ],
 )
