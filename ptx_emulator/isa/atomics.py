@@ -148,6 +148,7 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
     mods.take("noftz")
     if policy:
         values.pop()
+    g.refuse_if(len(values) != (2 if operation == "cas" else 1), "another number of operands")
     if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
         raise g.unknown("this operation")
     g.refuse_if(space == "local", "atomics on local memory")

@@ -172,7 +172,7 @@ def _write(g: Generator, out: str, items: tuple[Operand, ...], kind: str) -> Non
 
 
 def _element_bytes(ins: Instruction) -> tuple[int, int]:
-    size = 16 if "mma" in ins.mods else TYPE_BYTES[ins.mods[-1]]
+    size = 16 if "mma" in ins.mods else TYPE_BYTES.get("".join(ins.mods[-1:]), 16)
     return size, size
 
 

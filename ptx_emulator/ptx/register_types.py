@@ -54,7 +54,7 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
             regs = [r for r in regs if kinds[r] not in _FIXED and TYPE_BYTES[kinds[r]] == size]
             for other in regs[1:]:
                 parent[root(other)] = root(regs[0])
-            if kinds[_plain(ins.operands[0])[0] if _plain(ins.operands[0]) else 0] == "f32":
+            if any(kinds[reg] == "f32" for o in ins.operands[:1] for reg in _plain(o)[:1]):
                 for reg in regs:
                     votes[reg]["f4"] += 1
         else:

@@ -56,7 +56,10 @@ atom.global.add.s64 %rd4, [%rd0], %rd1; atom.global.min.f32 %f4, [%rd0], %f1
 atom.global.inc.s32 %r4, [%rd0], %r1; atom.global.and.u32 %r4, [%rd0], %r1
 atom.global.exch.u32 %r4, [%rd0], %r1; atom.global.cas.b32 %r4, [%rd0], %r1
 atom.global.add.f16 %h4, [%rd0], %h1; atom.global.add.noftz.f32 %f4, [%rd0], %f1
-red.global.exch.b32 [%rd0], %r1; nanosleep 10; cvt.f32.s32 %f4, %r1; cvt.f32.f64 %f4, %fd1
+red.global.exch.b32 [%rd0], %r1
+red.global.add.u32 [%rd0], %r1, %r2; mov.b32
+wmma.load.a.sync.aligned.row.m16n16k16.f16.v4 %r1, [%rd0]
+nanosleep 10; cvt.f32.s32 %f4, %r1; cvt.f32.f64 %f4, %fd1
 cvt.rn.f64.f32 %fd4, %f1; cvt.f16.f32 %h4, %f1; cvt.rn.f32.f16 %f4, %h1; cvt.rn.u32.u64 %r4, %rd1
 cvt.rni.f32.s32 %f4, %r1; cvt.rna.f16.f32 %h4, %f1; cvt.s32.f32 %r4, %f1; cvt.tf32.f32 %r4, %f1
 cvt.ftz.u32.u64 %r4, %rd1; cvt.rzi.relu.s32.f32 %r4, %f1; cvt.rni.f64.f32 %fd4, %f1
