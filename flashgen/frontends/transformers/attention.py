@@ -150,7 +150,7 @@ def attention(
     else:
         out = op(query, key, value, q_offset=q_offset, k_offset=k_offset, **call)
     if sinks is not None:
-        out = _beside_sinks(*out, sinks)
+        out = _beside_sinks(out[0], out[1], sinks)
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     return out.transpose(1, 2).contiguous(), None
@@ -171,7 +171,8 @@ def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     A sink of a spec counts rows by their positions, and those of a call begin behind a cache.
     """
-    if sinks.dim() != 4 or any(x not in (1, y) for x, y in zip(sinks.shape, (*lse.shape, 1))):
+    sizes = zip(sinks.shape, (*lse.shape, 1), strict=False)
+    if sinks.dim() != 4 or any(given not in (1, size) for given, size in sizes):
         raise InputError(
             "sinks do not broadcast to the rows of the call",
             where="argument sinks of the attention function",
