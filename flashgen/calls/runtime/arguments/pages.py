@@ -361,7 +361,12 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
             f"{name} has a dtype that append_kv does not take",
             where,
             f"{tensor.dtype}; k is {k.dtype}",
-            f"{name}.to({dtypes[0]})"
+            f"rows of the cache's dtype, k.to({tensor.dtype}) and v.to({tensor.dtype}): a copy of "
+            "the cache would be written in its place"
+            if name in ("k_cache", "v_cache") and not operands.quantises
+            else f"a {name} of {dtypes[0]}, written anew"
+            if name in ("k_cache", "v_cache")
+            else f"{name}.to({dtypes[0]})"
             if len(dtypes) == 1
             else f"one of {', '.join(OPERAND_DTYPES)}; for a cache of 8 bits, also k_scale and "
             "v_scale",
