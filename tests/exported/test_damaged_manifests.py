@@ -204,3 +204,21 @@ def test_the_error_is_one_of_launches_too(folder: Path) -> None:
     with pytest.raises(fg.LaunchError, match="no export") as error:
         fg.load_export(folder)
     assert type(error.value) is fg.ExportError
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+def test_every_architecture_that_kernels_are_compiled_for_may_be_in_a_manifest(
+    folder: Path, arch: str
+) -> None:
+    def renamed(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {
+                renamed(key): part if key == "path" else renamed(part)
+                for key, part in values.items()
+            }
+        if isinstance(values, list):
+            return [renamed(part) for part in values]
+        return arch if values == "sm_80" else values
+
+    write(folder, renamed(values_of(folder)))
+    assert open_folder(folder).manifest.archs == (arch,)
