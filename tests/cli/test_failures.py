@@ -200,6 +200,11 @@ def test_ctrl_c_ends_the_program_with_its_status_and_leaves_no_part_of_a_file(
         (("--policy", "best"), "option --policy", "--policy derived or --policy paper"),
         (("--decode", "--page", "16", "--kv-dtype", "int4"), " with --kv-dtype int4", "--kv-dtype"),
         (("--decode", "--split-size", "15"), "option --split-size", "--split-size 512, or 0"),
+        (
+            ("--world", "2", "--shape", "1,2,64", "--method", "x"),
+            "option --method",
+            "--method all_gather",
+        ),
         (("--world", "2", "--shape", "1,2,64", "--link", "0"), "option --link", "--link 450"),
         (("--world", "2", "--shape", "1,2,64", "--map", "a.txt"), "option --map", "--map a.png"),
     ],

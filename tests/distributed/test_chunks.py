@@ -44,6 +44,8 @@ def test_a_rank_without_positions_has_an_empty_chunk() -> None:
         ([[range(4)], [range(5, 8)]], 4, "cover the positions"),
         ([[range(4)], [range(2, 8)]], 4, "cover the positions"),
         ([[3], [4]], 4, "a list of ranges"),
+        ([[(0, 4.5)], [(4, 8)]], 4, "a list of ranges"),
+        ([["04"], ["48"]], 4, "a list of ranges"),
     ],
 )
 def test_wrong_shardings_are_refused(shard: Any, rows: int, what: str) -> None:

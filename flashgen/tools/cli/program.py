@@ -119,7 +119,7 @@ def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any
     flags = {declared.ARGUMENTS.get(x, x): flag for x, flag in (open_ones | there).items()}
     names = (text.partition("=")[0].strip() for text in given.get("scalars", ()))
     flags |= {name: f"--scalar {name}" for name in names}
-    found = re.match(r"argument (\w+)$|(?:plan\()?(\w+)=", error.where)
+    found = re.match(r"argument (\w+)(?: of flashgen\S+)?$|(?:plan\()?(\w+)=", error.where)
     flag = flags.get(found[1] or found[2]) if found else None
     if found and flag and (found[1] or flag in there.values()):
         error.where = f"option {flag}"
