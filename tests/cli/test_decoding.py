@@ -42,7 +42,8 @@ def test_a_decoding_call_matches_the_oracle(spec: str, options: list[str]) -> No
     assert table["out"].startswith("pass")
     assert ("pages" in table) == ("--page" in options)
     none = table["split"].startswith("none")
-    assert none == ("merge" not in table) == (options[-4:-2] == ["--split-size", "0"])
+    assert none == (options[-4:-2] == ["--split-size", "0"])
+    assert ("merge" in table) == (not none and "_folded_" not in table["kernel"])
 
 
 @pytest.mark.slow
@@ -52,6 +53,9 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
     assert table["shape"].startswith("batch 1, heads 2, seq 1 x 60")
     assert table["pages"].startswith("16 keys each, 7 in the caches, shuffled")
     assert table["split"].endswith(" keys, the plan's choice")
+    assert table["kernel"].startswith("causal_folded_forward_")  # one split, which a block joins
+    assert "merge" not in table
+    table = rows(flashgen(*command, "--split-size", "32", "--backend", "emulator").stdout)
     assert table["kernel"].startswith("causal_split_forward_")
     assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 1 warps, ")
     assert " B read, " in table["merge"]
