@@ -436,7 +436,7 @@ def of_invariant_call(
             f"given {batch_invariant!r:.200}",
             "None, to follow flashgen.batch_invariant_mode",
         )
-    if split_size not in (None, INVARIANT) or deterministic not in (None, True):
+    if split_size is not None or deterministic not in (None, True):
         refuse(
             "all batch-invariant calls have the same splits, and deterministic gradients",
             "batch_invariant=True",
