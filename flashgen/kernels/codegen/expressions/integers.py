@@ -27,6 +27,7 @@ from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitFunction,
     BitOr,
+    Filled,
     Popcount,
     RandomBits,
     ShiftLeft,
@@ -132,6 +133,8 @@ class IntegerPrinter(ABC):
             return expr in self._wide
         if isinstance(expr, TensorRead):
             return bool(expr.tensor.dtype == "int64")
+        if isinstance(expr, Filled):
+            return self._call("filled", self._int(expr.args[0])[0])
         if isinstance(expr, RandomBits):
             return False
         if self._overflows(expr):
