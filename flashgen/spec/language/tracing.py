@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 
+from flashgen.shared.dtypes import is_bool
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language import advice
 from flashgen.spec.language.comparisons import FloatEqual
@@ -236,7 +238,7 @@ def _run(
         raise
     except Exception as error:
         raise _wrapped(error, role, lines) from error
-    if returned is None or not isinstance(returned, Traced | int | float):
+    if not (isinstance(returned, Traced | numbers.Real) or is_bool(returned)):
         raise SpecError(
             f"{role} does not return a number or a condition",
             where=str(lines),
