@@ -217,7 +217,7 @@ def test_empty_tiles_of_masks_of_bits_and_of_sums_of_distances_are_found(
         assert (kind == "empty") == (not truth.any()), (q, k)
         assert (kind == "full") <= bool(truth.all())
         found += kind == "empty"
-    assert 0 < found
+    assert found > 0
 
 
 def test_block_diagonal_reach_is_proved_exact() -> None:

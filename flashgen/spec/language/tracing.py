@@ -228,7 +228,7 @@ def _run(
             f"{role} is not a function",
             where=role,
             numbers=f"given a {type(mod).__name__}",
-            way_out=f"def {role}({', '.join(names)}): ...",
+            way_out=_definition(role, names),
         )
     lines = lines_of(mod, "")
     _check_arity(mod, role, names, lines)
@@ -253,6 +253,10 @@ def _run(
     return TracedMod(expr, captures, lines)
 
 
+def _definition(role: str, names: tuple[str, ...]) -> str:
+    return f"def {role.split()[-1]}({', '.join(names)}): ..."
+
+
 def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines) -> None:
     try:
         signature = inspect.signature(mod)
@@ -265,7 +269,7 @@ def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines
             f"{role} does not take {len(names)} arguments by position",
             where=str(lines),
             numbers=f"it takes {signature}; it is called with ({', '.join(names)})",
-            way_out=f"def {role}({', '.join(names)}): ...",
+            way_out=_definition(role, names),
         ) from None
 
 
