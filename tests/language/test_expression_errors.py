@@ -177,7 +177,7 @@ def test_a_number_of_numpy_may_be_returned() -> None:
         (lambda b, h, q, k: q % (k - k) < k, "% by 0", "not 0"),
         (lambda b, h, q, k: q < fg.sqrt(-2), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < fg.log(0), "not a finite real", "log"),
-        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "float32"),
+        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "1.0 as"),
         (lambda b, h, q, k: (q**3) // 7 < k, "// of integers that can leave 64 bits", "factors"),
         (lambda b, h, q, k: q < fg.sqrt(fg.cos(3)), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),
