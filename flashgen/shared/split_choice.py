@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +130,47 @@ class PredictedCall(NamedTuple):
     def time(self) -> Numbers:
         """That of both launches."""
         return self.forward + self.merge
+
+
+def times_of_runs(
+    rules: LaunchRules,
+    tile: DecodingTile,
+    sms: int,
+    sizes: tuple[int, int, int, int],
+    splits: int,
+    size: int,
+    *,
+    packed: bool,
+    by_position: bool,
+) -> Mapping[int, float]:
+    """The predicted times of a call with runs of splits, in clocks, as if all its keys were kept.
+
+    The last split counts as a whole one.
+
+    Args:
+        rules, tile: the kernel of the call, and its tile.
+        sms: SMs of the GPU.
+        sizes: batch, query heads, key heads and queries.
+        splits, size: the splits of a sequence, and the keys of one.
+        packed: as in `LaunchRules.grid`.
+        by_position: whether the mask depends on the positions of queries and of keys.
+
+    Returns:
+        The times of `ALL_SPLITS` and of the runs that are shorter.
+    """
+    batch, heads_q, heads_kv, seq_q = sizes
+    keys = splits * size
+    call = SplitCall(
+        keys=keys,
+        key_heads=batch * heads_kv,
+        rows=heads_q * seq_q * (1 if packed else batch),
+        tiles=math.prod(rules.grid(*sizes, keys, packed=packed)),
+        uneven=by_position and 2 * seq_q >= keys,
+    )
+    kernel = SplitKernel.of(rules, tile, sms)
+    runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < splits))
+    found = {run: float(kernel.predicted(call, size, run).time) for run in runs}
+    return MappingProxyType(found)
 
 
 def fastest_run(times: Mapping[int, float]) -> int:

@@ -32,11 +32,13 @@ class TileMap {
   fill() {
     const { data } = this;
     const [q, k] = data.tile;
-    const counted = data.counted === null ? "" : `; the emulator counted ${data.counted.toLocaleString("en")} visits, by the products`;
+    const number = (value) => value.toLocaleString("en");
+    const predicted = data.computed === null ? "" : `; the products of ${number(data.computed)} are predicted`;
+    const counted = data.counted === null ? "" : `; the emulator counted those of ${number(data.counted)}`;
     const kept = data.kept === null ? "" : ` The mask keeps ${(100 * data.kept).toFixed(1)} % of the scores.`;
     this.part("summary").textContent =
-      `Tiles of ${q} queries x ${k} keys; a block owns ${data.owns}. ${data.visits.toLocaleString("en")} of ` +
-      `${data.tiles.toLocaleString("en")} tiles are visited${counted}.${kept}`;
+      `Tiles of ${q} queries x ${k} keys; a block owns ${data.owns}. ${number(data.visits)} of ` +
+      `${number(data.tiles)} tiles are visited${predicted}${counted}.${kept}`;
     const pairs = data.heads.flatMap((head) => head.pairs);
     for (const [name, place] of [["batch", 0], ["head", 1]]) {
       const numbers = [...new Set(pairs.map((pair) => pair[place]))].sort((a, b) => a - b);

@@ -21,11 +21,14 @@ from flashgen.calls.exported.manifest import FORMAT, Pass, PathRecord, digest_of
 from flashgen.calls.exported.program import ExportedProgram
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.programs import SpecProgram
 from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.arch import runs_on
-from flashgen.shared.call import CallRanges
+from flashgen.shared.call import CallRanges, CheckedCall
 from flashgen.shared.errors import FlashgenError, InputError, LaunchError, SpecError
 from flashgen.shared.paths import PATHS
+from flashgen.shared.signature import SPLIT
+from flashgen.shared.split_choice import ALL_SPLITS
 from tests.support.examples import spec_path, values_of
 from tests.support.exports import exported, spec_of, with_portable_path
 from tests.support.fake_driver import FakeDriver
@@ -141,6 +144,58 @@ def test_weights_row_sinks_and_random_numbers_have_the_bits_of_the_compiled_oper
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
         found.append((out, *torch.autograd.grad(out, (*qkv, *given.values()), dout)))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("paged", [False, True])
+def test_all_runs_of_splits_have_the_bits_of_the_compiled_operator(
+    paged: bool, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = spec_of("causal", paged=paged)
+    export(ExportRequest(spec=spec, archs=(arch,), calls=("split_size",)), tmp_path / "export")
+    case = replace(CASE, seq_q=3, seq_k=200)
+    q, k, v = case.tensors(4)
+    given = {"backend": "emulator", "arch": arch, "return_lse": True}
+    if paged:
+        k, v = (x.reshape(2, 25, 8, 16).permute(1, 0, 2, 3).contiguous() for x in (k, v))
+        pages = torch.arange(25, dtype=torch.int32)[None]
+        given |= {"page_table": pages, "cache_seqlens": torch.tensor([200], dtype=torch.int32)}
+    else:
+        given |= {"q_offset": 197}
+    kinds = ("_split_", 1), ("_runs_", 4), ("_folded_", ALL_SPLITS)
+    for size, (kind, run) in enumerate(kinds, 1):  # prepared calls are kept by their arguments
+        for program in (ExportedProgram, SpecProgram):
+            monkeypatch.setattr(program, "run_of", lambda *_, run=run: run)
+        found = []
+        for op in (fg.load_export(tmp_path / "export"), fg.attention(spec)):
+            found.append(op(q, k, v, **given, split_size=16 * size))
+            assert kind in op.report.kernel.facts.name
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PATHS)
+def test_calls_of_an_export_have_the_runs_of_the_compiled_operator(
+    arch: str, tmp_path: Path
+) -> None:
+    spec = spec_of("causal", dtype="bfloat16").replace(head_dim=128)
+    request = ExportRequest(spec=spec, archs=(arch,), calls=("split_size",))
+    export(replace(request, heads_per_tile=(1, 4)), tmp_path / "export")
+    op = fg.load_export(tmp_path / "export")
+    target = Target("emulator", arch, torch.device("cpu"), 0)
+    found = []
+    for batch, heads, rows, keys in (
+        *((1, 32, 8192, 8192), (16, 4, 2048, 2048), (1, 32, 1, 131_072), (8, 32, 1, 4096)),
+        *((1, 4, 2048, 131_072), (64, 32, 1, 4096), (4, 32, 512, 16_384)),
+    ):
+        sizes = batch, heads, heads // 4, rows, keys
+        scalars, splits = {SPLIT: 1120}, -(-keys // 1120)
+        call = CheckedCall(*sizes, 128, 128, keys - rows, 0, 1.0, scalars, splits=splits)
+        programs = op.spec.split(), SpecProgram(spec).split()
+        found.append([program.run_of(target, call) for program in programs])
+    assert all(exported == compiled for exported, compiled in found), found
+    assert ALL_SPLITS in {run for run, _ in found}
 
 
 def test_an_export_names_what_has_tangents() -> None:

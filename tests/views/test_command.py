@@ -161,7 +161,10 @@ def test_every_kind_of_spec_has_a_report_below_3_mb(tmp_path: Path, name: str, a
     Elements(file.read_text(encoding="utf-8"))
     for kernel in data_of(file)["sides"][0]:
         found = kernel["tileMap"]
-        assert found is None or found["visits"] == pytest.approx(found["counted"])
+        if found is None:
+            continue
+        predicted = found["visits"] if found["computed"] is None else found["computed"]
+        assert predicted == found["counted"]
 
 
 # ---- what is refused

@@ -27,14 +27,18 @@ from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.codegen.text import printable
 from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
+from flashgen.kernels.planner.duration import decoding_tile
 from flashgen.kernels.planner.schedule import why_walks_differ
+from flashgen.kernels.planner.split_keys import compares_positions
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, CallRanges
 from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.shared.errors import InputError, PlanError, SpecError
 from flashgen.shared.launch_facts import LaunchFacts
 from flashgen.shared.signature import OFFSETS, SPLIT, WHOLE, CallSignature
+from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 from flashgen.spec.language.signature import (
+    joining,
     learning,
     refuse_backward,
     signature_of,
@@ -168,8 +172,12 @@ class Collection:
 
     def programs(self) -> tuple[ProgramRecord, ...]:
         """The kernels of the spec and of its variants, and of launches for some columns of V."""
-        variants = tuple(self.request.variants())
-        found = [self._program(variant) for variant in variants]
+        variants = [
+            (variant, run)
+            for variant in self.request.variants()
+            for run in ((1, RUNS[-1], ALL_SPLITS) if SPLIT in variant.part else (1,))
+        ]
+        found = [self._program(*variant) for variant in variants]
         made, parts = found, defaultdict[int, set[Pass]](set)
         while True:
             for columns, passes in (x for each in made for x in each.widths.items()):
@@ -178,15 +186,16 @@ class Collection:
                 return tuple(found)
             columns = max(parts)  # as the passes of fewer columns may be parts of these
             needed = parts.pop(columns)
-            made = [self._program(variant, columns, needed) for variant in variants]
+            made = [self._program(*variant, columns, needed) for variant in variants]
             found += made
 
     def _program(
-        self, variant: Variant, columns: int = 0, passes: Set[Pass] | None = None
+        self, variant: Variant, run: int, columns: int = 0, passes: Set[Pass] | None = None
     ) -> ProgramRecord:
         """The kernels of the spec, or of a variant of it.
 
         Args:
+            run: as in `ProgramRecord`.
             columns: the columns of V of launches that compute a part of them; 0 for all.
             passes: the passes that have such launches; None for all.
         """
@@ -194,6 +203,7 @@ class Collection:
         spec = SpecProgram(request.spec).variant(variant)
         if columns:
             spec = with_columns(spec, columns)
+        spec = joining(spec, run)
         signature = signature_of(spec)
         no_backward = _why_no_backward(spec, request)
         paths: list[PathRecord] = []
@@ -214,7 +224,7 @@ class Collection:
             arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
         }
         merge = {}
-        if spec.split:
+        if spec.split and not spec.folds:
             assert signature.out_dtype is not None  # kernels are made for one dtype
             of_out, normalize = (signature.head_dim_v, signature.out_dtype), signature.normalize
             merge = {
@@ -225,6 +235,7 @@ class Collection:
             offsets=variant.offsets,
             part=variant.part,
             packs=variant.packs,
+            run=run,
             columns=columns,
             digest=SpecProgram(spec).digest,
             signature=replace(signature, block_sparse=None),
@@ -236,6 +247,7 @@ class Collection:
             merge=merge,
             no_backward=no_backward,
             paths=tuple(paths),
+            by_position=compares_positions(spec),
         )
 
     def _forward(
@@ -259,7 +271,9 @@ class Collection:
                         if made is narrow and is_wide:
                             continue  # no call needs it
                         key = (of.drops, arch, access, heads, is_wide)
-                        yield ForwardRecord(*key, self.add(made))
+                        cost = made.plan.cost
+                        tile = decoding_tile(made.plan, cost, cost) if spec.split else None
+                        yield ForwardRecord(*key, self.add(made), tile)
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
         heads = tuple(sorted({1, *self.request.heads_per_tile}))

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashgen.kernels.compile import Resources
-from flashgen.shared.launch_facts import LaunchFacts, places_of_columns
+from flashgen.shared.launch_facts import DecodingTile, LaunchFacts, places_of_columns
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 
-FORMAT = 7
+FORMAT = 8
 """The version of the manifest; another one is refused."""
 
 MANIFEST = "manifest.json"
@@ -95,6 +95,7 @@ class ForwardRecord:
         heads: query heads per tile.
         wide: whether integers of mask and score have 64 bits.
         kernel: its number in `Manifest.kernels`.
+        tile: with split keys, its tile, which tells the time of a call; None without.
     """
 
     drops: bool
@@ -103,6 +104,7 @@ class ForwardRecord:
     heads: int
     wide: bool
     kernel: int
+    tile: DecodingTile | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,9 @@ class ProgramRecord:
 
     Attributes:
         offsets, part, packs: as in `calls.runtime.programs.Variant`; all empty for the spec.
+        run: the neighbouring splits of a thread block: 1, also where keys are not split;
+            `ALL_SPLITS`; or the longest of `split_choice.RUNS` for kernels to which each call gives
+            their number.
         columns: the columns of V of launches that compute a part of them; 0 for all.
         digest: the digest of the spec, which completes the name of the operator where another spec
             has that name.
@@ -181,11 +186,13 @@ class ProgramRecord:
         merge: by architecture, the kernel that merges results over split keys.
         no_backward: why there are no backward kernels: the four parts of an error; () otherwise.
         paths: the passes that take other kernels than those of one launch on the architecture.
+        by_position: whether the mask depends on the positions of queries and of keys.
     """
 
     offsets: tuple[tuple[str, str], ...]
     part: tuple[str, ...]
     packs: bool
+    run: int
     columns: int
     digest: str
     signature: CallSignature
@@ -197,11 +204,17 @@ class ProgramRecord:
     merge: Mapping[str, int]
     no_backward: tuple[str, ...]
     paths: tuple[PathRecord, ...]
+    by_position: bool
 
     @property
     def key(self) -> tuple[object, ...]:
         """For which calls it is."""
-        return self.offsets, self.part, self.packs, self.columns
+        return self.offsets, self.part, self.packs, self.run, self.columns
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it has the kernels of calls, and not of some of their launches."""
+        return self.run == 1 and not self.columns
 
     @property
     def widths(self) -> Mapping[int, tuple[Pass, ...]]:

@@ -28,12 +28,19 @@ from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, 
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.calls.trust import Decision
 from flashgen.shared import config
-from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory
+from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import LaunchFacts, Sizes, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
-from flashgen.shared.split_choice import choose_split, usual_heads_kv
+from flashgen.shared.split_choice import (
+    ALL_SPLITS,
+    RUNS,
+    choose_split,
+    fastest_run,
+    times_of_runs,
+    usual_heads_kv,
+)
 
 
 @dataclass(frozen=True)
@@ -113,16 +120,7 @@ class ExportedProgram(CallProgram):
 
     @property
     def _key(self) -> tuple[object, ...]:
-        record = self.record
-        return (
-            self.folder.digest,
-            record.offsets,
-            record.part,
-            record.packs,
-            record.columns,
-            self.drops,
-            self.learns,
-        )
+        return self.folder.digest, self.record.key, self.drops, self.learns
 
     @property
     def digest(self) -> str:
@@ -212,7 +210,7 @@ class ExportedProgram(CallProgram):
                 way_out="torch.autocast(..., enabled=False) around the call, or an export with "
                 f"--dtype {str(dtype).removeprefix('torch.')}",
             )
-        found = self._of(offsets, part, packs, self.record.columns)
+        found = self._of(offsets, part, packs, 1, self.record.columns)
         if found is not None:
             return found
         raise InputError(
@@ -232,7 +230,7 @@ class ExportedProgram(CallProgram):
     def _calls(self) -> str:
         found = []
         for record in self.folder.manifest.programs:
-            if record.columns:
+            if not record.is_called:
                 continue
             names = [name for name, _ in record.offsets] + list(record.part)
             names += ["cu_seqlens_q"] if record.packs else []
@@ -242,20 +240,30 @@ class ExportedProgram(CallProgram):
     def split(self) -> CallProgram:
         return self.variant(Variant(None, self.record.offsets, (*WHOLE, SPLIT), self.record.packs))
 
+    def run_of(self, target: Target, call: CheckedCall) -> int:
+        sizes = call.sizes[:4], call.splits, int(call.scalars[SPLIT])
+        return fastest_run(_times_of_runs(self, target, target.sms, *sizes))
+
+    def joining(self, run: int) -> CallProgram:
+        record, kept = self.record, run if run in (1, ALL_SPLITS) else RUNS[-1]
+        found = self._of(record.offsets, record.part, record.packs, kept, record.columns)
+        assert found is not None, "a manifest with split keys has their runs"
+        return found if self.drops else found.without_dropout()
+
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """0 also where the export has no kernels with split keys for such a call."""
         record = self.record
-        if self._of(record.offsets, (*WHOLE, SPLIT), record.packs, record.columns) is None:
+        if self._of(record.offsets, (*WHOLE, SPLIT), record.packs, 1, record.columns) is None:
             return 0
-        facts = self._facts_of_split(target)
-        sms = target.sms or facts.machine.sms
-        chosen = choose_split(facts, max(call.heads_kv, 1), sms)
+        rules = self._facts_of_split(target)
+        sms = target.sms or rules.machine.sms
+        chosen = choose_split(rules, max(call.heads_kv, 1), sms)
         return chosen.size_of(call, paged=self.signature.paged)
 
     def invariant_split(self, target: Target) -> int:
-        facts = self._facts_of_split(target)
-        heads_kv = usual_heads_kv(one_tensor=facts.one_tensor)
-        return choose_split(facts, heads_kv, facts.machine.sms, invariant=True).size
+        rules = self._facts_of_split(target)
+        heads_kv = usual_heads_kv(one_tensor=rules.one_tensor)
+        return choose_split(rules, heads_kv, rules.machine.sms, invariant=True).size
 
     def _facts_of_split(self, target: Target) -> LaunchFacts:
         """The facts of the forward kernel with split keys and one query head in a tile.
@@ -299,7 +307,7 @@ class ExportedProgram(CallProgram):
 
     def of_columns(self, columns: int) -> ExportedProgram:
         record = self.record
-        found = self._of(record.offsets, record.part, record.packs, columns)
+        found = self._of(record.offsets, record.part, record.packs, record.run, columns)
         assert found is not None, "a manifest with such launches has their kernels"
         return found
 
@@ -309,35 +317,49 @@ class ExportedProgram(CallProgram):
     def forward(self, request: ForwardRequest) -> tuple[ExportedKernel, str]:
         self._refuse_options(request.launch)
         wide = self._is_wide(request.ranges)
-        fitting = {
-            record.heads: record
-            for record in self.record.forward
-            if (record.drops, record.arch, record.access_bytes, record.wide)
-            == (self.drops, request.arch, request.access_bytes, wide)
-        }
+        fitting = self._by_heads(request.arch, request.access_bytes, wide=wide)
         if not fitting:
             self._refuse_missing("forward kernel", request.arch, request.access_bytes, wide)
-        record, reason = self._of_heads(fitting, request)
+        layout = request.captured.get(LAYOUT)
+        by_head = layout is not None and layout.shape[1] > 1
+        record, reason = self._of_heads(fitting, *request.call.sizes[:4], by_head=by_head)
         return self._kernel(record.kernel), reason
 
+    def _by_heads(self, arch: str, access_bytes: int, *, wide: bool) -> dict[int, ForwardRecord]:
+        """The forward kernels for these calls, by query heads per tile."""
+        key = self.drops, arch, access_bytes, wide
+        return {
+            x.heads: x
+            for x in self.record.forward
+            if (x.drops, x.arch, x.access_bytes, x.wide) == key
+        }
+
     def _of_heads(
-        self, fitting: Mapping[int, ForwardRecord], request: ForwardRequest
+        self,
+        fitting: Mapping[int, ForwardRecord],
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        seq_q: int,
+        *,
+        by_head: bool = False,
     ) -> tuple[ForwardRecord, str]:
-        """The kernel whose heads per tile leave the fewest rows, of those that were exported."""
-        call, layout = request.call, request.captured.get(LAYOUT)
-        group = call.heads_q // call.heads_kv
-        by_head = layout is not None and layout.shape[1] > 1
+        """The kernel whose heads per tile leave the fewest rows, of those that were exported.
+
+        Args:
+            by_head: whether heads have block layouts of their own, so that none share a tile.
+        """
+        group = heads_q // heads_kv
         usable = [heads for heads in sorted(fitting) if group % heads == 0 and not by_head]
         if len(usable) < 2:
             reason = f"of {group} that share K and V: as exported" if group > 1 else ""
             return fitting[1], reason
-        facts = {heads: self._kernel(fitting[heads].kernel).facts for heads in usable}
-        rows = {heads: facts[heads].block_q for heads in usable}
-        seq_q = call.seq_q
+        rules = {heads: self._kernel(fitting[heads].kernel).facts for heads in usable}
+        rows = {heads: rules[heads].block_q for heads in usable}
         if self.signature.packed:
-            seq_q = -(-seq_q // max(call.batch, 1))
-        sizes = call.batch, call.heads_q, call.heads_kv, seq_q, 1
-        tiles = {heads: math.prod(facts[heads].grid(*sizes)) for heads in usable}
+            seq_q = -(-seq_q // max(batch, 1))
+        sizes = batch, heads_q, heads_kv, seq_q, 1
+        tiles = {heads: math.prod(rules[heads].grid(*sizes)) for heads in usable}
         chosen = heads_of_fewest_rows(rows, tiles, self.folder.manifest.heads_gain)
         reason = f"of {group} that share K and V, among the exported {', '.join(map(str, usable))}"
         return fitting[chosen], reason
@@ -409,6 +431,35 @@ class ExportedProgram(CallProgram):
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def _times_of_runs(
+    program: ExportedProgram,
+    target: Target,
+    sms: int | None,
+    sizes: tuple[int, int, int, int],
+    splits: int,
+    size: int,
+) -> Mapping[int, float]:
+    """The predicted times of a call, as `split_choice.times_of_runs`.
+
+    There are none where the columns of V are computed in parts, each of which decides.
+    """
+    path = program._path(target, backward=False, deterministic=False)
+    if path is not None and path.columns < program.signature.head_dim_v:
+        return {}
+    arch = target.arch if path is None else path.taken
+    record, _ = program._of_heads(program._by_heads(arch, 16, wide=False), *sizes)
+    assert record.tile is not None, "a manifest with split keys has their tiles"
+    return times_of_runs(
+        program._kernel(record.kernel).facts,
+        record.tile,
+        sms or facts(arch).sms,
+        *(sizes, splits, size),
+        packed=program.signature.packed,
+        by_position=program.record.by_position,
+    )
+
+
 class ExportedAttention(Attention):
     """The callable of an export: `flashgen.calls.ops.Attention`, with kernels from a folder.
 
@@ -423,7 +474,7 @@ class ExportedAttention(Attention):
         self.path = folder.path
         # Programs of torch.export look operators up by their names.
         for each in folder.manifest.programs:
-            if each.columns:
+            if not each.is_called:
                 continue
             register_hashed_name(ExportedProgram(folder, each, each.signature.dropout))
 

@@ -24,13 +24,8 @@ from flashgen.shared.call import CallRanges
 from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
 from flashgen.shared.launch_facts import KEY_KERNELS, STREAMING_KERNELS, LaunchFacts
 from flashgen.shared.paths import PATHS
-from flashgen.shared.signature import (
-    OFFSETS,
-    PAGE_NAMES,
-    SPLIT,
-    WHOLE,
-    CallSignature,
-)
+from flashgen.shared.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSignature
+from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARCH = re.compile(r"sm_\d{2,3}a?", re.ASCII)
@@ -63,9 +58,13 @@ def checked(manifest: Manifest) -> Manifest:
         _check_kernel(kernel, manifest)
     keys = [each.key for each in manifest.programs]
     _require(_are_unique(keys), f"{len(keys)} programs: each is for another call")
-    _require(keys[0] == ((), (), False, 0), "the first program is for calls without options")
+    _require(keys[0] == ((), (), False, 1, 0), "the first program is for calls without options")
     for program in manifest.programs:
         _check_program(program, manifest)
+    for program in manifest.programs:
+        if SPLIT in program.part:
+            runs = {replace(program, run=run).key for run in (1, RUNS[-1], ALL_SPLITS)}
+            _require(runs <= set(keys), f"splits without a kernel for each run: {program.key}")
     _check_parts(manifest)
     return manifest
 
@@ -132,6 +131,10 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
     )
     parts = ((), WHOLE, (*WHOLE, SPLIT))
     _require(program.part in parts, f"part {program.part}")
+    runs = (1, RUNS[-1], ALL_SPLITS) if SPLIT in program.part else (1,)
+    _require(program.run in runs, f"a run of {program.run} splits")
+    joins = signature.folds == (program.run == ALL_SPLITS)
+    _require(joins, f"the signature of a run of {program.run} splits")
     _require(len(program.no_backward) in (0, 4), "no_backward without the four parts of an error")
     served = {*manifest.archs, *(portable(arch) for arch in manifest.archs)}
     drops = {False, signature.dropout}
@@ -142,6 +145,12 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         of_call = forward.heads, forward.access_bytes, 64 if forward.wide else of.integer_bits
         of_kernel = of.heads_per_tile, of.access_bytes, of.integer_bits
         _require(of_call == of_kernel and of.kernel == "forward", f"{forward} for {of.name}")
+        for tile in (forward.tile, of.decoding) if signature.split else ():
+            _require(tile is not None, f"no tile of {of.name}, whose keys are split")
+            assert tile is not None
+            counts = len(tile.clocks), *tile.clocks, tile.rows, tile.key_bytes
+            is_one = min(*counts, tile.cost, tile.least_cost) > 0
+            _require(is_one, f"the tile of {of.name}: {tile}")
         shape = of.dtype, of.head_dim, of.head_dim_v
         _require(shape == (signature.dtype, *_dims(signature)), f"{of.name} for {signature.name}")
     for backward in program.backward:
@@ -156,7 +165,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         _check_kernels(numbers, arch, manifest)
     for arch, number in program.merge.items():
         _check_kernels((number,), arch, manifest)
-    merged = set(manifest.archs) if signature.split else set()
+    merged = set(manifest.archs) if signature.split and not signature.folds else set()
     _require(set(program.merge) == merged, f"kernels that merge for {sorted(program.merge)}")
     _check_layout(program, manifest)
     names = _names_of_ranges(signature)

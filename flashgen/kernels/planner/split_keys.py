@@ -9,9 +9,7 @@ lengths, because the bits of a row, and a CUDA graph, depend on it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from flashgen.kernels.planner.api import plan_forward
 from flashgen.kernels.planner.column_parts import columns_of_launch
@@ -19,20 +17,12 @@ from flashgen.kernels.planner.duration import decoding_tile
 from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.kernels.planner.schedule import choose_heads, few_rows_of
+from flashgen.shared import split_choice
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
 from flashgen.shared.signature import SPLIT
-from flashgen.shared.split_choice import (
-    ALL_SPLITS,
-    RUNS,
-    SplitCall,
-    SplitKernel,
-    SplitPlan,
-    choose_split,
-    fastest_run,
-    usual_heads_kv,
-)
+from flashgen.shared.split_choice import SplitPlan, choose_split, fastest_run, usual_heads_kv
 from flashgen.spec.language.signature import split, with_columns, without_dropout
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K, Q
@@ -117,25 +107,22 @@ def _times_of_runs(
     splits: int,
     size: int,
 ) -> Mapping[int, float]:
-    """`times_of_runs`, whose result is that of the last call for most tokens of a decoded sequence:
-    its last split counts as a whole one."""
+    """`times_of_runs`, whose result is that of the last call for most tokens of a decoded sequence,
+    because its last split counts as a whole one."""
     try:
         plan = _plan_of_heads(spec, arch, *sizes)
     except PlanError:  # the columns of V are computed in parts, each of which decides
         return {}
-    batch, heads_q, heads_kv, seq_q = sizes
-    keys = splits * size
-    kernel = SplitKernel.of(plan, decoding_tile(plan, plan.cost, plan.cost), sms)
-    call = SplitCall(
-        keys=keys,
-        key_heads=batch * heads_kv,
-        rows=heads_q * seq_q * (1 if spec.packed else batch),
-        tiles=math.prod(plan.grid(*sizes, keys, packed=spec.packed)),
-        uneven={Q, K} <= spec.mask.free_symbols and 2 * seq_q >= keys,
+    tile, by_position = decoding_tile(plan, plan.cost, plan.cost), compares_positions(spec)
+    sized = sizes, splits, size
+    return split_choice.times_of_runs(
+        plan, tile, sms, *sized, packed=spec.packed, by_position=by_position
     )
-    runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < splits))
-    found = {run: float(kernel.predicted(call, size, run).time) for run in runs}
-    return MappingProxyType(found)
+
+
+def compares_positions(spec: AttentionSpec) -> bool:
+    """Whether the mask depends on the positions of queries and of keys."""
+    return bool({Q, K} <= spec.mask.free_symbols)
 
 
 @functools.lru_cache(maxsize=1024)

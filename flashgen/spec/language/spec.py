@@ -79,7 +79,7 @@ class AttentionSpec:
             gradients.)
         head_dim: length of the rows of q and k, a multiple of 8 from 8 to 576. Calls on the
             CPU compute all of them; on a GPU, the planner refuses those of which no tile fits
-            (in float32, from about 500 on; docs/planner.md).
+            (in float32, from about 500 on, or 296 on some GPUs; docs/planner.md).
         dtype: "float16", "bfloat16" or "float32", or torch's object of that name: of q, k, v and
             the output. Sums are float32. None: each call has the dtype of its q; plans and files
             are made for one dtype, by ``spec.replace(dtype=...)``.

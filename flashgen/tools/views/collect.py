@@ -227,13 +227,21 @@ def _data(
     drawing = found.drawing()
     plan = profile.plan
     per_tile = multiply_adds_of(plan, math.prod(plan.units))
-    counted = profile.totals.tensor_multiply_adds / per_tile if per_tile else None
+    products = profile.work[0]
+
+    def in_tiles(multiply_adds: float | None) -> float | None:
+        if multiply_adds is None or not per_tile:
+            return None
+        return round(multiply_adds / float(per_tile), 2)
+
     return {
         "tile": list(found.tile),
         "packed": spec.packed,
         "owns": "keys" if plan.owns_keys else "queries",
         "visits": found.tiles - found.counts["empty"],
-        "counted": None if counted is None else round(counted, 2),
+        # Warpgroups leave out what their own rows do not reach; a gathered tile may lack boxes.
+        "computed": in_tiles(products.predicted),
+        "counted": in_tiles(products.counted),
         "tiles": found.tiles,
         "kept": found.kept,
         "legend": [
