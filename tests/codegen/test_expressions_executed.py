@@ -17,7 +17,7 @@ from flashgen.shared.errors import SpecError
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.mask import analyse_mask
 from flashgen.spec.language.float_functions import Abs, Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
-from flashgen.spec.language.lets import lets_of, replaced
+from flashgen.spec.language.lets import inlined
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, is_condition, is_int
 from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.spec.language.traced import Value
@@ -89,14 +89,6 @@ def all_exprs(tree: Any) -> list[Any]:
         ends += [found.full.lo, found.full.hi]
     conditions = [found.may, found.must, *(end for end in ends if end is not None)]
     return [value.expr, *map(inlined, conditions)]
-
-
-def inlined(expr: sympy.Basic) -> sympy.Basic:
-    """The expression with the values of its named parts in their place."""
-    values: dict[sympy.Basic, sympy.Basic] = {}
-    for let in lets_of(expr):
-        values[let] = replaced(let.value, values)
-    return replaced(expr, values)
 
 
 def defined(tree: Any, env: dict[str, Any]) -> bool:
