@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from ptx_emulator.state.wave import LaunchConfig
 STEP_LIMIT = 5_000_000
 SUMS = ("hardware", "rounded")
 MOST_BLOCKS_PER_CLUSTER = 16
+MOST_SHARED = 232448  # bytes per block, of sm_90
 _LOCK = threading.RLock()
 _LAUNCHES: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 _FORMER: ContextVar[Footprint | None] = ContextVar("former", default=None)
@@ -181,6 +183,10 @@ def _module(ptx: str) -> tuple[Module, dict[tuple[str, bool], Segments]]:
 
 
 def _loaded(ptx: str, name: str, ragged: bool = False) -> Segments:
+    if not isinstance(ptx, str):
+        what, numbers = "ptx is no text", f"ptx is a {type(ptx).__name__}"
+        way_out = "pass the PTX of one module as a str"
+        raise LaunchArguments(what, where="ptx_emulator", numbers=numbers, way_out=way_out)
     with _LOCK:
         module, kernels = _module(ptx)
         if (name, ragged) not in kernels:
@@ -213,8 +219,12 @@ def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple
 
 
 def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
-    sizes = [size] if isinstance(size, (int, np.integer)) else list(size)
-    sizes = [int(s) for s in sizes] + [1] * (3 - len(sizes))
+    try:
+        given = [size] if isinstance(size, (int, np.integer)) else size
+        sizes = [operator.index(number) for number in given]
+    except TypeError:  # something that is no whole number
+        sizes = [0]
+    sizes += [1] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
         problem = f"the {what} needs one to three positive sizes"
         where = "ptx_emulator.launch"
@@ -249,6 +259,12 @@ def _misfits(program: PtxProgram, config: LaunchConfig) -> Iterator[tuple[str, s
     if max(grid[1:]) > 65535 or grid[0] >= 1 << 31 or block[2] > 64:
         way_out = "a grid has at most 2^31 - 1, 65535 and 65535 blocks; a block 64 in z"
         yield "a grid or block beyond the limits of CUDA", f"grid {grid}, block {block}", way_out
+    static = program.dynamic_shared
+    if static + config.shared_bytes > MOST_SHARED:
+        numbers = f"{static:,} bytes of the kernel and {config.shared_bytes:,} of the launch; "
+        numbers += f"no GPU has more than {MOST_SHARED:,} per block"
+        way_out = "pass the number of bytes that the kernel was compiled for"
+        yield "too much shared memory", numbers, way_out
     if config.shared_bytes < 0:
         numbers = f"shared_bytes = {config.shared_bytes}"
         way_out = "pass the number of bytes that the kernel was compiled for"

@@ -86,7 +86,7 @@ class BlockOrder:
         if pc in m.program.accesses.releases:
             self.fence(np.unique(rows))
             clocks.fence(np.unique(rows))
-        poll = pc in m.program.repeats.polls
+        poll = pc in m.program.acquired_by_fences
         clocks.synchronise(rows, -1 - flat, poll)
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
             slot, warp = int(m.row_cluster[row]), int(m.row_member[row])

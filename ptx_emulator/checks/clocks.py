@@ -204,7 +204,7 @@ class Clocks:
     def synchronise(self, rows: Array, places: Array, poll: bool = False) -> None:
         """Strong accesses: each acquires what was released at its address, and releases.
 
-        A ``poll`` acquires it at the next fence of its warp.
+        A ``poll``, or another relaxed load, acquires it at the next fence of its warp.
         """
         before = self.seen.copy()
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):

@@ -192,7 +192,7 @@ class SharedRaces(SharedShadow):
         if a.pc in program.accesses.releases:
             self.clocks.fence(np.unique(a.rows))
         width = a.where.shape[1]
-        poll = a.pc in program.repeats.polls
+        poll = a.pc in program.acquired_by_fences
         self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1), poll)
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:

@@ -15,7 +15,7 @@ from ptx_emulator.counters.recorder import ATOMIC
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa.cluster import resolved
 from ptx_emulator.isa.convert import half_op, half_op2
-from ptx_emulator.isa.floats import maximum, minimum
+from ptx_emulator.isa.floats import flush, maximum, minimum
 from ptx_emulator.isa.generator import Generator, instruction, items_of
 from ptx_emulator.isa.memory import FUNCTION, accessed_bytes, address, by_space, take_access, unpack
 from ptx_emulator.isa.warp import REDUCTIONS
@@ -75,6 +75,8 @@ def atomic(here: Execution, space: str, operation: Operation, address: Any, valu
         way_out = "use an ordinary operation, or an address in shared or global memory"
         machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
     given = [here.chosen(v) for v in values]
+    if (name, kind, space) == ("add", "f32", "global"):
+        name = FLUSHED_ADD
     out[chosen] = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
     return out
 
@@ -104,8 +106,11 @@ def _turns(index: Array) -> Array:
     return turn
 
 
+# The units at global memory add float32 so; those at shared memory keep subnormal numbers.
+FLUSHED_ADD = "add.ftz"
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **REDUCTIONS,
+    FLUSHED_ADD: lambda old, new: flush(flush(old) + flush(new)),
     "exch": lambda old, new: new,
     "cas": lambda old, expected, new: np.where(old == expected, new, old),
     "inc": lambda old, last: np.where(old >= last, 0, old + 1),
@@ -119,6 +124,9 @@ def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
         return half_op(operation, kind, "", old, *values)
     if kind in ("f16x2", "bf16x2"):
         return half_op2(operation, kind[:-2], "", old, *values)
+    if (operation, kind) == ("cas", "b128"):
+        same = old.view(np.uint64) == values[0].view(np.uint64)
+        return np.where(same.reshape(-1, 2).all(axis=1), values[1], old)
     if kind[0] == "f" and operation in ("min", "max"):
         return (minimum if operation == "min" else maximum)(old, *values)
     return _OPERATIONS[operation](old, *values)

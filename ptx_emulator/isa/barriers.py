@@ -108,7 +108,7 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
     operands = list(ins.operands)
     if action in ("init", "inval", *_BYTES):
         where = place_of(g, operands[0])
-        number = g.read(operands[1], "u4") if len(operands) > 1 else ""
+        number = "" if action == "inval" else g.read(operands[1], "u4")
         if action in _BYTES:
             size = f"{'-' if action == 'complete_tx' else ''}{number}.astype(i8)"
             g.emit(f"E.mbarriers.expect({g.here()}, {where}, {size})")

@@ -143,4 +143,6 @@ def bits_or(g: Generator, operand: Operand, dtype: str) -> str:
     return g.read(operand, dtype)
 
 
-formula("slct", "compare", "S", "where({c:T} >= 0, {a:S}, {b:S})", "ftz")
+# With .ftz a negative number that is subnormal counts as zero.
+_POSITIVE = "({c:T} >= 0) | ({ftz} & (np.abs({c:T}) < 2.0**-126))"
+formula("slct", "compare", "S", f"where({_POSITIVE}, {{a:S}}, {{b:S}})")

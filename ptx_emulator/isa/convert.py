@@ -29,29 +29,39 @@ _SIXTEEN = np.uint32(16)
 
 
 def float_to_integer(x: Any, rounded: Callable[[Any], Any], to: Any) -> Any:
-    """To an integer dtype: out of range clamps, NaN gives 0."""
+    """To an integer dtype: out of range clamps. A NaN gives 0, or the highest bit alone where a
+    type has 64 bits as a number."""
     wide = rounded(x.astype(np.float64))
     limits = np.iinfo(to)
     inside = np.clip(wide, float(limits.min), float(limits.max))
-    if to.itemsize < 8:
-        return np.where(np.isnan(wide), 0.0, inside).astype(np.int64).astype(to)
+    nan = np.isnan(wide)
     # float(2**63 - 1) is 2**63: such values need the exact limit.
     top = inside >= float(limits.max)
-    safe = np.where(top | np.isnan(wide), 0.0, inside).astype(to)
-    return np.where(top, to.type(limits.max), safe)
+    found = np.where(top | nan, 0.0, inside).astype(to)
+    found = np.where(top, to.type(limits.max), found)
+    if not nan.any():
+        return found
+    wider = x.dtype == np.float64 or to.itemsize == 8
+    of_nan = (1 << 8 * to.itemsize - 1) * (-1 if to.kind == "i" else 1) if wider else 0
+    return np.where(nan, to.type(of_nan), found)
 
 
-def integer_to_f32(x: Any, rounding: str) -> Any:
-    near = x.astype(np.float32)
+def integer_to_float(x: Any, to: Any, rounding: str) -> Any:
+    """An integer as float32 or float64, in any rounding mode or to odd (ro)."""
+    near = x.astype(to)
     if rounding == "rn":
+        return near
+    if x.dtype.itemsize < to.itemsize:
         return near
     if x.dtype.itemsize < 8:
         return floats.round_directed(x.astype(np.float64), rounding)
     # Compare in integers; 2**63 and above does not fit, and can only be too high.
-    limit = np.float32(2.0**63 if x.dtype.kind == "i" else 2.0**64)
-    over = near >= limit
-    back = np.where(over, np.float32(0), near).astype(x.dtype)
-    return floats.neighbour(near, x, over | (back > x), ~over & (back < x), rounding)
+    over = near >= to.type(2.0**63 if x.dtype.kind == "i" else 2.0**64)
+    back = np.where(over, to.type(0), near).astype(x.dtype)
+    high, low = over | (back > x), ~over & (back < x)
+    if rounding == "ro":
+        return floats.to_odd(near, np.where(high, -1.0, np.where(low, 1.0, 0.0)))
+    return floats.neighbour(near, x, high, low, rounding)
 
 
 def saturate_integer(x: Any, to: Any) -> Any:
@@ -96,6 +106,7 @@ def to_bf16(x: Any, rounding: str = "rn") -> Any:
 
 def _to_bf16_directed(x: Any, rounding: str) -> Any:
     """`to_bf16` towards zero (rz), down (rm) or up (rp)."""
+    x = x.astype(np.float32) if x.dtype == np.float16 else x
     cut = np.asarray(floats.round_directed(x, "rz") if x.dtype == np.float64 else x)
     bits = cut.view(np.uint32)
     rounded = (bits >> _SIXTEEN).astype(np.uint16)
@@ -104,6 +115,14 @@ def _to_bf16_directed(x: Any, rounding: str) -> Any:
         rounded = rounded + (inexact & (np.signbit(x) == (rounding == "rm"))).astype(np.uint16)
     # A NaN must not become an infinity.
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+_LARGEST = {"f16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
+
+
+def within_finite(x: Any, kind: str) -> Any:
+    """float32 numbers, those beyond the largest finite one of a format replaced by it."""
+    return np.clip(x, -_LARGEST[kind], _LARGEST[kind])
 
 
 def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> Any:
@@ -193,16 +212,21 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     source = mods.type()
     to = pair or mods.type()
     g.refuse_if(not to, "only one type")
+    g.refuse_if(to == "tf32" and source != "f32", "this conversion to tf32")
     ftz = bool(mods.take("ftz"))
     saturates = bool(mods.take("sat"))
     clamps = bool(mods.take("relu"))
+    finite = bool(mods.take("satfinite"))
+    kind = to.removesuffix("x2")
+    g.refuse_if(finite and (source != "f32" or kind not in _LARGEST), "satfinite of these types")
     integral = _INTEGRAL.get(mods.take(*_INTEGRAL))
     rounding = mods.take("rn", "rz", "rm", "rp", "rna")
     if pair:
         if source != "f32" or saturates or rounding not in ("rn", "rz"):
             raise g.unknown("this pair conversion")
         high, low = (g.read(o, "f4") for o in ins.operands[1:3])
-        kind = pair.removesuffix("x2")
+        if finite:
+            high, low = (f"within_finite({half}, {kind!r})" for half in (high, low))
         value = f"pack_halves({high}, {low}, {kind!r}, {rounding!r}, {clamps})"
         g.write(ins.operands[0], value, "u4")
         return
@@ -215,6 +239,8 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
         return
     if clamps:
         value = f"relu({value})"
+    if finite:
+        value = f"within_finite({value}, {kind!r})"
     if ftz and source == "f32":
         value = f"flush({value})"
     if source == "bf16":
@@ -289,13 +315,11 @@ def _from_integer(
             # Extended by the sign of the source.
             return f"{value}.astype({DTYPE[source][0]}{wide}).view({dtype})"
         return f"{value}.astype({dtype})"
-    if to == "f32":
-        text = f"integer_to_f32({value}, {rounding or 'rn'!r})"
-        return f"saturate({text})" if saturates else text
-    what = "to f64" if to == "f64" else "of an integer to a half"
-    g.refuse_if(rounding not in ("", "rn"), f"directed rounding {what}")
-    text = f"{value}.astype(f8)"
-    return _rounded(f"saturate({text})" if saturates else text, "f8", to, "rn")
+    rounding = rounding or "rn"
+    # Halves are rounded from float64, which is rounded to odd so that only the last one counts.
+    held = dtype if to in ("f32", "f64") else "f8"
+    text = f"integer_to_float({value}, {held}, {rounding if held == dtype else 'ro'!r})"
+    return _rounded(f"saturate({text})" if saturates else text, held, to, rounding)
 
 
 _FLOAT32: dict[str, Callable[..., Any]] = {
@@ -322,7 +346,7 @@ def half_op(op: str, kind: str, flags: str, *operands: Any) -> Any:
     Args:
         op: add, sub, mul, fma, min, max, neg, abs, ex2, tanh.
         kind: f16 or bf16.
-        flags: words among sat, ftz, relu, NaN.
+        flags: words among sat, ftz, relu, NaN, xorsign (of absolute values).
     """
     if "ftz" in flags:
         operands = tuple(_flush16(o, kind) for o in operands)
@@ -334,7 +358,10 @@ def half_op(op: str, kind: str, flags: str, *operands: Any) -> Any:
         product = x[0].astype(np.float64) * x[1].astype(np.float64)
         value = floats.odd_sum(product, x[2].astype(np.float64))
     else:
-        value = _FLOAT32[op](*x)
+        given = [np.abs(v) for v in x] if "xorsign" in flags else x
+        value = _FLOAT32[op](*given)
+        if "xorsign" in flags:
+            value = floats.xor_signs(value, *x)
         if "NaN" in flags:
             value = floats.or_nan(value, *x)
     if "sat" in flags:

@@ -9,8 +9,10 @@ sums", 2008).
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ TINY = np.float32(2.0**-126)  # the smallest normal float32
 _HALF = np.uint64(1 << 63)
 _SHIFT = np.uint64(35)
 _SINGLE = np.dtype("f4")
+_SMALL, _LARGE = 2.0**-900, 2.0**960
 
 
 def flush(x: Any) -> Any:
@@ -75,6 +78,17 @@ def odd_sum(product: Any, c: Any) -> Any:
 
 def fma64(a: Any, b: Any, c: Any) -> Any:
     """a * b + c of float64 with a single rounding."""
+    result = _fma64_of_normal_terms(a, b, c)
+    high = np.abs(a * b)
+    # Where the errors of products and sums are float64 numbers as well, they are exact.
+    normal = (high > _SMALL) & (high < _LARGE) & (np.abs(result) > _SMALL)
+    normal &= (np.abs(a) < _LARGE) & (np.abs(b) < _LARGE) & (np.abs(c) < _LARGE)
+    if (normal | (a == 0) | (b == 0)).all():
+        return result
+    return np.where(normal, result, exact("fma", "rn", a, b, c))
+
+
+def _fma64_of_normal_terms(a: Any, b: Any, c: Any) -> Any:
     high = a * b
     low = _product_error(a, b, high)
     sum_high = c + low
@@ -131,6 +145,67 @@ def directed_root(mode: str, a: Any) -> Any:
     return round_directed(to_odd(root, rest), mode)
 
 
+_EXACT: dict[str, Callable[..., Fraction]] = {
+    **{"add": operator.add, "mul": operator.mul, "div": operator.truediv},
+    "fma": lambda a, b, c: a * b + c,
+}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt},
+    "fma": lambda a, b, c: a * b + c,
+}
+
+
+def exact(op: str, mode: str, *operands: Any) -> Any:
+    """add, mul, div, fma or sqrt of float64 in any rounding mode, through fractions.
+
+    float32 is computed in float64; float64 has no wider type, so that each element is computed by
+    itself, which is slow.
+    """
+    given = np.broadcast_arrays(*operands)
+    result = np.array(_PLAIN[op](*given))
+    # What numpy computes of infinities, NaNs and divisions by zero is exact.
+    finite = np.isfinite(given).all(axis=0)
+    if op in ("div", "sqrt"):
+        finite &= given[-1] != 0 if op == "div" else given[0] > 0
+    for at in np.flatnonzero(finite):
+        values = [float(x.flat[at]) for x in given]
+        result.flat[at] = _exact_element(op, mode, values, float(result.flat[at]))
+    return result[()]
+
+
+def _exact_element(op: str, mode: str, values: list[float], plain: float) -> float:
+    """One element of `exact`; ``plain`` has the sign of a result that is zero."""
+    numbers = [Fraction(value) for value in values]
+    if op == "sqrt":
+        near, high, low = (
+            plain,
+            Fraction(plain) ** 2 > numbers[0],
+            Fraction(plain) ** 2 < numbers[0],
+        )
+    else:
+        value = _EXACT[op](*numbers)
+        if value == 0:
+            if mode != "rm" or op in ("mul", "div"):
+                return plain
+            # A sum that is zero is negative in this mode, unless both terms are +0.
+            plus = op == "add" and all(np.copysign(1, x) > 0 for x in values) and not any(values)
+            product = np.copysign(1, values[0]) * np.copysign(1, values[1])
+            plus |= op == "fma" and product > 0 and np.copysign(1, values[2]) > 0
+            return 0.0 if plus else -0.0
+        try:
+            near = float(value)
+        except OverflowError:
+            near = np.inf if value > 0 else -np.inf
+        near = float(np.copysign(near, 1 if value > 0 else -1))
+        high = near == np.inf or (near != -np.inf and Fraction(near) > value)
+        low = near == -np.inf or (near != np.inf and Fraction(near) < value)
+    if (mode == "rp" or (mode == "rz" and near < 0)) and low:
+        return float(np.nextafter(near, np.inf))
+    if (mode == "rm" or (mode == "rz" and near > 0)) and high:
+        return float(np.nextafter(near, -np.inf))
+    return near
+
+
 def round_directed(value: Any, mode: str, to: Any = _SINGLE) -> Any:
     """A wider float as ``to``, float32 or float16, in any rounding mode."""
     near = value.astype(to)
@@ -180,6 +255,11 @@ def or_nan(result: Any, a: Any, b: Any) -> Any:
     return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), result)
 
 
+def xor_signs(result: Any, a: Any, b: Any) -> Any:
+    """``result``, which is not negative, with the sign of a product; a NaN stays."""
+    return np.where(np.signbit(a) ^ np.signbit(b), -result, result)
+
+
 def relu(x: Any) -> Any:
     """Negative values become +0; a NaN stays."""
     return np.where(np.isnan(x), x, np.maximum(x, x.dtype.type(0)))
@@ -226,9 +306,12 @@ def sources(g: Generator, operands: list[Operand], dtype: str, ftz: bool) -> lis
 def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     """Any arithmetic on f16, bf16 and their pairs."""
     g.mods.take("rn")
-    flags = ",".join(w for w in ("sat", "ftz", "relu", "NaN") if g.mods.take(w))
+    flags = ",".join(w for w in ("sat", "ftz", "relu", "NaN", "xorsign") if g.mods.take(w))
+    if "xorsign" in flags:
+        g.need("abs")
     g.mods.take("approx")
-    g.refuse_if(g.mods.take("xorsign", "noftz"), "xorsign or noftz")
+    count = {"fma": 3, "mad": 3}.get(ins.op, 1 if ins.op in ("abs", "neg", *_FUNCTIONS) else 2)
+    g.refuse_if(len(ins.operands) != 1 + count, "another number of operands")
     pair = kind.endswith("x2")
     raw = "u4" if pair else "u2"
     operands = ", ".join(g.read(o, raw) for o in ins.operands[1:])
@@ -260,6 +343,15 @@ _DIRECTED = {
     "rcp": "directed_quotient({mode!r}, {one}, {a})",
     "sqrt": "directed_root({mode!r}, {a})",
 }
+_DIRECTED_DOUBLE = {
+    "add": "exact('add', {mode!r}, {a}, {b})",
+    "sub": "exact('add', {mode!r}, {a}, -{b})",
+    "mul": "exact('mul', {mode!r}, {a}, {b})",
+    **dict.fromkeys(("fma", "mad"), "exact('fma', {mode!r}, {a}, {b}, {c})"),
+    "div": "exact('div', {mode!r}, {a}, {b})",
+    "rcp": "exact('div', {mode!r}, {one}, {a})",
+    "sqrt": "exact('sqrt', {mode!r}, {a})",
+}
 _SOURCE = re.compile(r"\{([abc])\}")
 
 
@@ -285,14 +377,16 @@ def emit_float(g: Generator, ins: Instruction, kind: str) -> None:
         return
     saturates = bool(mods.take("sat"))
     mode = mods.take("rn", "rz", "rm", "rp") or "rn"
-    g.refuse_if(mode != "rn" and dtype != "f4", "directed rounding of f64")
     if op in ("min", "max"):
-        g.refuse_if(mods.take("xorsign"), "xorsign")
+        if mods.take("xorsign"):
+            g.need("abs")
+            text = f"xor_signs({op}imum(np.abs({{a}}), np.abs({{b}})), {{a}}, {{b}})"
         text = f"or_nan({text}, {{a}}, {{b}})" if mods.take("NaN") else text
         g.refuse_if(mods.take("abs") or len(ins.operands) != 3, "three operands or .abs")
     elif op == "div" and mods.take("approx", "full") == "approx":
         text = "quick_quotient({a}, {b})"
-    text = text if mode == "rn" else _DIRECTED.get(op, text)
+    if mode != "rn":
+        text = (_DIRECTED if dtype == "f4" else _DIRECTED_DOUBLE).get(op, text)
     finish(g, ins.operands[0], _result(g, ins, text, dtype, ftz, mode), dtype, ftz, saturates)
 
 
@@ -306,16 +400,18 @@ def emit_function(g: Generator, ins: Instruction) -> None:
         g.refuse_if(op not in ("ex2", "tanh"), "in half precision")
         half_arithmetic(g, ins, kind)
         return
+    g.refuse_if(kind not in ("f32", "f64"), "this type")
     dtype, ftz = DTYPE[kind], bool(g.mods.take("ftz"))
     approx, mode = g.mods.take("approx"), g.mods.take("rn", "rz", "rm", "rp")
     directed = mode not in ("", "rn")
     g.refuse_if(not approx and not mode, "no rounding mode")
-    g.refuse_if(directed and (dtype != "f4" or op not in _DIRECTED), "directed rounding")
+    g.refuse_if(directed and op not in _DIRECTED, "directed rounding")
     g.refuse_if(dtype == "f8" and op not in ("rcp", "sqrt", "rsqrt"), "in double precision")
     if op == "ex2" and ftz:
         g.write(ins.operands[0], f"exp2_flushed({g.read(ins.operands[1], dtype)})", dtype)
         return
-    text = (_DIRECTED if directed else _FUNCTIONS)[op]
+    roundings = _DIRECTED if dtype == "f4" else _DIRECTED_DOUBLE
+    text = (roundings if directed else _FUNCTIONS)[op]
     finish(g, ins.operands[0], _result(g, ins, text, dtype, ftz, mode), dtype, ftz, False)
 
 

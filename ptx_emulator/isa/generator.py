@@ -76,9 +76,11 @@ def expression_of(result: str, text: str, ignored: str = "") -> TypedEmitter:
         ignored: a modifier without effect.
     """
     read = {letter[0]: name for letter, name in _FIELD.findall(text) if letter}
+    typed = not {"T", "U", "N"}.isdisjoint([result, *read.values()])
 
     def emit(g: Generator, ins: Instruction, kind: str) -> None:
         to, *sources = ins.operands
+        g.refuse_if(typed and not kind, "no type")
         g.mods.take(ignored)
         size = syntax.TYPE_BYTES.get(kind, 4)
         neutral = "b1" if kind == "pred" else g.integer(to, size)
@@ -205,7 +207,7 @@ class Generator:
 
     def unknown(self, what: str = "") -> UnknownInstruction:
         problem = f"the emulator does not support {self.ins.name}" + (f": {what}" if what else "")
-        where = f"kernel {self.program.name}, {self.program.source_line(self.pc)}"
+        where = f"kernel {self.program.name}, {self.program.place(self.pc)}"
         numbers = self.program.text(self.pc)
         way_out = "add it to the emitter of its family in ptx_emulator/isa/"
         return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)
@@ -352,6 +354,7 @@ class Generator:
         if held != dtype:
             self.refuse_if("b1" in (held, dtype), "a predicate as the destination of a number")
             wide, size = int(held[1:]), int(dtype[1:])
+            self.refuse_if(wide > 8, "a result of this type in a register of 128 bits")
             if wide > size:
                 kind = "i" if dtype[0] == "i" else "u"
                 narrow = f"({expression})"
@@ -483,6 +486,17 @@ class Generator:
         opcode, width = opcode_of(ins), fact("width", ins)
         if opcode.emit is None:
             raise self.unknown()
+        try:
+            self.emit_instruction(ins, opcode, width)
+        except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
+            # Emitters unpack the operands that they support.
+            raise self.unknown("with these operands") from None
+        if self.mods.left:
+            raise self.unknown("the modifier ." + " .".join(self.mods.left))
+
+    def emit_instruction(self, ins: Instruction, opcode: Opcode, width: Width) -> None:
+        """Emits the checks of an instruction, and then its own code."""
+        assert opcode.emit is not None
         self.guard = ""
         failed = self.program.failed_waits
         if self.check and (self.pc in failed.begins or self.pc in failed.ends):
@@ -503,13 +517,7 @@ class Generator:
             self.emit(f"if E.wait_for_warpgroup(C, {self.pc}): return True")
         self.watch()
         self.track_lanes(ins)
-        try:
-            opcode.emit(self, ins)
-        except (ValueError, IndexError, KeyError):
-            # Emitters unpack the operands that they support.
-            raise self.unknown("with these operands") from None
-        if self.mods.left:
-            raise self.unknown("the modifier ." + " .".join(self.mods.left))
+        opcode.emit(self, ins)
 
     def require_members(self, ins: Instruction) -> None:
         """Emits a check that the lanes that execute a .sync instruction are in its mask."""

@@ -87,10 +87,13 @@ def add_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
     return total, ((first < a) | (total < first)).astype(np.uint32)
 
 
-def subtract_borrow(a: Any, b: Any, borrow: Any) -> tuple[Any, Any]:
-    take = borrow.astype(a.dtype)
-    total = a - b - take
-    return total, ((a < b) | ((a == b) & (take != 0))).astype(np.uint32)
+def subtract_carry(a: Any, b: Any, carry: Any) -> tuple[Any, Any]:
+    """Sum of ``a``, the complement of ``b`` and a carry bit; and the carry out: 0 if it borrows.
+
+    PTX speaks of a borrow. The flag that GPUs keep is this carry, and compilers rely on that: the
+    128-bit division of NVVM reads it after subc.cc by addc, as 1 where nothing was borrowed.
+    """
+    return add_carry(a, ~b, carry)
 
 
 def _highest_bit(a: Any) -> Any:
@@ -306,14 +309,15 @@ def _add_carried(g: Generator, ins: Instruction, kind: str) -> None:
 
 def _write_carried(g: Generator, ins: Instruction, a: str, b: str, dtype: str) -> None:
     """Writes ``a + b`` or ``a - b``: addc, subc and madc read the carry flag, .cc writes it."""
-    g.refuse_if(g.guard, "a guarded carry")
     slot = len(g.program.registers)
-    carry = g.current(slot) if ins.op.endswith("c") else g.literal(0, "u4")
-    function = "subtract_borrow" if ins.op.startswith("sub") else "add_carry"
+    subtracts = ins.op.startswith("sub")
+    carry = g.current(slot) if ins.op.endswith("c") else g.literal(subtracts, "u4")
+    function = "subtract_carry" if subtracts else "add_carry"
     both = g.let(f"{function}({a}, {b}, {carry})")
     g.write(ins.operands[0], f"{both}[0]", dtype)
     if g.mods.take("cc"):
-        g.names[slot] = g.let(f"{both}[1]")
+        value = f"where({g.guard}, {both}[1], {g.current(slot)})" if g.guard else f"{both}[1]"
+        g.names[slot] = g.let(value)
 
 
 def _product(g: Generator, ins: Instruction, kind: str) -> tuple[str, str]:
@@ -376,9 +380,11 @@ for _opcode, _unit, _text in (
 @_arithmetic("min", "max", unit="compare")
 def _minimum(g: Generator, ins: Instruction, kind: str) -> None:
     function = f"np.{ins.op}imum"
+    g.refuse_if("relu" in ins.mods and kind[0] != "s", "relu of this type")
     if kind in _PACKED:
-        g.refuse_if("relu" in ins.mods, "relu")
-        _packed_binary(g, ins, kind, f"{function}(a, b)")
+        value = f"{function}(a, b)"
+        value = f"np.maximum({value}, i2.type(0))" if g.mods.take("relu") else value
+        _packed_binary(g, ins, kind, value)
         return
     dtype = DTYPE[kind]
     a, b = (g.read(o, dtype) for o in ins.operands[1:])
@@ -415,6 +421,7 @@ def emit_byte_differences(g: Generator, ins: Instruction) -> None:
 @instruction("shl", "shr", unit="integer")
 def emit_shift(g: Generator, ins: Instruction) -> None:
     kind = g.mods.type()
+    g.refuse_if(is_float(kind), "a shift of this type")
     size = TYPE_BYTES[kind]
     count = as_immediate(ins.operands[2])
     left = ins.op == "shl"

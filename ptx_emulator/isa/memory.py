@@ -335,6 +335,7 @@ def take_access(g: Generator, memory: Operand) -> tuple[str, bool]:
     """
     space = "cluster" if g.mods.take("shared::cluster") else space_of(g)
     space = implied_space(g, space, memory)
+    g.mods.take("mmio")
     g.mods.take(*ORDERS)
     g.mods.take(*SCOPES)
     return space, take_hints(g)
@@ -499,10 +500,20 @@ def emit_convert_address(g: Generator, ins: Instruction) -> None:
 
 @instruction("isspacep", unit="move")
 def emit_is_space(g: Generator, ins: Instruction) -> None:
-    kind = {"global": 0, "shared": 1, "local": 2}.get(space_of(g))
-    if kind is None:
-        raise g.unknown("this space")
-    g.write(ins.operands[0], f"spaces({g.read(ins.operands[1], 'i8')}) == {kind}", "b1")
+    word = g.mods.take(*SPACES, "shared::cluster")
+    kind = {"global": 0, "shared": 1, "local": 2, "param": 3, "const": 0}.get(word.split("::")[0])
+    g.refuse_if(kind is None, "this space")
+    value = g.let(g.read(ins.operands[1], "i8"))
+    text = f"(spaces({value}) == {kind})"
+    if kind == 0:  # constants are in the memory of the module's variables
+        variables = [v for v in g.program.variables.values() if v.space == "const"]
+        starts = [(g.program.constants[v.name], v.size) for v in variables]
+        within = [f"(({value} >= {at}) & ({value} < {at + size}))" for at, size in starts]
+        constant = "(" + " | ".join(within or [f"({value} != {value})"]) + ")"
+        text += f" & {'' if word == 'const' else '~'}{constant}"
+    elif word in ("shared", "shared::cta"):
+        text += f" & (rank_of(E, C, {value}) == {g.viewed(*g.special('cluster_ctarank'), 'u4')})"
+    g.write(ins.operands[0], text, "b1")
 
 
 @instruction("prefetch", "prefetchu", "discard", "applypriority", unit="memory", result=False)

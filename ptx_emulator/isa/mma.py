@@ -195,9 +195,15 @@ def mma_group(
     return join_halves(registers) if half else registers
 
 
-def mma_integer(cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any) -> Any:
+def mma_integer(
+    cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any, saturates: bool
+) -> Any:
     """One tile of 8-bit integers: float32 holds the products of one step exactly."""
     product = multiply_matrices(cohort.n, kinds, (1, 1, depth), a, b, None, ())[0, 0]
+    if saturates:
+        limits = np.iinfo(np.int32)
+        sums = [product[i].astype(np.int64) + c[i] for i in range(4)]
+        return [np.clip(total, limits.min, limits.max).astype(np.int32) for total in sums]
     return [product[i].astype(np.int32) + c[i] for i in range(4)]
 
 
@@ -272,11 +278,12 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     shape = next((m for m in mods.left if m.startswith("m") and "n" in m), "")
     mods.take(shape)
     g.need("row", "col")
+    saturates = bool(mods.take("satfinite"))
     types = list(mods.left)
     if types == 4 * ["f64"]:
         emit_double(g, ins, shape)
         return
-    g.refuse_if(len(types) != 4, "sparse, block-scaled or saturating forms")
+    g.refuse_if(len(types) != 4, "sparse or block-scaled forms")
     mods.left.clear()
     d_type, a_type, b_type, c_type = types
     depth = _DEPTH.get((shape, a_type))
@@ -284,6 +291,7 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
         raise g.unknown("this shape with these types")
     a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
     integers = a_type in ("s8", "u8")
+    g.refuse_if(saturates and not integers, "saturation of floats")
     g.refuse_if(not integers and not go_together(a_type, b_type), "mixed operand types")
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     if not integers and d_type == "f32":
@@ -295,7 +303,7 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     g.require_defined()
     args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
     how = f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)"
-    out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args})" if integers else how)
+    out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args}, {saturates})" if integers else how)
     g.write_items(items_of(ins.operands[0]), out + "[{}]", dtype)
 
 

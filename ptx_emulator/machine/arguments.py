@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from flashgen.shared.tensormap import MAP_ALIGN
-from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.errors import LaunchArguments, UnknownInstruction
 from ptx_emulator.machine.map_bytes import encoded, in_parameters
 from ptx_emulator.machine.tma import TensorMap
 from ptx_emulator.ptx.program import GLOBAL_BASE, PtxProgram
-from ptx_emulator.ptx.syntax import Variable
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Variable
 from ptx_emulator.state.memory import PARAM_WINDOW, Allocation, Array, GlobalMemory
 
 
@@ -43,6 +43,7 @@ class DeviceArguments:
 
     Raises:
         LaunchArguments: they do not fit the kernel's parameters.
+        UnknownInstruction: it uses a variable that has the address of a function.
     """
 
     def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
@@ -67,10 +68,18 @@ class DeviceArguments:
             at = self.program.params_at[param.name]
             self.parameters[at : at + param.size] = self._one(number, value, param)
         self.memory.commit()
+        first = program.first_uses()
         for name, address in constants.items():
             for offset, target in variables[name].relocations:
-                place = self.memory.span(address + offset, 8).view(np.uint64)
-                place += np.uint64(constants[target])
+                if target in constants and TYPE_BYTES[variables[name].type] == 8:
+                    place = self.memory.span(address + offset, 8).view(np.uint64)
+                    place += np.uint64(constants[target])
+                elif name in first:
+                    what = f"the emulator does not support the address of {target} in a variable"
+                    numbers = f"initial value of {name}, byte {offset}"
+                    way_out = "call the function by its name, for example in a switch"
+                    where = f"kernel {program.name}, {program.describe(first[name])}"
+                    raise UnknownInstruction(what, where=where, numbers=numbers, way_out=way_out)
 
     def error(self, what: str, numbers: str, way_out: str) -> LaunchArguments:
         where = f"kernel {self.program.name}"

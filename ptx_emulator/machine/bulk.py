@@ -25,7 +25,7 @@ from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
 from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
-from ptx_emulator.isa.atomics import combine
+from ptx_emulator.isa.atomics import FLUSHED_ADD, combine
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.machine import tma
 from ptx_emulator.machine.map_bytes import PlacedMap
@@ -500,6 +500,8 @@ class BulkCopies:
             data = shared.take(to[row][here])
             if t.reduction is not None:
                 operation, kind = t.reduction
+                if (operation, kind) == ("add", "f32"):
+                    operation = FLUSHED_ADD
                 dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
                 old = device.take(source[row][here]).view(dtype)
                 data = np.asarray(combine(operation, kind, old, [data.view(dtype)]))

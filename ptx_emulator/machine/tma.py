@@ -193,8 +193,10 @@ def swizzled(address: Array, span: int) -> Array:
 
 def overlapping(spec: TensorMapSpec) -> bool:
     """Whether a box may contain the same element twice, because strides are small."""
-    sides = [(step, n) for step, n in zip(spec.strides, spec.box[1:], strict=True) if n > 1]
-    end = spec.inner_bytes
+    # What a box has outside the tensor is not copied.
+    counts = [min(n, size) for n, size in zip(spec.box, spec.dims, strict=True)]
+    sides = [(step, n) for step, n in zip(spec.strides, counts[1:], strict=True) if n > 1]
+    end = counts[0] * spec.element_bytes
     for step, side in sorted(sides):
         if step < end:
             return True

@@ -20,7 +20,7 @@ def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
     """``entry`` with all calls inlined; calls of external functions remain.
 
     Raises:
-        UnknownInstruction: a recursive or predicated call.
+        UnknownInstruction: a recursive call.
     """
     flat = replace(entry)
     if any(i.op == "call" for i in entry.code):
@@ -32,7 +32,7 @@ def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
 
 
 def _needs_branch(ins: Instruction) -> bool:
-    return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins))
+    return ins.guard is not None and (is_warp_wide(ins) or is_barrier(ins) or ins.op == "brx")
 
 
 def _branch_around(flat: syntax.Function) -> None:
@@ -89,9 +89,12 @@ class _Inliner:
         """
         flat, base = self.flat, self.base(fn)
         names = dict(aliases)
+        copy = f"#{fn.name}#{len(flat.code)}"
+        names |= {table: table if after is None else table + copy for table in fn.branch_targets}
         for name, variable in fn.variables.items():
             if name not in names:
-                tag = f"#{fn.name if variable.space == 'param' else len(flat.code)}"
+                # All calls of a function have the same variables, but for local ones.
+                tag = copy if variable.space == "local" else f"#{fn.name}"
                 names[name] = name if after is None else name + tag
                 flat.variables[names[name]] = replace(variable, name=names[name])
         starts: list[int] = []
@@ -122,11 +125,11 @@ class _Inliner:
         for place in patches:
             flat.code[place].operands = [_moved(o, starts) for o in flat.code[place].operands]
         for name, targets in fn.branch_targets.items():
-            flat.branch_targets[name] = [starts[t] for t in targets]
+            flat.branch_targets[names[name]] = [starts[t] for t in targets]
 
     def call(self, ins: Instruction, callee: syntax.Function, stack: tuple[str, ...]) -> None:
         if callee.name in stack:
-            raise _unknown(ins, "a recursive call")
+            raise _unknown(self.module, ins, "a recursive call")
         groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
         before = isinstance(ins.operands[0], syntax.Group)
         results = groups[0].items if before else ()
@@ -135,11 +138,14 @@ class _Inliner:
         into = list(zip(callee.params, given, strict=True))
         back = list(zip(callee.returns, results, strict=True))
         aliases = {v.name: value.name for v, value in (*into, *back) if isinstance(value, Sym)}
+        around = None
+        if ins.guard is not None:
+            around = replace(ins, op="bra", mods=(), guard_negated=not ins.guard_negated)
+            self.flat.code.append(around)
+            ins = replace(ins, guard=None)
         for variable, value in into:
             if variable.name not in aliases:
                 self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
-        if ins.guard is not None:
-            raise _unknown(ins, "a predicated call")
         returns: list[int] = []
         self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
         for place in returns:
@@ -147,6 +153,8 @@ class _Inliner:
         for variable, value in back:
             if variable.name not in aliases:
                 self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
+        if around is not None:
+            around.operands = [LabelRef(len(self.flat.code))]
 
     def move(self, ins: Instruction, to: Operand, value: Operand, kind: str) -> None:
         self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
@@ -159,7 +167,7 @@ class _Inliner:
             if in_entry and load:
                 self.flat.code.append(ins)
                 return
-            raise _unknown(ins, "a computed address in the parameters of a call")
+            raise _unknown(self.module, ins, "a computed address in the parameters of a call")
         name, kind = memory.base.name, ins.mods[-1]
         if in_entry and load and not any(slot[0] == name for slot in self.slots):
             self.flat.code.append(ins)
@@ -178,7 +186,9 @@ class _Inliner:
             # The low bytes of what was written: a bool is written as 32 bits and read as 8.
             narrowed = load and width < most and not kind.startswith("f")
             if most != max(2, width) and not narrowed:
-                raise _unknown(ins, "a call parameter read with a different width than written")
+                raise _unknown(
+                    self.module, ins, "a call parameter read with a different width than written"
+                )
             to, source = (item, slot) if load else (slot, item)
             if width == 1 or narrowed:
                 sign = "s" if kind.startswith("s") else "u"
@@ -203,9 +213,10 @@ def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) ->
     return type(operand)(*(_map(value, register, names) for value in vars(operand).values()))
 
 
-def _unknown(ins: Instruction, what: str) -> UnknownInstruction:
+def _unknown(module: syntax.Module, ins: Instruction, what: str) -> UnknownInstruction:
     problem = f"{what} is not supported"
-    where = f"{ins.name}, .loc line {ins.line[1]}"
-    numbers = "calls are inlined when the kernel is decoded"
-    way_out = "let the compiler inline the function (__forceinline__)"
+    line = module.text.count("\n", 0, ins.position) + 1
+    where = f"PTX line {line}, .loc line {ins.line[1]}"
+    numbers = " ".join(module.text[ins.position : ins.end].split())
+    way_out = "let the compiler inline the function (__forceinline__): calls are inlined"
     return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)

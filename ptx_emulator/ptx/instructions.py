@@ -154,6 +154,7 @@ class Accesses(NamedTuple):
             Accesses are aligned to their size, so a shadow with vectors of this width is exact.
         strong: atomic, or with an order (.relaxed, .acquire, ...), or volatile.
         volatile: the volatile ones of these.
+        relaxed: loads with the order .relaxed, which acquire nothing by themselves.
         releases: strong ones that release.
         read_only: loads from global memory that nothing may write (.nc).
         between_threads: whether one thread may read what another one writes.
@@ -164,6 +165,7 @@ class Accesses(NamedTuple):
     global_vector: int
     strong: frozenset[int]
     volatile: frozenset[int]
+    relaxed: frozenset[int]
     releases: frozenset[int]
     read_only: frozenset[int]
     between_threads: bool
@@ -180,9 +182,12 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
     strong = those(lambda ins: fact("strong", ins))
     volatile = those(lambda ins: "volatile" in ins.mods) & strong
+    relaxed = those(lambda ins: ins.op == "ld" and "relaxed" in ins.mods) & strong
     releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
     read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
     between_threads = any(may_access_between_threads(ins) for ins in code)
     fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
     orders = fences and bool(strong)
-    return Accesses(shared, device, strong, volatile, releases, read_only, between_threads, orders)
+    sizes = (shared, device)
+    orders_of = (strong, volatile, relaxed, releases, read_only)
+    return Accesses(*sizes, *orders_of, between_threads, orders)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ptx_emulator.errors import PtxSyntaxError
@@ -16,11 +19,14 @@ _TOKEN = re.compile(
       | (?P<string>"[^"\n]*")
       | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?
                   |\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|\d+U?)
-      | (?P<name>[A-Za-z_$%.][\w$.]*(?:::[\w$.]+)*)
-      | (?P<mark>[{}()\[\],;:|@!+\-<>=*]))
+      | (?P<name>(?:[A-Za-z_$.]|%(?=[\w$]))[\w$.]*(?:::[\w$.]+)*)
+      | (?P<mark><<|>>|[<>=!]=|&&|\|\||[{}()\[\],;:|@!+\-<>=*/%&^~?]))
     """,
     re.X,
 )
+
+
+WARP_SIZE = "WARP_SZ"  # the name of a constant
 
 
 class Tokens(NamedTuple):
@@ -83,6 +89,43 @@ def number(text: str) -> Imm:
     return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
 
 
+def _signed(value: int) -> int:
+    """The low 64 bits as a signed number."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _as_64_bits(value: int) -> int:
+    """A number of 64 bits as it is, signed or not; another one without its upper bits."""
+    return value if -(1 << 63) <= value < 1 << 64 else _signed(value)
+
+
+def _quotient(a: int, b: int) -> int:
+    """Integer division towards zero."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+# The binary operators of constant expressions, those that bind least first.
+_LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
+    {"||": lambda a, b: int(bool(a or b))},
+    {"&&": lambda a, b: int(bool(a and b))},
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"==": operator.eq, "!=": operator.ne},
+    {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    {"<<": lambda a, b: a << (b & 63), ">>": lambda a, b: a >> (b & 63)},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": _quotient, "%": lambda a, b: a - _quotient(a, b) * b},
+)
+_PRODUCTS = len(_LEVELS) - 1
+_UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "~": operator.invert,
+    "!": operator.not_,
+}
+
+
 class Cursor:
     """Reads tokens, constants and variable declarations, none of which depend on scopes."""
 
@@ -107,8 +150,16 @@ class Cursor:
         text = self.texts[self.at]
         if expected and text != expected:
             raise self.fail(f"expected {expected!r}")
+        if self.kinds[self.at] == "end":
+            raise self.fail("the text ends here, before a statement does")
         self.at += 1
         return text
+
+    def whole(self) -> int:
+        """A whole number that is no expression."""
+        if self.kinds[self.at] != "number":
+            raise self.fail("expected a number")
+        return number(self.take()).value
 
     def accept(self, text: str) -> bool:
         if self.texts[self.at] == text:
@@ -119,18 +170,77 @@ class Cursor:
     def peek(self) -> str:
         return self.texts[self.at]
 
+    # ---- constants
+
     def immediate(self) -> Imm:
-        negative = False
-        while self.peek() in ("-", "+"):
-            negative ^= self.take() == "-"
-        if self.kinds[self.at] != "number":
-            raise self.fail("expected an operand")
-        value = number(self.take())
-        if not negative:
-            return value
+        """A constant expression: of integers with all operators, of a float with a sign."""
+        test = self._binary(0)
+        if not self.accept("?"):
+            return test
+        one = self.immediate()
+        self.take(":")
+        other = self.immediate()
+        return one if test.value else other
+
+    def integer(self) -> int:
+        """The value of a constant expression of integers."""
+        value = self.immediate()
         if value.float_bits:
-            return Imm(value.value ^ (1 << (value.float_bits - 1)), value.float_bits)
-        return Imm(-value.value)
+            raise self.fail("expected an integer")
+        return value.value
+
+    def offset(self) -> int:
+        """The constant that is added to an address."""
+        total = 0
+        while self.peek() in ("+", "-"):
+            sign = -1 if self.take() == "-" else 1
+            term = self._binary(_PRODUCTS)
+            if term.float_bits:
+                raise self.fail("expected an integer")
+            total += sign * term.value
+        return total
+
+    def _binary(self, level: int) -> Imm:
+        if level == len(_LEVELS):
+            return self._unary()
+        left = self._binary(level + 1)
+        while self.peek() in _LEVELS[level] and self.kinds[self.at] == "mark":
+            function = _LEVELS[level][self.take()]
+            right = self._binary(level + 1)
+            if left.float_bits or right.float_bits:
+                raise self.fail("an operator between floats, which is not supported, before this")
+            try:
+                left = Imm(_as_64_bits(int(function(left.value, right.value))))
+            except ZeroDivisionError:
+                raise self.fail("a division by zero before this") from None
+        return left
+
+    def _unary(self) -> Imm:
+        word = self.peek()
+        if self.kinds[self.at] == "number":
+            return number(self.take())
+        if self.accept(WARP_SIZE):
+            return Imm(32)
+        if word == "(":
+            self.take()
+            cast = self.take() if self.peek() in (".s64", ".u64") else ""
+            if cast:
+                self.take(")")
+            value = self._unary() if cast else self.immediate()
+            if not cast:
+                self.take(")")
+                return value
+            return Imm(value.value % (1 << 64) if cast == ".u64" else _signed(value.value))
+        if word not in _UNARY or self.kinds[self.at] != "mark":
+            raise self.fail("expected an operand")
+        self.take()
+        value = self._unary()
+        if not value.float_bits:
+            return Imm(_as_64_bits(int(_UNARY[word](value.value))))
+        if word not in "+-":
+            raise self.fail("an operator of integers before a float, before this")
+        sign = (word == "-") << (value.float_bits - 1)
+        return Imm(value.value ^ sign, value.float_bits)
 
     # ---- variables
 
@@ -140,7 +250,7 @@ class Cursor:
         while self.peek().startswith("."):
             word = self.take()[1:]
             if word == "align":
-                align = int(self.take())
+                align = self.whole()
             elif word in ("v2", "v4", "v8"):
                 vector = int(word[1])
             elif word in TYPE_BYTES:
@@ -148,21 +258,27 @@ class Cursor:
             elif word == "ptr":
                 while self.peek() in (".global", ".const", ".shared", ".local", ".align"):
                     if self.take() == ".align":
-                        self.take()
-            elif word != "attribute":
+                        self.whole()
+            elif word == "attribute":
+                self.skip_attribute()
+            else:
                 raise self.fail(f"unknown type .{word} of a variable")
+        if not kind:
+            raise self.fail("expected the type of a variable")
         found = []
         while True:
             name = self.take()
-            count = vector
+            sizes = []
             if self.accept("<"):
                 raise self.fail("a range of variables outside .reg")
             while self.accept("["):
-                count *= 0 if self.peek() == "]" else number(self.take()).value
+                sizes.append(0 if self.peek() == "]" else self.integer())
                 self.take("]")
-            variable = Variable(name, space, kind, count, align or TYPE_BYTES[kind] * vector)
+            sizes += [vector] if vector > 1 else []
+            bytes_each, count = TYPE_BYTES[kind], math.prod(sizes)
+            variable = Variable(name, space, kind, count, align or bytes_each * vector)
             if self.accept("="):
-                self.initialiser(variable)
+                self.initialiser(variable, sizes)
             found.append(variable)
             if parameter:
                 return found
@@ -171,33 +287,66 @@ class Cursor:
         self.take(";")
         return found
 
-    def initialiser(self, variable: Variable) -> None:
-        """Collects the bytes of ``= {1, 2, symbol+8, ...}``."""
-        size = TYPE_BYTES[variable.type]
-        data = bytearray()
-        depth = 0
-        while (text := self.peek()) != ";" and (depth or text != ","):
-            if text in ("{", "}", ","):
-                depth += (text == "{") - (text == "}")
-                self.at += 1
+    def skip_attribute(self) -> None:
+        """Skips ``(...)`` after ``.attribute``: it says where memory is, not what it holds."""
+        self.take("(")
+        while not self.accept(")"):
+            if self.peek() == "(":
+                self.skip_attribute()
             else:
-                data += self.initial_value(variable, size, len(data))
+                self.take()
+
+    def initialiser(self, variable: Variable, sizes: list[int]) -> None:
+        """Collects the bytes of ``= {{1, 2}, {symbol+8}}``; what is left out is zero.
+
+        Args:
+            sizes: the number of elements of each dimension.
+        """
+        each = TYPE_BYTES[variable.type]
+        data = bytearray()
+        begins: list[int] = []
+        while (text := self.peek()) != ";" and (begins or text != ","):
+            if text not in ("{", "}", ","):
+                data += self.initial_value(variable, each, len(data))
+                continue
+            if text == "{":
+                begins.append(len(data))
+                if len(begins) > max(len(sizes), 1):
+                    raise self.fail("more braces than dimensions")
+            elif text == "}":
+                begin = begins.pop()
+                if begins:  # one element of an array of arrays
+                    missing = begin + each * math.prod(sizes[len(begins) :]) - len(data)
+                    if missing < 0:
+                        raise self.fail("more initial values than elements before this")
+                    data += bytes(missing)
+            self.at += 1
+        if variable.count == 0:
+            variable.count = len(data) // each
+        if len(data) > variable.size:
+            raise self.fail("more initial values than elements before this")
         variable.init = bytes(data.ljust(variable.size, b"\0"))
 
     def initial_value(self, variable: Variable, size: int, offset: int) -> bytes:
-        if self.kinds[self.at] == "number" or self.peek() == "-":
+        if self.kinds[self.at] == "number" or self.peek() in ("-", "+", "~", "!", "("):
             value = self.immediate()
-            single = value.float_bits == 64 and size == 4
-            bits = double_to_single(value.value) if single else value.value
+            bits = value.value
+            if variable.type in ("f32", "f64") and not value.float_bits:
+                bits = number(f"{bits}.0" if bits >= 0 else f"{-bits}.0").value ^ (bits < 0) << 63
+                value = Imm(bits, 64)
+            if value.float_bits == 64 and size == 4:
+                bits = double_to_single(bits)
             return (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        if self.kinds[self.at] != "name":
+            raise self.fail("expected an initial value")
         name = self.take()
         if name == "generic":
             self.take("(")
             name = self.take()
             self.take(")")
-        extra = number(self.take()).value if self.accept("+") else 0
+        extra = self.offset()
         variable.relocations.append((offset, name))
-        return extra.to_bytes(size, "little")
+        return (extra % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def double_to_single(bits: int) -> int:

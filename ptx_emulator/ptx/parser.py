@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ptx_emulator.errors import PtxSyntaxError
 from ptx_emulator.ptx import syntax
-from ptx_emulator.ptx.lexer import Cursor, number
+from ptx_emulator.ptx.lexer import WARP_SIZE, Cursor
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sym, Variable
 
 _LINKAGE = {".visible", ".weak", ".extern", ".common"}
@@ -34,7 +34,9 @@ class _Scope:
         self.registers: dict[str, Reg] = {}
         self.ranges: dict[str, tuple[str, int]] = {}  # prefix -> type, count
         self.labels: ChainMap[str, int] = outer.labels.new_child() if outer else ChainMap()
+        self.vectors: ChainMap[str, syntax.Vec] = outer.vectors.new_child() if outer else ChainMap()
         # name -> unique name
+        self.tables: ChainMap[str, str] = outer.tables.new_child() if outer else ChainMap()
         self.variables: ChainMap[str, str] = outer.variables.new_child() if outer else ChainMap()
 
 
@@ -63,11 +65,13 @@ class _Parser(Cursor):
         self.out = syntax.Module(text, {}, {}, files, target.group(1) if target else "")
         self.fn = syntax.Function("", False, [], [])
         self.scope = _Scope()
+        self.calls = False  # the instruction has parentheses around lists of operands
         self.outermost: dict[tuple[int, ...], tuple[int, int]] = {}  # by file, line, column
 
     # ---- module level
 
     def module(self) -> syntax.Module:
+        aliases: dict[str, str] = {}
         while self.kinds[self.at] != "end":
             text = self.texts[self.at]
             if self.kinds[self.at] in ("loc", "line"):
@@ -81,11 +85,20 @@ class _Parser(Cursor):
             elif text in _SPACES:
                 for variable in self.variable_declaration():
                     self.out.variables[variable.name] = variable
-            elif text in (".alias", ".pragma"):
+            elif text == ".alias":
+                self.at += 1
+                name = self.take()
+                self.take(",")
+                aliases[name] = self.take()
+                self.take(";")
+            elif text == ".pragma":
                 while not self.accept(";"):
-                    self.at += 1
+                    self.take()
             else:
                 raise self.fail("not a directive that is allowed at module level")
+        for name, of in aliases.items():
+            if of in self.out.functions:
+                self.out.functions[name] = self.out.functions[of]
         return self.out
 
     def skip_section(self) -> None:
@@ -102,6 +115,8 @@ class _Parser(Cursor):
 
     def function(self) -> None:
         is_entry = self.take() == ".entry"
+        if self.accept(".attribute"):
+            self.skip_attribute()
         self.fn = syntax.Function("", is_entry, [], [])
         self.scope = _Scope()
         if not is_entry and self.peek() == "(":
@@ -111,8 +126,12 @@ class _Parser(Cursor):
             self.fn.params = self.parameters()
         while self.peek() not in ("{", ";"):
             word, sizes = self.take(), []
+            if word == ".pragma":
+                while not self.accept(";"):
+                    self.take()
+                continue
             while self.kinds[self.at] == "number":
-                sizes.append(number(self.take()).value)
+                sizes.append(self.integer())
                 self.accept(",")
             self.fn.directives[word] = tuple(sizes)
         known = self.out.functions.get(self.fn.name)
@@ -190,10 +209,14 @@ class _Parser(Cursor):
                     while not self.accept(";"):
                         names.append(self.take())
                         self.accept(",")
-                    self.fn.branch_targets[text] = [_Forward(n, self.scope) for n in names]  # type: ignore[misc]
+                    unique = text
+                    while unique in self.fn.branch_targets:
+                        unique += "'"
+                    self.scope.tables[text] = unique
+                    self.fn.branch_targets[unique] = [_Forward(n, self.scope) for n in names]  # type: ignore[misc]
                 elif self.peek() == ".callprototype":
                     while not self.accept(";"):
-                        self.at += 1
+                        self.take()
             else:
                 self.instruction()
 
@@ -201,10 +224,21 @@ class _Parser(Cursor):
         if text == ".reg":
             self.at += 1
             kind = self.take()[1:]
+            parts = int(kind[1:]) if kind in ("v2", "v4") else 0
+            if parts:
+                kind = self.take()[1:]
             while True:
                 name = self.take()
-                if self.accept("<"):
-                    self.scope.ranges[name] = (kind, int(self.take()))
+                if parts:
+                    each = [
+                        self.declare(self.scope, f"{name}.{part}", kind) for part in "xyzw"[:parts]
+                    ]
+                    self.scope.registers |= {
+                        f"{name}.{p}": r for p, r in zip("rgba"[:parts], each, strict=True)
+                    }
+                    self.scope.vectors[name] = syntax.Vec(tuple(each))
+                elif self.accept("<"):
+                    self.scope.ranges[name] = (kind, self.whole())
                     self.take(">")
                 else:
                     self.declare(self.scope, name, kind)
@@ -222,7 +256,7 @@ class _Parser(Cursor):
                 self.fn.variables[unique] = variable
         elif text == ".pragma":
             while not self.accept(";"):
-                self.at += 1
+                self.take()
         elif text in _LINKAGE:
             self.at += 1
         else:
@@ -258,6 +292,7 @@ class _Parser(Cursor):
             if guard is None:
                 raise self.fail("a guard that is not a declared predicate")
         op, *mods = self.take().split(".")
+        self.calls = op == "call"
         operands: list[Operand] = []
         while self.peek() != ";":
             operands.append(self.operand())
@@ -277,16 +312,16 @@ class _Parser(Cursor):
 
     def simple_operand(self) -> Operand:
         text = self.texts[self.at]
-        if self.kinds[self.at] == "name":
+        if self.kinds[self.at] == "name" and text != WARP_SIZE:
             self.at += 1
             return self.named(text)
         if text == "{":
             return syntax.Vec(self.list_until("}"))
-        if text == "(":
+        if text == "(" and self.calls:
             return syntax.Group(self.list_until(")"))
         if text == "[":
             return self.memory()
-        if text == "!":
+        if text == "!" and self.kinds[self.at + 1] == "name":
             self.at += 1
             reg = self.named(self.take())
             if not isinstance(reg, Reg):
@@ -310,19 +345,13 @@ class _Parser(Cursor):
             return syntax.Sink()
         if name[0] == "%" and _SPECIAL.match(name):
             return syntax.Special(name[1:])
-        if name == "WARP_SZ":
-            return syntax.Imm(32)
+        if name in self.scope.vectors:
+            return self.scope.vectors[name]
         if name in self.scope.variables:
             return Sym(self.scope.variables[name], self.offset())
         if name in self.out.variables or name in self.out.functions:
             return Sym(name, self.offset())
         return _Forward(name, self.scope)  # type: ignore[return-value]
-
-    def offset(self) -> int:
-        total = 0
-        while self.peek() in ("+", "-") and self.kinds[self.at + 1] in ("number", "mark"):
-            total += self.immediate().value
-        return total
 
     def memory(self) -> Operand:
         self.take("[")
@@ -352,8 +381,8 @@ class _Parser(Cursor):
         return ins
 
     def label(self, forward: _Forward, ins: Instruction) -> syntax.LabelRef:
-        if forward.name in self.fn.branch_targets:
-            return Sym(forward.name)  # type: ignore[return-value]
+        if forward.name in forward.scope.tables:
+            return Sym(forward.scope.tables[forward.name])  # type: ignore[return-value]
         if forward.name in forward.scope.labels:
             return syntax.LabelRef(forward.scope.labels[forward.name])
         if forward.name in self.out.functions:

@@ -9,18 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptx_emulator.errors import LaunchArguments
+from ptx_emulator.errors import LaunchArguments, UnknownInstruction
 from ptx_emulator.ptx import instructions
 from ptx_emulator.ptx.flatten import flatten
 from ptx_emulator.ptx.instructions import Width, bits_of, fact, opcode_of
 from ptx_emulator.ptx.register_types import register_dtypes
 from ptx_emulator.ptx.repeats import find_failed_waits, find_repeats, find_waits
-from ptx_emulator.ptx.syntax import Instruction, LabelRef, Module, Operand, Reg, Sym, Variable
+from ptx_emulator.ptx.syntax import (
+    Instruction,
+    LabelRef,
+    Mem,
+    Module,
+    Operand,
+    Reg,
+    Sym,
+    Variable,
+)
 
 GLOBAL_BASE = 0x7F12_0000_0000
 CONST_GAP = 4096
 ALL_LANES = 0xFFFFFFFF  # as a member mask
 _LONG = re.compile(r"\{([^{}]{60,})\}")
+MOST_GROUPS = 63  # that wgmma.wait_group may leave in flight
 REGION_LIMIT = 600  # most instructions of an if that some warps run without splitting the cohort
 
 
@@ -45,6 +55,7 @@ class PtxProgram:
         code: flat instructions.
         accesses: which of them access memory, and how; ``repeats``: which are polls.
         racing: volatile accesses that are no polls.
+        acquired_by_fences: loads that acquire what was released at the next fence of their warp.
         asynchronous: whether mbarriers, bulk copies or wgmma are used.
         starts_dependents: whether griddepcontrol.launch_dependents is.
         live: bit mask of the live registers before each instruction (one more for the end).
@@ -78,6 +89,7 @@ class PtxProgram:
         self.branch_targets = flat.branch_targets
         self.variables = {**module.variables, **flat.variables}
         self._place_variables()
+        self._require_operands()
         self.accesses = instructions.find_accesses(self.code)
         self.asynchronous = any(fact("asynchronous", ins) for ins in self.code)
         self.starts_dependents = any("launch_dependents" in ins.mods for ins in self.code)
@@ -86,6 +98,7 @@ class PtxProgram:
         self.repeats = find_repeats(self)
         self.failed_waits = find_failed_waits(self, find_waits(self.code))
         self.racing = self.accesses.volatile - self.repeats.polls
+        self.acquired_by_fences = self.repeats.polls | self.accesses.relaxed
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
         self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
@@ -125,6 +138,49 @@ class PtxProgram:
         self.local_bytes = -(-ends["local"] // 16) * 16
         self.param_bytes = ends["param"]
         self.constant_bytes = ends["global"] - GLOBAL_BASE
+
+    def first_uses(self) -> dict[str, int]:
+        """Of each variable that the kernel names, or finds through another, an instruction."""
+        found: dict[str, int] = {}
+        for pc, ins in enumerate(self.code):
+            for operand in ins.operands:
+                base = operand.base if isinstance(operand, Mem) else operand
+                if isinstance(base, Sym):
+                    found.setdefault(base.name, pc)
+        todo = list(found)
+        while todo:
+            name = todo.pop()
+            for _, target in self.variables[name].relocations if name in self.variables else ():
+                if target not in found:
+                    found[target] = found[name]
+                    todo.append(target)
+        return found
+
+    def _require_operands(self) -> None:
+        """Refuses instructions that lack the operands from which control and data flow are found.
+
+        Emitters check all other operands, of the instructions that are executed.
+        """
+        for pc, ins in enumerate(self.code):
+            least, fine = 1 if instructions.has_members(ins) else 0, True
+            if ins.op == "bra":
+                fine = len(ins.operands) == 1 and isinstance(ins.operands[0], LabelRef)
+            elif ins.op == "brx":
+                table = ins.operands[1] if len(ins.operands) == 2 else None
+                fine = isinstance(table, Sym) and table.name in self.branch_targets
+            elif instructions.accumulates(ins):
+                least = 2
+            elif ins.op == "shfl":
+                least, first = 4, ins.operands[:1]
+                fine = any(instructions.registers_in(o) for o in first)
+            elif ins.op == "wgmma" and {"fence", "commit_group"}.isdisjoint(ins.mods):
+                least, left = 1, [instructions.as_immediate(o) for o in ins.operands[:1]]
+                fine = all(number is not None and 0 <= number <= MOST_GROUPS for number in left)
+            if len(ins.operands) < least or not fine:
+                what = f"the emulator does not support {ins.name} with these operands"
+                where = f"kernel {self.name}, {self.place(pc)}"
+                way_out = "check the operands against the PTX ISA"
+                raise UnknownInstruction(what, where=where, numbers=self.text(pc), way_out=way_out)
 
     # ---- control flow and liveness
 
@@ -180,14 +236,14 @@ class PtxProgram:
                 reads += instructions.registers_in(operand)
         if instructions.accumulates(ins):
             reads = [*reads, *writes]
-        if ins.guard is not None:
-            reads = [*reads, ins.guard.index, *writes]
         if ins.op in ("add", "addc", "sub", "subc", "mad", "madc"):
             carry = len(self.registers)
             if ins.op.endswith("c"):
                 reads = [*reads, carry]
             if "cc" in ins.mods:
                 writes = [*writes, carry]
+        if ins.guard is not None:
+            reads = [*reads, ins.guard.index, *writes]
         return writes, reads
 
     def _liveness(self) -> None:
@@ -297,11 +353,15 @@ class PtxProgram:
 
     def describe(self, pc: int) -> str:
         """An instruction for messages: its line, the line that it was inlined at, its text."""
+        return f"{self.place(pc)}: {_LONG.sub(_shorter, self.text(pc))}"
+
+    def place(self, pc: int) -> str:
+        """The line of an instruction, and the line that it was inlined at."""
         ins = self.code[min(pc, len(self.code) - 1)]
         at = self.source_line(pc)
         if ins.outer != ins.line and ins.outer[1]:
             at += f", inlined at {self._file_line(*ins.outer)}"
-        return f"{at}: {_LONG.sub(_shorter, self.text(pc))}"
+        return at
 
     def text(self, pc: int) -> str:
         """The text of the instruction in the PTX, on one line."""

@@ -41,7 +41,7 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
 
     def vote(operand: Operand, kind: str) -> None:
         for reg in _plain(operand):
-            if TYPE_BYTES[kinds[reg]] == TYPE_BYTES[kind] and kind[0] != "b":
+            if TYPE_BYTES[kinds[reg]] == TYPE_BYTES.get(kind) and kind[0] != "b":
                 votes[reg][DTYPE[kind]] += 1
 
     for ins in code:

@@ -253,3 +253,27 @@ def test_atom_takes_its_qualifiers_in_any_order_seen_in_the_wild(form: str) -> N
     got, after = probe(body, "u4 u4", values)
     assert (got == 5).all()
     agree(after, values + np.uint32(5), values)
+
+
+@pytest.mark.parametrize(("space", "flushes"), [("global", True), ("shared", False)])
+def test_a_float32_that_is_added_to_global_memory_is_flushed(space: str, flushes: bool) -> None:
+    a, b = np.array([1e-40, 1e-40, -1e-40, 1.0], np.float32), np.float32(1e-40)
+    body = ".shared .f32 s[4]; .reg .b32 at; mov.u32 at, s; mad.lo.u32 at, %index, 4, at;"
+    place = "[at]" if space == "shared" else "[%at_a]"
+    body += f"st.{space}.f32 {place}, %a; red.{space}.add.f32 {place}, %b;"
+    body += f"ld.{space}.f32 %d, {place};"
+    want = np.array([0, 0, 0, 1], np.float32) if flushes else a + b
+    agree(probe(body, "f4", a.copy(), np.full(4, b)), want)
+
+
+def test_cas_of_128_bits_compares_bits() -> None:
+    """As numbers, NaNs differ from themselves, and zeros of both signs are equal."""
+    old = np.array([0x7FF8000000000000, 0, 5], np.uint64)
+    expected = np.array([0x7FF8000000000000, 1 << 63, 5], np.uint64)
+    body = """.reg .b128 x, y, z; .shared .align 16 .b8 s[48]; .reg .b32 at; .reg .b64 low;
+    mov.u32 at, s; mad.lo.u32 at, %index, 16, at; mov.b128 x, {%a, %a}; st.shared.b128 [at], x;
+    mov.b128 y, {%b, %b}; mov.b64 low, 9; mov.b128 z, {low, low};
+    atom.shared.cas.b128 x, [at], y, z; ld.shared.b64 %d, [at]; mov.b128 {low, %e}, x;"""
+    new, before = probe(body, "u8 u8", old, expected)
+    agree(new, np.array([9, 0, 9], np.uint64), old)
+    agree(before, old, old)

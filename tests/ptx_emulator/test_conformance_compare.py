@@ -187,3 +187,10 @@ def test_packed_half_min_and_max_work_on_each_half(name: str, nan: str) -> None:
 def test_sign_and_class_of_f32(body: str, function: Callable[[int], int]) -> None:
     patterns = EDGES_F32[~np.isnan(EDGES_F32)].view(np.uint32)
     check(body, "u32", "u32", function, patterns)
+
+
+def test_slct_flushes_what_it_compares_when_it_says_so() -> None:
+    given = np.array([-1e-40, -0.0, 0.0, -1.0, math.nan, 1e-40], np.float32)
+    for form, want in (("slct", [2, 1, 1, 2, 2, 1]), ("slct.ftz", [1, 1, 1, 2, 2, 1])):
+        got = probe(f"{form}.u32.f32 %d, 1, 2, %a;", "u4", given)
+        agree(got, np.array(want, np.uint32), given)

@@ -287,3 +287,57 @@ def test_cvt_sat_between_integers_clamps(source: str, target: str) -> None:
     values = operands(source)
     body = f"cvt.sat.{target}.{source} %d, %a;"
     check(body, out, source, lambda a: max(low, min(high, a)), values)
+
+
+@pytest.mark.parametrize("source", ["f32", "f64"])
+@pytest.mark.parametrize("target", ["s16", "u16", "s32", "u32", "s64", "u64"])
+def test_cvt_of_a_nan_to_an_integer(source: str, target: str) -> None:
+    """Zero; from float64 and to 64 bits the highest bit alone."""
+    bits = int(target[1:])
+    want = 1 << bits - 1 if source == "f64" or bits == 64 else 0
+    nan = np.array([np.nan, -np.nan], f"f{int(source[1:]) // 8}")
+    body = f".reg .b{bits} r; cvt.rni.{target}.{source} r, %a; "
+    body += f"cvt.u64.u{bits} %d, r;" if bits < 64 else "mov.b64 %d, r;"
+    agree(probe(body, "u8", nan), np.array([want, want], np.uint64), nan)
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+@pytest.mark.parametrize("target", ["f64", "f16", "bf16"])
+def test_cvt_of_64_bit_integers_rounds_once(target: str, mode: str) -> None:
+    numbers = [0, 1, -1, 2049, -2051, 65519, 65520, -70000, 2**53 + 1, -(2**53) - 3, 2**63 - 1]
+    numbers += [2**62 + 2**54 + 1, -(2**62) - 2**54 - 1, 2**62 + 2**54, -(2**63)]
+    given = np.array(numbers, np.int64)
+    form = {"f64": F64, "f16": F16, "bf16": BF16}[target]
+    if target == "f64":
+        got = bits_of(probe(f"cvt.{mode}.f64.s64 %d, %a;", "f8", given))
+    else:
+        body = f".reg .b16 h; cvt.{mode}.{target}.s64 h, %a; cvt.u32.u16 %d, h;"
+        got = probe(body, "u4", given)
+    want = [encode(Fraction(v) if v else 0.0, form, mode) for v in numbers]
+    agree(got, np.array(want, np.uint64).astype(got.dtype), given)
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+def test_cvt_from_float16_to_bfloat16_rounds_in_the_named_mode(mode: str) -> None:
+    given = np.arange(0, 65536, 37, dtype=np.uint16)
+    body = f".reg .b16 x, y; cvt.u16.u32 x, %a; cvt.{mode}.bf16.f16 y, x; cvt.u32.u16 %d, y;"
+    got = probe(body, "u4", given.astype(np.uint32)).astype(np.uint16)
+    want = [encode(decode(int(bits), F16), BF16, mode) for bits in given]
+    agree(got.view(ml_dtypes.bfloat16), np.array(want, np.uint16).view(ml_dtypes.bfloat16), given)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_cvt_satfinite_gives_the_largest_finite_number(name: str) -> None:
+    given = np.array([1.5, 1e5, -1e5, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan], np.float32)
+    form = {"f16": F16, "bf16": BF16}[name]
+    most = decode({"f16": 0x7BFF, "bf16": 0x7F7F}[name], form)
+    want = []
+    for x in given.tolist():
+        near = x if math.isnan(x) else max(-most, min(most, Fraction(x) if abs(x) < 1e39 else x))
+        want.append(encode(near, form, "rn"))
+    body = f".reg .b16 h; cvt.rn.satfinite.{name}.f32 h, %a; cvt.u32.u16 %d, h;"
+    got = probe(body, "u4", given)
+    pair = probe(f"cvt.rn.satfinite.{name}x2.f32 %d, %a, %a;", "u4", given)
+    kind = ml_dtypes.bfloat16 if name == "bf16" else np.float16
+    for found in (got, pair & 0xFFFF, pair >> 16):
+        agree(found.astype(np.uint16).view(kind), np.array(want, np.uint16).view(kind), given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -283,3 +284,69 @@ def test_float_literals(text: str, bits: int) -> None:
     unused = np.zeros(32, np.float32)
     got = probe(f"mov.f32 %d, {text};", "f4", unused)
     assert (bits_of(got) == bits).all()
+
+
+def far_apart(count: int) -> list[Array]:
+    """float64 operands of which products and sums overflow, underflow and cancel."""
+    random = np.random.default_rng(7)
+    found = []
+    for low, high, third in ((-560, -500, -1070), (480, 530, 1010), (-1070, -900, -1074)):
+        a, b = (random.uniform(1, 2, count) * random.choice([-1.0, 1.0], count) for _ in range(2))
+        a = np.ldexp(a, random.integers(low, high, count))
+        b = np.ldexp(b, random.integers(low, high, count) if low > -1000 else 0)
+        c = np.ldexp(random.choice([-1.0, 1.5], count), random.integers(third, third + 12, count))
+        with np.errstate(over="ignore"):
+            c[: count // 3] = -(a * b)[: count // 3]
+        found.append(np.array([a, b, c]))
+    found.append(np.array([[2.0**600], [2.0**424], [-(2.0**1023)]]))
+    found.append(np.array([[-(2.0**-600)], [2.0**-600], [0.0]]))
+    return list(np.concatenate(found, axis=1))
+
+
+def test_f64_fma_rounds_once_where_products_overflow_or_underflow() -> None:
+    given = [x[np.isfinite(far_apart(60)).all(axis=0)] for x in far_apart(60)]
+    want = rounded(exact_fma, F64, *given)
+    agree(bits_of(probe("fma.rn.f64 %d, %a, %b, %c;", "f8", *given)), want, *given)
+
+
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "fma", "rcp"])
+def test_f64_rounds_in_the_stated_direction(op: str, mode: str) -> None:
+    a, b = pairs(np.array([0.0, -0.0, 1.0, -1.0, 3.0, 0.1, -0.7, 1e308, -1e308, 5e-324, np.inf]))
+    operands = {"fma": "%a, %b, %b", "rcp": "%b"}.get(op, "%a, %b")
+    got = probe(f"{op}.{mode}.f64 %d, {operands};", "f8", a, b)
+    ways: dict[str, tuple[Callable[..., Exact], tuple[Array, ...]]] = {
+        "add": (exact_add, (a, b)),
+        "sub": (exact_add, (a, -b)),
+        "mul": (exact_mul, (a, b)),
+        "div": (exact_div, (a, b)),
+        "fma": (exact_fma, (a, b, b)),
+        "rcp": (exact_div, (np.ones_like(b), b)),
+    }
+    operation, given = ways[op]
+    want = rounded(operation, F64, *given, mode=mode).view(np.float64)
+    agree(got, want, a, b)
+
+
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+def test_the_root_of_f64_rounds_in_the_stated_direction(mode: str) -> None:
+    a = np.array([0.0, -0.0, 1.0, 2.0, 3.0, 0.25, 1e-320, 1e308, 1.5e-323, np.inf])
+    got = probe(f"sqrt.{mode}.f64 %d, %a;", "f8", a)
+    for value, root in zip(a.tolist(), got.tolist(), strict=True):
+        if value in (0.0, 1.0, 0.25, math.inf):
+            assert root == math.sqrt(value)
+            continue
+        beside = math.nextafter(root, 0 if mode == "rp" else math.inf)
+        low, high = sorted((Fraction(root), Fraction(beside)))
+        assert low**2 < Fraction(value) < high**2
+        assert root == (high if mode == "rp" else low)
+
+
+@pytest.mark.parametrize(("kind", "body"), [("f32", ""), ("f16x2", "words")])
+def test_xorsign_gives_a_minimum_the_sign_of_the_product(kind: str, body: str) -> None:
+    a, b = np.array([1, -2, 3, -4], np.float32), np.array([-2, -1, 5, 6], np.float32)
+    want = np.array([-1, 1, 3, -4], np.float32)
+    if body:
+        a, b, want = (np.repeat(x.astype(np.float16), 2).view(np.uint32) for x in (a, b, want))
+    out = "u4" if body else "f4"
+    agree(probe(f"min.xorsign.abs.{kind} %d, %a, %b;", out, a, b), want, a, b)

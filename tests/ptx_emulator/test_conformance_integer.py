@@ -310,3 +310,29 @@ def test_moves_pack_and_unpack_halves() -> None:
     agree(both, high.astype(np.uint64) << 32 | low, low, high)
     agree(difference, high - low, low, high)
     assert bits_of(both).dtype == np.uint64
+
+
+def test_the_carry_of_a_subtraction_is_set_where_nothing_is_borrowed() -> None:
+    """subc takes the borrow of sub.cc; addc reads the flag itself, as NVVM's divisions do."""
+    a, b = pairs(np.array(EDGES[32], np.uint32))
+    borrowed, flag = probe(
+        "sub.cc.u32 %d, %a, %b; subc.u32 %d, 0, 0; sub.cc.u32 %e, %a, %b; addc.u32 %e, 0, 0;",
+        "u4 u4",
+        a,
+        b,
+    )
+    agree(borrowed, np.where(a < b, np.uint32(M32), np.uint32(0)), a, b)
+    agree(flag, (a >= b).astype(np.uint32), a, b)
+
+
+def test_a_guard_keeps_the_carry() -> None:
+    a = np.array([0x80000000, 0x80000000, 1], np.uint32)
+    guard = np.array([1, 0, 1], np.uint32)
+    body = """.reg .pred p; setp.ne.u32 p, %b, 0; add.cc.u32 %d, 0, 0; @p add.cc.u32 %d, %a, %a;
+    addc.u32 %d, 0, 0;"""
+    agree(probe(body, "u4", a, guard), np.array([1, 0, 0], np.uint32), a)
+
+
+def test_max_of_pairs_with_relu_is_not_negative() -> None:
+    a, b = np.array([0x0001FFF0], np.uint32), np.array([0xFF00FFFF], np.uint32)
+    agree(probe("max.s16x2.relu %d, %a, %b;", "u4", a, b), np.array([0x10000], np.uint32), a, b)

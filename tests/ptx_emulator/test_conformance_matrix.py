@@ -280,3 +280,25 @@ def test_a_swizzled_gemm_from_ldmatrix_to_store(seed: int | None) -> None:
     c = np.zeros((32, 8), F32)
     run(GEMM, "gemm", (1,), (64,), a, b, c, seed=seed)
     assert (c == a.astype(F32) @ b.astype(F32).T).all()
+
+
+SATURATES = """
+extern "C" __global__ void product(const int* a, int* c) {
+    int x = a[threadIdx.x], d[4];
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.satfinite.s32.s8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%4}, {%4}, {%5,%5,%6,%6};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(x), "r"(2147483000), "r"(-2147483000));
+    for (int i = 0; i < 4; i++) c[4 * threadIdx.x + i] = d[i];
+}
+"""
+
+
+def test_satfinite_clamps_sums_of_integers() -> None:
+    words = np.random.default_rng(8).integers(-128, 128, (8, 16)).astype(np.int8)
+    c = np.zeros((8, 4, 4), np.int32)
+    run(SATURATES, "product", (1,), (32,), words.reshape(-1).view(np.int32), c)
+    products = words.astype(np.int64) @ words.T
+    for half, start in ((slice(0, 2), 2147483000), (slice(2, 4), -2147483000)):
+        want = np.clip(products + start, -(2**31), 2**31 - 1)
+        assert (c[:, :, half].reshape(8, 8) == want).all()

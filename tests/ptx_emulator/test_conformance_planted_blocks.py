@@ -48,6 +48,22 @@ KERNEL(atomic_against_a_plain_store) {
         else atomicAdd(out, 1);                                     // BUG
     }
 }
+KERNEL(relaxed_load_of_a_flag_without_a_fence) {
+    if (B == 1) {
+        if (T < 32) out[T] = in[T];                                 // BUG
+        __syncthreads();
+        if (T == 0) { __threadfence(); atomicExch(out + 100, 1); }
+    } else if (B == 0) {
+        if (T == 0) {
+            int flag = 0;
+            while (!flag) asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];"
+                                       : "=r"(flag) : "l"(out + 100) : "memory");
+            FIX(__threadfence();)
+        }
+        __syncthreads();
+        if (T < 32) out[32 + T] = out[T];                           // BUG
+    }
+}
 KERNEL(message_without_a_fence) {
     if (B == 1) {
         out[T] = in[T];                                             // BUG

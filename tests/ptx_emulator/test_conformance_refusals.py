@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,64 @@ def test_an_unknown_instruction_is_named(body: str, name: str) -> None:
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "shfl.sync.idx.b32 s, %a, %a, 31, -1;",
+        "shfl.sync.idx.b32 %d, %a;",
+        "bar.warp.sync;",
+        "wgmma.wait_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 4294967296;",
+        "wgmma.sync.aligned;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16;",
+        "or %w, %at_a, -1;",
+        "or.b32 %w, %a, %a;",
+        "or %d, %a, %a;",
+        "mul.ftz.f16 %h, %h;",
+        "fma.rn.bf16 %h, %h, %h;",
+        "mad.f32x2.wide.sys %d, %a, %a, %a;",
+        "mov.b32 {}, %a;",
+        "mov.b32 %d, {};",
+        "set.bf16x2.bf16x2 %d, %a;",
+        "sqrt.rn.s32 %d, 1;",
+        "shr.f32 %d, %a, 1;",
+        "cvt.rna.tf32.s32 %d, %a;",
+        "mbarrier.init.shared.b64 [s];",
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [s];",
+        "mma.sync.aligned.m16n8k16.row.col.satfinite.f32.f16.f16.f32 "
+        "{%a, %a, %a, %a}, {%a, %a, %a, %a}, {%a, %a}, {%a, %a, %a, %a};",
+    ],
+)
+def test_an_instruction_with_wrong_operands_is_named_with_its_line(body: str) -> None:
+    registers = ".reg .b16 %h; .reg .b128 %w; .shared .align 16 .b8 s[16]; mov.b16 %h, 1; "
+    with pytest.raises(UnknownInstruction) as caught:
+        probe(registers + "mov.u32 %d, 0;\n" + body, "u4", WORDS)
+    assert "PTX line 33" in str(caught.value)
+    assert body.split(";")[0] in str(caught.value)
+
+
+POINTERS = """
+__device__ int one(int a) { return a + 1; }
+__device__ int two(int a) { return a * 2; }
+__device__ int (*table[2])(int) = {one, two};
+extern "C" __global__ void calls(int* x) { x[threadIdx.x] = table[x[0] & 1](3); }
+extern "C" __global__ void plain(int* x) { x[threadIdx.x] = 3; }
+"""
+
+
+def test_a_table_of_functions_is_refused_where_a_kernel_uses_it() -> None:
+    out = np.zeros(32, np.int32)
+    run(POINTERS, "plain", (1,), (32,), out)
+    assert (out == 3).all()
+    with pytest.raises(UnknownInstruction, match=r"address of _Z3onei(.|\n)*test\.cu:5"):
+        run(POINTERS, "calls", (1,), (32,), out)
+
+
+def test_ptx_that_is_no_text_is_refused() -> None:
+    with pytest.raises(LaunchArguments, match="ptx is a bytes"):
+        launch(b"", "k", 1, 1, [])  # type: ignore[arg-type]
+
+
 def test_a_modifier_that_would_change_the_result_is_not_ignored() -> None:
     """sm_100 and later have a packed f32x2; a reader of suffixes might take it for f32."""
     with pytest.raises(EmulatorError) as caught:
@@ -112,11 +172,15 @@ def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(ref
         ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1.5], 0, "does not fit"),
         ("k", (1, 1, 1), (32, 1, 1), [WORDS, "text"], 0, ""),
         ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1], -1, ""),
+        ("k", (1, 1, 1), (32, 1, 1), [WORDS, 1], 232449, "too much shared memory"),
+        ("k", (1.5, 1, 1), (32, 1, 1), [WORDS, 1], 0, "one to three positive sizes"),
+        ("k", 1.5, (32, 1, 1), [WORDS, 1], 0, "one to three positive sizes"),
+        ("k", (1, 1, 1, 1), (32, 1, 1), [WORDS, 1], 0, "one to three positive sizes"),
     ],
 )
 def test_a_launch_that_does_not_fit_the_kernel_is_refused(
     name: str,
-    grid: tuple[int, int, int],
+    grid: Any,
     block: tuple[int, int, int],
     args: list[object],
     shared: int,

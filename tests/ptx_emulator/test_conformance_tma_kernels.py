@@ -213,3 +213,11 @@ def test_a_wrong_swizzle_gives_wrong_values() -> None:
     launch(hopper_ptx(CUDA), "four_tiles", 1, 32, maps, 2048)
     assert (source[::8] == target[::8]).all()
     assert (source != target).any()
+
+
+def test_a_reduction_of_a_box_that_is_wider_than_the_tensor_adds_what_is_inside() -> None:
+    sums, given = np.zeros((10, 16), np.float32), RNG.integers(0, 9, (8, 32)).astype(np.float32)
+    arguments = [TensorMap(sums, (32, 8)), given]
+    launch(hopper_ptx(CUDA), "accumulate", 1, 32, arguments, 1024)
+    assert (sums[4:] == given[:6, :16]).all()
+    assert not sums[:4].any()

@@ -207,6 +207,7 @@ def scale_of(signature: CallSignature, scale: object) -> float:
     value = scale if scale is not None else signature.scale
     if value is None:
         return 1 / math.sqrt(signature.head_dim)
+    value = value.item() if isinstance(value, np.generic) else value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= FLOAT32_MAX:  # type: ignore[operator]
         refuse(
