@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import WalkedAxis
 from flashgen.spec.analysis.mask import analyse_mask, classify
 from flashgen.spec.language.spec_file import load
-from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, K, Q
+from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, H, K, Q
 from flashgen.spec.language.tracing import trace_mask
 from tests.support.paths import ROOT
 from tests.support.tiers import slow
@@ -182,6 +183,41 @@ def test_empty_tiles_of_masks_of_two_coordinates_are_found(
         kind = classify(mask, env, (q, q + size - 1), (k, k + size - 1))
         assert (kind == "empty") == (not truth.any()), (q, k)
         assert (kind == "full") <= bool(truth.all())
+
+
+SHIFT = fg.Scalar("shift", "int32")
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: fg.popcount((q // 8) ^ (k // 8)) <= 1,
+        lambda b, h, q, k: fg.popcount(q ^ k) <= 2,
+        lambda b, h, q, k: q & k == 0,
+        lambda b, h, q, k: (q | k) & 0x28 != 0x28,
+        lambda b, h, q, k: q & 0x30 == k & 0x30,
+        lambda b, h, q, k: (~q & k) < 8,
+        lambda b, h, q, k: q >> SHIFT == k >> SHIFT,
+        lambda b, h, q, k: q << h >= k,
+        lambda b, h, q, k: q >> (h + 4) > k >> (h + 4),
+        lambda b, h, q, k: abs(q // 8 - k // 8) + abs(q % 8 - k % 8) <= 2,
+        lambda b, h, q, k: abs(q // 8 - k // 8) + abs(q % 8 - k % 8) == 2,
+    ],
+)
+def test_empty_tiles_of_masks_of_bits_and_of_sums_of_distances_are_found(
+    mask_mod: Callable[..., Any],
+) -> None:
+    """Every empty one of 8 x 8 tiles of 8 x 8 scores."""
+    expr = trace_mask(mask_mod).expr
+    mask, env = analyse_mask(expr), {H: 0, SHIFT.expr: 4}
+    found = 0
+    for q, k in itertools.product(range(0, 64, 8), repeat=2):
+        truth = dense(expr, env, range(q, q + 8), range(k, k + 8))
+        kind = classify(mask, env, (q, q + 7), (k, k + 7))
+        assert (kind == "empty") == (not truth.any()), (q, k)
+        assert (kind == "full") <= bool(truth.all())
+        found += kind == "empty"
+    assert found > 0
 
 
 def test_block_diagonal_reach_is_proved_exact() -> None:

@@ -72,7 +72,7 @@ def test_an_option_that_does_not_suit_the_spec_is_named():
     result = flashgen("plan", CAUSAL, "--head-dim", "12")
     assert result.exit_code == 2
     assert f"{CAUSAL} with --head-dim 12" in result.stderr
-    assert "try      head_dim=16" in result.stderr
+    assert "try      --head-dim 16\n" in result.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--backward",)])

@@ -42,7 +42,8 @@ def test_a_decoding_call_matches_the_oracle(spec: str, options: list[str]) -> No
     assert table["out"].startswith("pass")
     assert ("pages" in table) == ("--page" in options)
     none = table["split"].startswith("none")
-    assert none == ("merge" not in table) == (options[-4:-2] == ["--split-size", "0"])
+    assert none == (options[-4:-2] == ["--split-size", "0"])
+    assert ("merge" in table) == (not none and "_folded_" not in table["kernel"])
 
 
 @pytest.mark.slow
@@ -52,6 +53,9 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
     assert table["shape"].startswith("batch 1, heads 2, seq 1 x 60")
     assert table["pages"].startswith("16 keys each, 7 in the caches, shuffled")
     assert table["split"].endswith(" keys, the plan's choice")
+    assert table["kernel"].startswith("causal_folded_forward_")  # one split, which a block joins
+    assert "merge" not in table
+    table = rows(flashgen(*command, "--split-size", "32", "--backend", "emulator").stdout)
     assert table["kernel"].startswith("causal_split_forward_")
     assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 1 warps, ")
     assert " B read, " in table["merge"]
@@ -120,12 +124,20 @@ def test_the_profile_of_a_decoding_call_compares_both_launches() -> None:
 @pytest.mark.parametrize(
     ("command", "options", "what"),
     [
-        ("run", ["--page", "16"], "--page is one of decoding calls"),
-        ("plan", ["--split-size", "64"], "--split-size is one of decoding calls"),
-        ("run", ["--decode", "--q-offset", "3"], "no backward pass"),
-        ("run", ["--decode", "--backward"], "no backward pass"),
-        ("profile", ["--decode", "--backward"], "no backward pass"),
+        ("run", ["--page", "16"], "--page has no effect without --decode"),
+        ("plan", ["--split-size", "64"], "--split-size has no effect without --decode"),
+        ("run", ["--decode", "--q-offset", "3"], "a forward pass alone"),
+        ("run", ["--decode", "--backward"], "a forward pass alone"),
+        ("profile", ["--decode", "--backward"], "a forward pass alone"),
+        ("profile", ["--decode", "--tangent"], "a forward pass alone"),
         ("plan", ["--decode", "--policy", "paper"], "a derived plan"),
+        ("plan", ["--decode", "--certify"], "a derived plan"),
+        ("plan", ["--kv-dtype", "int8", "--decode"], "no effect without --decode and --page"),
+        ("plan", ["--map", "ranks.png"], "--map has no effect without --world"),
+        ("plan", ["--scalar", "a=1"], "--scalar has no effect without --shape or --decode"),
+        ("run", ["--deterministic"], "--deterministic has no effect without --backward"),
+        ("plan", ["--backward", "--tangent"], "one pass at a time"),
+        ("tune", ["--backward", "--tangent"], "one pass at a time"),
         ("run", ["--decode", "--shape", "1,3,2,1,40"], "not the shape of a decoding call"),
         ("run", ["--decode", "--shape", "1,2,2,9,4"], "not the shape of a decoding call"),
         ("plan", ["--decode", "--split-size", "100"], "split_size is not a number of keys"),

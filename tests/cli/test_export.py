@@ -30,6 +30,7 @@ def test_wrong_options_end_with_an_error_in_four_lines(tmp_path: Path, windowed:
         ("--arch", "sm_70"),
         ("--heads-per-tile", "x"),
         ("--call", "window"),
+        ("--call", "split_size+cu_seqlens_q"),
         ("--head-dim", "7"),
     ):
         done = flashgen("export", windowed, "-o", str(tmp_path / "out"), *options)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from flashgen.shared import config
 from flashgen.shared.arch import known
 from flashgen.shared.paths import PATHS
 from tests.support.commands import CAUSAL, flashgen
@@ -29,6 +31,13 @@ def refused(result) -> list[str]:
 @pytest.mark.parametrize("path", [LONG, f"{LONG}.py", f"{LONG}/x.py", f"{LONG}.py:{LONG}", "", ":"])
 def test_a_path_that_no_file_can_have_is_no_spec_file(path):
     assert refused(flashgen("plan", path))[0] == "SpecError: there is no such spec file"
+
+
+def test_a_spec_file_that_fails_is_run_alone_by_the_way_out(tmp_path):
+    file = tmp_path / "a file.py"
+    file.write_text("1 / 0\n")
+    *_, way_out = refused(flashgen("plan", str(file)))
+    assert way_out == f"  try      a file that runs on its own: python '{file}'"
 
 
 def test_a_spec_file_needs_no_suffix(tmp_path):
@@ -117,6 +126,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path, monke
         ("plan",),
         ("plan", CAUSAL, "--no-such-option"),
         ("no-such-command",),
+        ("export", "-o", "folder"),
         ("cache", "--clear"),
     ],
 )
@@ -182,10 +192,52 @@ def test_ctrl_c_ends_the_program_with_its_status_and_leaves_no_part_of_a_file(
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "where", "way_out"),
+    [
+        (("--sram", "0"), "option --sram", "--sram 101376, which"),
+        (("--arch", "sm_70"), "option --arch", "--arch sm_80, whose"),
+        (("--policy", "best"), "option --policy", "--policy derived or --policy paper"),
+        (("--decode", "--page", "16", "--kv-dtype", "int4"), " with --kv-dtype int4", "--kv-dtype"),
+        (("--decode", "--split-size", "15"), "option --split-size", "--split-size 512, or 0"),
+        (
+            ("--world", "2", "--shape", "1,2,64", "--method", "x"),
+            "option --method",
+            "--method all_gather",
+        ),
+        (("--world", "2", "--shape", "1,2,64", "--link", "0"), "option --link", "--link 450"),
+        (("--world", "2", "--shape", "1,2,64", "--map", "a.txt"), "option --map", "--map a.png"),
+    ],
+)
+def test_an_error_about_an_option_names_it_and_its_way_out_can_be_typed(line, where, way_out):
+    lines = refused(flashgen("plan", CAUSAL, *line))
+    assert lines[1].endswith(where)
+    assert lines[3].startswith(f"  try      {way_out}")
+
+
+def test_what_a_spec_file_gives_keeps_its_name_in_python(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text("import flashgen as fg\nspec = fg.AttentionSpec(head_dim=63)\n")
+    for line in ((), ("--head-dim", "64")):
+        assert refused(flashgen("plan", str(file), *line))[3] == "  try      head_dim=64"
+
+
+def test_a_scalar_and_a_tile_of_an_error_can_be_typed(windowed):
+    wrong = ("plan", windowed, "--shape", "1,2,64", "--scalar", "slope=1", "--scalar", "window=0")
+    _, where, _, way_out = refused(flashgen(*wrong))
+    assert where == "  where    option --scalar window"
+    assert way_out.startswith("  try      --scalar window=1 or more")
+    _, where, _, way_out = refused(flashgen("visualize", CAUSAL, "--shape", "1,1,100000000"))
+    assert where == "  where    option --tile"
+    assert way_out == "  try      --tile 32768x24576"
+
+
 def test_the_help_names_each_status_and_each_architecture():
     text = " ".join(flashgen("--help").stdout.split())
     for status in ("0 done", "1 a result is wrong", "2 refused", "130 interrupted", "141 the"):
         assert status in text
+    for variable in re.findall(r"^FLASHGEN_\w+", config.__doc__ or "", re.MULTILINE):
+        assert f"{variable}," in text or f"{variable}." in text
     of_plan = "".join(flashgen("plan", "--help").stdout.replace("│", "").split())
     for arch in (*known(), *PATHS):
         assert arch in of_plan

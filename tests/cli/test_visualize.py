@@ -82,3 +82,14 @@ def test_errors_about_an_option_are_in_the_language_of_the_command(option: str, 
     way_out = output.split("  try ")[1]
     assert option in way_out
     assert not re.search(r"fg\.|\w=", way_out)
+
+
+@pytest.mark.parametrize("codes", ["None", "'int8'"])
+def test_a_paged_cache_is_shown_as_the_function_shows_it(tmp_path: Path, codes: str) -> None:
+    file = tmp_path / "paged.py"
+    mask = "lambda b, h, q, k: (k <= q) & (q - k < 50)"
+    options = f"head_dim=64, paged=True, kv_dtype={codes}"
+    file.write_text(f"import flashgen as fg\nspec = fg.AttentionSpec({mask}, {options})\n")
+    shown = flashgen("visualize", str(file), "--shape", "1,2,1,40,300")
+    assert shown.exit_code == 0, shown.output
+    assert str(fg.visualize(fg.load(str(file)), (1, 2, 1, 40, 300))) in shown.output

@@ -17,6 +17,7 @@ from flashgen.shared.errors import SpecError
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.mask import analyse_mask
 from flashgen.spec.language.float_functions import Abs, Cos, Exp, Log, Log2, Sigmoid, Sin, Tanh
+from flashgen.spec.language.lets import inlined
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q, is_condition, is_int
 from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.spec.language.traced import Value
@@ -86,7 +87,8 @@ def all_exprs(tree: Any) -> list[Any]:
     ends = [found.reach.lo, found.reach.hi]
     if found.full is not None:
         ends += [found.full.lo, found.full.hi]
-    return [value.expr, found.may, found.must, *(end for end in ends if end is not None)]
+    conditions = [found.may, found.must, *(end for end in ends if end is not None)]
+    return [value.expr, *map(inlined, conditions)]
 
 
 def defined(tree: Any, env: dict[str, Any]) -> bool:
@@ -100,6 +102,17 @@ def defined(tree: Any, env: dict[str, Any]) -> bool:
 @settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(trees=st.lists(st.one_of(MASKS, NUMBERS), min_size=30, max_size=30), seed=st.integers(0, 9))
 def test_random_expressions_run_to_their_value(trees: list[Any], seed: int) -> None:
+    check(trees, seed)
+
+
+def test_bounds_of_bits_run_to_their_value() -> None:
+    operations = [("popcount", ("^", "q", "k")), ("|", ("&", "q", 24), "k"), ("^", "q", "k")]
+    shifts = [(sign, x, n) for sign in ("<<", ">>") for x, n in (("q", "h"), ("k", "step"))]
+    check([("<", x, y) for x in (*operations, *shifts) for y in (5, "width")], seed=3)
+
+
+def check(trees: list[Any], seed: int) -> None:
+    """The masks of the trees and what the analysis makes of them, in lanes and evaluated."""
     lanes = values_of_lanes(seed)
     cases = [(tree, expr) for tree in trees for expr in all_exprs(tree)]
     results = executed([expr for _, expr in cases], lanes)

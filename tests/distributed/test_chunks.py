@@ -28,6 +28,13 @@ def test_contiguous_and_head_tail_cover_the_sequence() -> None:
     )
 
 
+def test_a_rank_without_positions_has_an_empty_chunk() -> None:
+    found = sharding_of([[range(4)], [], [(4, 6)]], 3, 4)
+    assert found.of_rank == ((range(4),), (range(0),), (range(4, 6),))
+    assert found.rows(1) == 0
+    assert found.part(torch.ones(1, 2, 6, 8), 1).shape == (1, 2, 0, 8)
+
+
 @pytest.mark.parametrize(
     ("shard", "rows", "what"),
     [
@@ -37,6 +44,8 @@ def test_contiguous_and_head_tail_cover_the_sequence() -> None:
         ([[range(4)], [range(5, 8)]], 4, "cover the positions"),
         ([[range(4)], [range(2, 8)]], 4, "cover the positions"),
         ([[3], [4]], 4, "a list of ranges"),
+        ([[(0, 4.5)], [(4, 8)]], 4, "a list of ranges"),
+        ([["04"], ["48"]], 4, "a list of ranges"),
     ],
 )
 def test_wrong_shardings_are_refused(shard: Any, rows: int, what: str) -> None:

@@ -76,7 +76,7 @@ def test_the_command_prints_assumptions_and_a_table_and_draws_the_tiles(tmp_path
 def test_ranks_without_a_shape_are_refused() -> None:
     done = flashgen("plan", "specs/causal.py", "--world", "4")
     assert done.exit_code == 2
-    assert "a distributed call has a shape" in done.stderr
+    assert "--world has no effect without --shape" in done.stderr
 
 
 def test_a_method_that_does_not_exist_is_refused() -> None:

@@ -241,3 +241,28 @@ def test_a_compiler_that_is_missing_is_wrong_and_not_only_a_missing_gpu(
     assert found.exit_code == 1
     assert found.findings[0].what == "NVRTC cannot be loaded (no library)"
     assert "try        pip install nvrtc" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("BACKEND", "cpu"), ("OVERRIDE", "/missing.cu"), ("TRUST", "x"), ("CHECK_READS", "2")],
+)
+def test_a_variable_with_which_every_call_fails_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(f"FLASHGEN_{variable}", value)
+    found = machine.inspect(FakeDriver(devices=0))
+    (finding,) = found.broken
+    assert finding.what.startswith(f"the environment variable FLASHGEN_{variable} has a value")
+    assert f"set FLASHGEN_{variable}" in finding.way_out
+
+
+def test_a_cache_in_which_nothing_can_be_kept_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    for folder in (file, file / "below"):
+        monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(folder))
+        (finding,) = machine.inspect(FakeDriver(devices=0)).broken
+        assert f"{file} is no folder that this user can write" in finding.what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flashgen as fg
 from flashgen.calls.exported.folder import open_folder
 from flashgen.calls.exported.manifest import digest_of
-from flashgen.shared.errors import ExportError
+from flashgen.shared.errors import ExportError, FlashgenError
 from tests.support.exports import exported
 from tests.support.tiers import slow
 
@@ -204,3 +206,39 @@ def test_the_error_is_one_of_launches_too(folder: Path) -> None:
     with pytest.raises(fg.LaunchError, match="no export") as error:
         fg.load_export(folder)
     assert type(error.value) is fg.ExportError
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
+def test_every_architecture_that_kernels_are_compiled_for_may_be_in_a_manifest(
+    folder: Path, arch: str
+) -> None:
+    def renamed(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {
+                renamed(key): part if key == "path" else renamed(part)
+                for key, part in values.items()
+            }
+        if isinstance(values, list):
+            return [renamed(part) for part in values]
+        return arch if values == "sm_80" else values
+
+    write(folder, renamed(values_of(folder)))
+    assert open_folder(folder).manifest.archs == (arch,)
+
+
+@pytest.mark.parametrize("folder", [None, 3, ["folder"]])
+def test_what_is_no_path_is_no_export(folder: Any) -> None:
+    with pytest.raises(ExportError, match="is a path"):
+        fg.load_export(folder)
+
+
+def test_a_kernel_that_is_no_text_is_refused_where_it_is_read(folder: Path) -> None:
+    values = values_of(folder)
+    for name, record in values["files"].items():
+        if name.endswith((".cu", ".ptx")):
+            (folder / name).write_bytes(b"\xff\xfe")
+            record |= {"sha256": hashlib.sha256(b"\xff\xfe").hexdigest(), "bytes": 2}
+    write(folder, values)
+    q, k, v = torch.randn(3, 1, 1, 8, 16).half()
+    with pytest.raises(FlashgenError):
+        fg.load_export(folder)(q, k, v, window=4)

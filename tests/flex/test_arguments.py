@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -126,7 +127,7 @@ def test_nothing_but_tensors() -> None:
     close(fg.flex_attention(q, k, v), torch_answer(q, k, v, None, None)[0])
 
 
-@pytest.mark.parametrize("scale", [0.5, 2.0])
+@pytest.mark.parametrize("scale", [0.5, 2.0, np.float32(0.3)])
 def test_scale(scale: float) -> None:
     q, k, v = operands(2, 3, 20, 30)
     out = fg.flex_attention(q, k, v, score_mod=softcap, scale=scale)

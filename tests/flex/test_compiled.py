@@ -527,6 +527,68 @@ def test_flashgens_own_function_follows_blocks_that_no_mask_implies():
     assert_same([function(q, k, v, two_blocks())], wanted, [q, k, v])
 
 
+def test_lengths_of_grouped_heads_and_of_block_masks_are_dynamic():
+    torch._dynamo.reset()
+
+    def user(q, k, v, block_mask):
+        return fg.flex_attention(q * 1.0, k, v, None, block_mask, enable_gqa=True)
+
+    function, counter = compile(user)
+    for seq in (40, 64, 56, 72, 80):
+        q, k, v = operands(seq=seq, heads_kv=2)
+        block_mask = create_block_mask(causal_mask, None, None, seq, seq, device="cpu")
+        wanted = expected(q, k, v, mask=causal_mask)[:1]
+        assert_same([function(q, k, v, block_mask)], wanted, [q, k, v])
+    assert counter.frame_count <= 2  # one length, any length
+
+
+class Windowed(torch.nn.Module):
+    """A layer with a learned slope and a mask of its own lengths, which it makes at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(noise(4))
+
+    def forward(self, q, k, v):
+        def score(s, b, h, q, k):
+            return s - self.slopes[h] * (q - k)
+
+        def mask(b, h, q, k):
+            return (q >= k) & (q - k < 17)
+
+        lengths = q.shape[2], k.shape[2]
+        block_mask = create_block_mask(mask, None, None, *lengths, device="cpu", BLOCK_SIZE=16)
+        return fg.flex_attention(q, k, v, score, block_mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.parametrize("strict", [False, slow(True)])
+def test_flashgens_own_function_is_exported_with_blocks_and_learned_tensors(strict):
+    torch._dynamo.reset()
+    layer, (q, k, v) = Windowed(), operands(seq=64, learn=False)
+    batch = torch.export.Dim("batch", min=2, max=9)
+    twice = [x.repeat(2, 1, 1, 1) for x in (q, k, v)]
+    shapes = {name: {0: batch} for name in "qkv"}
+    program = torch.export.export(layer, tuple(twice), strict=strict, dynamic_shapes=shapes)
+    names = [str(node.target) for node in program.run_decompositions().graph.nodes]
+    assert sum(name.startswith("flashgen.") for name in names) == 1
+    more = [x.repeat(3, 1, 1, 1) for x in (q, k, v)]
+    torch.testing.assert_close(program.module()(*more), layer(*more))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_blocks_with_elements_are_compared_while_an_export_is_traced():
+    class Fixed(Windowed):
+        def forward(self, q, k, v):
+            return fg.flex_attention(q, k, v, None, block_mask)
+
+    block_mask = create_block_mask(causal_mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    layer, tensors = Fixed(), tuple(operands(seq=64, learn=False))
+    program = torch.export.export(layer, tensors)
+    assert not any("layout" in node.name for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*tensors), layer(*tensors))
+
+
 def test_flashgens_own_function_refuses_transforms_in_a_full_graph():
     def gradient(q, k, v):
         return torch.func.grad(lambda q: fg.flex_attention(q, k, v).sum())(q)

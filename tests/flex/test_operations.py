@@ -107,7 +107,12 @@ SCORES: dict[str, Callable] = {
     "constant table": lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0, 4.0])[q % 3],
     "constant range": lambda s, b, h, q, k: s + (torch.arange(8) * 2)[k] + torch.arange(3)[1],
     "stack": lambda s, b, h, q, k: torch.stack([s, -s, s * 2])[q % 3],
+    "cat": lambda s, b, h, q, k: torch.cat([torch.stack([s, -s]), (s * 2)[None]])[q % 3],
+    "a part of cat": lambda s, b, h, q, k: torch.cat([s[None], torch.stack([q, k])]).amax(),
+    "prod": lambda s, b, h, q, k: torch.stack([s, s / 9 + 1]).prod(),
     # Captured tensors.
+    "cat of tensors": lambda s, b, h, q, k: s + torch.cat([square, square.T], -1)[q, k - SIZE],
+    "cat beside nothing": lambda s, b, h, q, k: s + torch.cat([table[:0], table])[k],
     "element": lambda s, b, h, q, k: s + table[q] * factor + small[k],
     "elements": lambda s, b, h, q, k: s + square[q, k] + square[k][q] + square[2, k],
     "element of element": lambda s, b, h, q, k: s + table[ids[q]] + table[ids[k] + 1],

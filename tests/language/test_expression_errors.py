@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -15,11 +18,14 @@ import torch
 
 import flashgen as fg
 from flashgen.shared.errors import SpecError
+from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.symbols import K, Q
 from flashgen.spec.language.tracing import trace_mask, trace_score
 from tests.support.paths import ROOT, from_root
 
 HERE = from_root(__file__)
+NUMBERS = [1, 4, 5]
 LINES = Path(__file__).read_text().splitlines()
 
 
@@ -108,7 +114,7 @@ def test_a_truth_value_is_refused_at_its_line_with_the_line_rewritten(
         (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.clamp(x)"),
         (lambda b, h, q, k: q >= k & q - k < 8, "(q >= k) & (q - k < 8) instead"),
         (lambda b, h, q, k: (q @ k) < 2, "*"),
-        (lambda b, h, q, k: q in (1, 2), "fg.where"),
+        (lambda b, h, q, k: q in (1, 2), "(q == 1) | (q == 2) instead"),
         (lambda b, h, q, k: [2 * i for i in range(q)] == k, "fg.where"),
         (lambda b, h, q, k: q(2) < k, "x * (...)"),
         (lambda b, h, q, k: complex(q) == k, "real"),
@@ -118,6 +124,37 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
     error = refusal(mod)
     assert error.where.startswith(f"{HERE}:")
     assert way_out in error.way_out
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: max(q, k, 7) < 9,
+        lambda b, h, q, k: min([q - 1, k, 7]) < 3,
+        lambda b, h, q, k: k in (1, 3),
+        lambda b, h, q, k: q - k not in [1, 3],
+        lambda b, h, q, k: k in range(5),
+        lambda b, h, q, k: k in range(2, 9, 3),
+        lambda b, h, q, k: k in NUMBERS,
+        lambda b, h, q, k: any(k == i for i in NUMBERS),
+        lambda b, h, q, k: all([k > q, q > 2]),
+        lambda b, h, q, k: 2 < k <= q,
+        lambda b, h, q, k: q > 2 and k != 7,
+    ],
+)
+def test_the_line_that_an_error_rewrites_means_what_was_meant(mod: Any) -> None:
+    line = LINES[mod.__code__.co_firstlineno - 1].strip().removesuffix(",")
+    instead, written = refusal(mod).way_out.split(" instead of ")
+    assert written in line
+    names = {**globals(), "functools": functools, "operator": operator}
+    expr = trace_mask(eval(line.replace(written, f"({instead})"), names)).expr
+    for q, k in itertools.product(range(10), repeat=2):
+        assert bool(evaluate(expr, {Q: q, K: k})) == mod(0, 0, q, k)
+
+
+def test_a_number_of_numpy_may_be_returned() -> None:
+    assert trace_mask(lambda b, h, q, k: np.bool_(True)).expr == sympy.true
+    assert trace_score(lambda s, b, h, q, k: np.float32(0.5)).expr == sympy.Rational(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +177,7 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
         (lambda b, h, q, k: q % (k - k) < k, "% by 0", "not 0"),
         (lambda b, h, q, k: q < fg.sqrt(-2), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < fg.log(0), "not a finite real", "log"),
-        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "float32"),
+        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "1.0 as"),
         (lambda b, h, q, k: (q**3) // 7 < k, "// of integers that can leave 64 bits", "factors"),
         (lambda b, h, q, k: q < fg.sqrt(fg.cos(3)), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),

@@ -126,6 +126,13 @@ def test_fakes_have_no_contents_and_are_checked_all_the_same() -> None:
         fg.append_kv(*tensors, slot_mapping=rows.slots)
 
 
+def test_the_way_out_of_a_cache_of_another_dtype_writes_the_cache() -> None:
+    rows, cache = rows_and_cache()
+    with pytest.raises(fg.InputError, match="k_cache has a dtype") as error:
+        fg.append_kv(rows.k.half(), rows.v.half(), cache.k, cache.v, **rows.by_slots)
+    assert error.value.way_out.startswith("k.to(torch.float32) and v.to(torch.float32); or a cache")
+
+
 @pytest.mark.parametrize("name", ["k", "v", "k_cache"])
 def test_tensors_that_require_gradients_are_refused(name: str) -> None:
     rows, cache = rows_and_cache()

@@ -46,9 +46,11 @@ def test_the_call_the_context_the_program_and_the_environment_decide_in_this_ord
         assert split_of() == SPLIT
         with fg.batch_invariant_mode(False):
             assert split_of() == 0
-        assert split_of(batch_invariant=False) == 0
+        for given in ({}, {"return_aux": fg.AuxRequest(lse=True)}):
+            assert split_of(batch_invariant=False, **given) == 0
         assert split_of() == SPLIT
-    assert split_of(batch_invariant=True) == SPLIT
+    for given in ({}, {"return_aux": fg.AuxRequest(lse=True)}):
+        assert split_of(batch_invariant=True, **given) == SPLIT
 
 
 def test_other_threads_have_the_mode_of_the_program_and_not_of_the_context() -> None:

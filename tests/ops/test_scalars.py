@@ -66,6 +66,22 @@ def test_the_error_for_a_tensor_in_place_of_a_scalar_names_item():
     assert "window.item()" in error.way_out
 
 
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        (torch.tensor(5), "window.item(), "),
+        (torch.tensor(5.0), "int(window.item()), "),
+        (torch.tensor([5]), "fg.Tensor('window', (), 'int64') in the spec and window.squeeze()"),
+        (torch.tensor([5, 6]), "fg.Tensor('window', ('n0',), 'int64') in the spec, whose elements"),
+        (5.0, "window=5"),
+        (7.7, "window=8"),
+    ],
+)
+def test_the_error_for_another_type_has_the_number_as_the_scalar_takes_it(given, way_out):
+    error = refusal(spec=SCALARS, scalars={**GOOD, "window": given})
+    assert way_out in error.way_out
+
+
 def test_a_scalar_below_its_minimum_is_refused():
     error = refusal(spec=SCALARS, scalars={**GOOD, "window": 0})
     assert "below the minimum" in error.what

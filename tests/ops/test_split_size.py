@@ -28,7 +28,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return Case(16, 80, 1, 2, 1).tensors(seed=3)
 
 
-@pytest.mark.parametrize("size", [17, -16, 8, 2**29, True, 1.5, "16", torch.tensor(16)])
+@pytest.mark.parametrize("size", [17, -16, -1, 8, 2**29, True, 1.5, "16", torch.tensor(16)])
 def test_other_values_than_multiples_of_16_are_refused(size: Any) -> None:
     with pytest.raises(InputError, match="split_size is not a number of keys") as error:
         ATTEND(*operands(), split_size=size)

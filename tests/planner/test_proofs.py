@@ -22,6 +22,7 @@ from flashgen.kernels.planner.proofs import (
 from flashgen.kernels.planner.proofs.certificate import Certificate
 from flashgen.shared.errors import CertificateError
 from flashgen.spec.analysis import analyse
+from flashgen.spec.language.lets import lets_of
 from flashgen.spec.language.symbols import SCORE
 from flashgen.spec.language.sympy_functions import Maximum
 from flashgen.tools.cli.program import app
@@ -74,6 +75,18 @@ def test_a_score_function_has_its_derivative_certified_and_no_other(name: str) -
     for wrong in (2 * slope, slope + sympy.Rational(1, 10**12)):
         other = replace(right, score=replace(right.score, derivative=wrong))
         assert not score_derivative.certify_derivatives(spec, other).holds
+
+
+def test_a_score_with_named_parts_is_certified_as_one_expression() -> None:
+    def waves(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return sum((fg.sin(score * (i + 1.0)) / (i + 1) for i in range(40)), score)
+
+    spec = fg.AttentionSpec(score_mod=waves, head_dim=64)
+    assert lets_of(spec.score)
+    right = analyse(spec)
+    assert score_derivative.certify_derivatives(spec, right).holds
+    other = replace(right, score=replace(right.score, derivative=2 * right.score.derivative))
+    assert not score_derivative.certify_derivatives(spec, other).holds
 
 
 def test_a_function_without_a_rule_is_not_certified() -> None:

@@ -93,6 +93,7 @@ _FUNCTIONS = {
     "minimum": min,
     "maximum": max,
     "where": lambda c, a, b: a if c else b,
+    "popcount": lambda x: (x & 0xFFFFFFFF).bit_count(),
     "floor": math.floor,
     "exp": math.exp,
     "tanh": math.tanh,
@@ -135,8 +136,24 @@ _DISTANCES = st.one_of(
     NUMBERS,
 )
 
+_INTEGERS = st.sampled_from(["q", "k", "width", ("-", "q", "k"), ("*", 3, "k"), ("//", "q", 4)])
+
+
+def _bits(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    return st.one_of(
+        st.tuples(st.sampled_from("&|^"), inner, st.one_of(inner, st.integers(-9, 40))),
+        st.tuples(st.sampled_from(["<<", ">>"]), inner, st.sampled_from([1, 3, "b", "h", "step"])),
+        st.tuples(st.just("popcount"), inner),
+    )
+
+
 COMPARISONS = st.one_of(
     st.tuples(st.sampled_from(sorted(_COMPARISONS)), _DISTANCES, NUMBERS),
+    st.tuples(
+        st.sampled_from(sorted(_COMPARISONS)),
+        st.recursive(_INTEGERS, _bits, max_leaves=3),
+        st.one_of(_INTEGERS, _CONSTANTS),
+    ),
     st.tuples(
         st.sampled_from(["==", "!="]),
         st.tuples(st.just("%"), _DISTANCES, _DIVISORS),

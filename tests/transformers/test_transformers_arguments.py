@@ -123,6 +123,33 @@ def test_a_position_bias_begins_at_the_first_query_of_the_call_and_is_learned(
     torch.testing.assert_close(found, torch.autograd.grad(expected, bias, weights)[0])
 
 
+@pytest.mark.parametrize("q_offset", [0, 12, torch.tensor(12)], ids=["0", "12", "tensor"])
+def test_sinks_with_a_logit_for_each_row_of_the_call_are_learned(q_offset: Any) -> None:
+    q, k, v = qkv(7, 19)
+    sinks = torch.randn(2, HEADS, 7, 1, generator=torch.Generator().manual_seed(6))
+    sinks.requires_grad_()
+    out, _ = attention(Layer(), q, k, v, make_mask(2, 7, 19, q_offset), sinks=sinks)
+    keep = sdpa_mask(2, 7, 19, q_offset, allow_is_causal_skip=False)
+    # A sink is a key whose score is given and whose value is 0.
+    more = [torch.nn.functional.pad(each, (0, 0, 0, 1)) for each in (k, v)]
+    added = torch.cat([sinks.new_zeros(2, HEADS, 7, 19), sinks], 3)
+    expected = dense(q, *more, torch.nn.functional.pad(keep, (0, 1), value=True), added)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    found = torch.autograd.grad(out, sinks, weights)[0]
+    torch.testing.assert_close(found, torch.autograd.grad(expected, sinks, weights)[0])
+
+
+def test_rows_of_sinks_alone_are_0_and_sinks_for_other_rows_are_refused() -> None:
+    q, k, v = qkv(7, 19)
+    mask = make_mask(2, 7, 19, attention_mask=torch.arange(19).expand(2, -1) > 3)
+    sinks = torch.full((1, HEADS, 1, 1), -torch.inf)
+    out, _ = attention(Layer(), q, k, v, mask, sinks=sinks)
+    torch.testing.assert_close(out, attention(Layer(), q, k, v, mask)[0])
+    error = refused("sinks do not broadcast", sinks=torch.zeros(HEADS))
+    assert f"({HEADS},)" in error.numbers
+
+
 def test_a_bias_that_a_model_adds_to_its_mask_is_added_to_the_scores() -> None:
     q, k, v = qkv(7, 19)
     bias = torch.randn(1, HEADS, 7, 19, generator=torch.Generator().manual_seed(6))
@@ -349,7 +376,6 @@ def refused(what: str, **options: Any) -> FlashgenError:
         ("cache", object()),
         ("block_indices", torch.zeros(1)),
         ("head_mask", torch.ones(1)),
-        ("sinks", torch.zeros(1)),
         ("output_attentions", True),
     ],
 )
@@ -436,6 +462,18 @@ def test_a_model_that_computes_with_its_mask_gets_an_error(use: Callable[[Mask],
     with pytest.raises(InputError, match="computes with its mask") as error:
         use(make_mask(2, 4, 4))
     assert "eager" in error.value.way_out
+
+
+def test_a_model_whose_layers_drop_a_mask_that_is_no_tensor_is_refused() -> None:
+    config = hf.DogeConfig(
+        vocab_size=9, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+    )  # fmt: skip
+    integration.register()
+    model = hf.DogeForCausalLM._from_config(config, attn_implementation="fg")
+    with pytest.raises(InputError, match="tells a BlockMask from a tensor") as caught:
+        model(torch.ones(1, 5, dtype=torch.int64))
+    assert "sdpa" in caught.value.way_out
 
 
 def test_trailing_keys_may_be_cut_from_a_mask() -> None:

@@ -125,6 +125,14 @@ class ExportRequest:
                     numbers=f"given {unknown[0]!r}; known: {', '.join(_CALLS)}",
                     way_out=f"--call {SPLIT}, or several that a call has together, joined by +",
                 )
+            if "cu_seqlens_q" in names and not self.spec.paged:
+                raise InputError(
+                    "packed queries alone are those of a paged cache",
+                    where="option --call",
+                    numbers=f"given {call!r}; spec {self.spec.name} has paged=False",
+                    way_out="a spec with packed=True, whose calls have cu_seqlens_q and "
+                    "cu_seqlens_k without this option",
+                )
             offsets = tuple(
                 (name, dtype)
                 for name, _, dtype in (each.partition(":") for each in names)

@@ -84,9 +84,9 @@ class Folder:
             kernel=record.facts.name,
             arch=record.facts.arch,
             filename=f"{record.stem}.cu",
-            source=self.read(f"{stem}.cu").decode(),
+            source=self.read(f"{stem}.cu").decode(errors="replace"),
             cubin=self.read(f"{stem}.cubin"),
-            ptx=self.read(f"{stem}.ptx").decode(),
+            ptx=self.read(f"{stem}.ptx").decode(errors="replace"),  # the parser refuses it
             resources=record.resources,
             warnings=(),
             log="",
@@ -157,7 +157,7 @@ def open_folder(folder: str | os.PathLike[str]) -> Folder:
             numbers=f"format {found.version}, of flashgen {release!r}; flashgen "
             f"{__version__} reads format {FORMAT}",
             way_out=f"export again: {command or 'flashgen export SPEC -o DIR'}"
-            + (f"; or pip install flashgen=={release}" if release else ""),
+            + (f"; or pip install flashgen=={release}" if release not in ("", __version__) else ""),
         )
     if not found.is_whole:
         raise _damaged(file, "its digest is not that of its contents", command)

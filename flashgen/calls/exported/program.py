@@ -30,7 +30,7 @@ from flashgen.calls.trust import Decision
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
-from flashgen.shared.errors import InputError, SpecError, called_by_users
+from flashgen.shared.errors import ExportError, InputError, SpecError, called_by_users
 from flashgen.shared.launch_facts import LaunchFacts, Sizes, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
 from flashgen.shared.split_choice import (
@@ -506,4 +506,11 @@ def load_export(folder: str | os.PathLike[str]) -> ExportedAttention:
             outside of the folder.
         LaunchError: of a call: no kernel is for the GPU, or its driver is older than the compiler.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise ExportError(
+            "the folder of an export is a path",
+            where="argument folder of load_export",
+            numbers=f"given {folder!r:.200}",
+            way_out='fg.load_export("build/causal"), the folder of flashgen export -o',
+        )
     return ExportedAttention(Path(folder))

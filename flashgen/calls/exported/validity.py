@@ -28,7 +28,7 @@ from flashgen.shared.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSig
 from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ARCH = re.compile(r"sm_\d{2,3}a?", re.ASCII)
+_ARCH = re.compile(r"sm_\d{2,3}[af]?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 _KERNELS = {"forward", "dq", "captured", "captured_exact", *KEY_KERNELS, *STREAMING_KERNELS}
 _PARAMS = {"pointer", "int64", "int32", "float32", "tensormap"}

@@ -33,11 +33,12 @@ from flashgen.calls.runtime.arguments.refusals import (
     refuse_jit_trace,
     runs_while_traced,
 )
+from flashgen.calls.runtime.arguments.slices import refuse_split
 from flashgen.calls.runtime.arguments.tensors import values_of
 from flashgen.calls.runtime.programs import CallProgram, Variant, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared import config
-from flashgen.shared.call import DEFAULT_OPTIONS, CallOptions, Operands
+from flashgen.shared.call import DEFAULT_OPTIONS, INVARIANT, CallOptions, Operands
 from flashgen.shared.errors import SpecError
 
 if TYPE_CHECKING:
@@ -324,6 +325,8 @@ class Attention:
             split_size, deterministic = of_invariant_call(
                 batch_invariant, split_size, deterministic
             )
+        elif type(split_size) is int and split_size == INVARIANT:
+            refuse_split(split_size)  # calls have it by `batch_invariant` alone
         if self._paged:
             check_positions_of_pages(q_offset, k_offset)
         if self._draws and rng is None and isinstance(q, Tensor):

@@ -28,7 +28,7 @@ from flashgen.calls.runtime.arguments.refusals import (
 )
 from flashgen.calls.sinks import rows_of_call, weights_of
 from flashgen.shared.aux_results import AuxOutput, AuxRequest
-from flashgen.shared.call import CallOptions, Operands
+from flashgen.shared.call import INVARIANT, CallOptions, Operands
 from flashgen.shared.signature import (
     BOUNDARIES,
     FIRST_ROW,
@@ -75,6 +75,9 @@ def call_with_statistics(
     found: dict[str, Any] = {}
     q, k, v, _, rng = operands
     given = dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)) | part
+    given["batch_invariant"] = options.split_size == INVARIANT
+    if given["batch_invariant"]:
+        given["split_size"] = None
     out: Any
     # Kernels of other weights have no maximum of scores, and the rules of DTensors no third result.
     if request.max_scores and softmax and not is_dtensor(q):

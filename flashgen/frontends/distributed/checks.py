@@ -101,7 +101,8 @@ def checked(
     """
     method, shard, sharded, reduce_learned = divided
     if not isinstance(method, str) or method not in METHODS:
-        refuse("no such method", "method", f"{method!r}; available: {', '.join(METHODS)}")
+        numbers = f"{method!r}; available: {', '.join(METHODS)}"
+        refuse("no such method", "method", numbers, f'method="{METHODS[0]}"')
     if return_lse is not False and (return_lse is not True or not op.spec.is_softmax):
         refuse_return_lse(return_lse)
     if "return_aux" in captures:

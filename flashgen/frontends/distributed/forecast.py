@@ -148,7 +148,7 @@ def forecast(
     where = "flashgen.distributed.forecast"
     if not isinstance(method, str) or method not in METHODS:
         numbers = f"{method!r}; available: {', '.join(METHODS)}"
-        refuse("no such method", "method", numbers, METHODS[0], f"{where}, option --method")
+        refuse("no such method", "method", numbers, f'method="{METHODS[0]}"', where)
     if not isinstance(sizes, Sequence) or len(sizes) != 4:
         what, way_out = "sizes are not those of a call", "batch, heads_q, heads_kv, positions"
         refuse(what, "sizes", f"given {sizes!r:.200}", f"sizes=({way_out})", where)

@@ -106,7 +106,8 @@ def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
 def _listed(shard: Sequence[Any], world: int) -> Sharding:
     try:
         listed = tuple(
-            tuple(each if isinstance(each, range) else range(*map(int, each)) for each in chunks)
+            tuple(each if isinstance(each, range) else range(*each) for each in chunks)
+            or (range(0),)  # a rank without positions takes part in every transfer
             for chunks in shard
         )
     except (TypeError, ValueError):

@@ -114,13 +114,13 @@ def _attend(
     max_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, _ = tensors
-    (batch, heads, seq_q), device = query.shape[:3], query.device
-    sizes = CallSizes(batch, heads, seq_q, key.shape[2], device)
-    reading, found = read(mask_mod, score_mod, sizes)
+    device = query.device
+    reading, found = read(mask_mod, score_mod, CallSizes.of(query, key, device))
     captures = reading.captures(found, device)
     sparse = blocks = None
     if reads_blocks := has_blocks(block_mask):
-        blocks = layout_beside_mask(block_mask, reading, found, sizes[:4])
+        sizes = *query.shape[:3], key.shape[2]
+        blocks = layout_beside_mask(block_mask, reading, found, sizes)
     if captures_a_graph(device):
         warn_of_values((mask_mod, score_mod), found, reads_blocks)
     if blocks is not None:

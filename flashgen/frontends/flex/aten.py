@@ -201,6 +201,7 @@ def _within(dtype: str, x: Entry) -> Entry:
 
 _REDUCTIONS = {
     "sum": "add",
+    "prod": "mul",
     "any": "logical_or",
     "all": "logical_and",
     "amax": "maximum",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import Layout
@@ -131,7 +132,13 @@ class _Comparison:
 _comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
 
 
-@alone()
+def followed(block_mask: Any) -> BlockMaskLayout:
+    """The layout of all blocks of a BlockMask, beside whatever mask."""
+    partial, full = dense_blocks(block_mask)
+    block_q, block_k = map(int, block_mask.BLOCK_SIZE)
+    return BlockMaskLayout(BlockSparse(None, block_q, block_k), Layout.of(partial | full))
+
+
 def layout_beside_mask(
     block_mask: Any,
     reading: TracedMods,
@@ -141,7 +148,8 @@ def layout_beside_mask(
     """The block-sparse layout to apply beside the mask; None where the blocks follow from the mask.
 
     The comparison is made anew whenever the lists of the BlockMask, or tensors and numbers of its
-    mask_mod, have changed.
+    mask_mod, have changed. While torch.export traces, they have no elements, and the blocks are
+    followed without a comparison.
 
     Args:
         block_mask: a BlockMask that has been checked and has blocks.
@@ -153,8 +161,7 @@ def layout_beside_mask(
         FlexRuntimeError: the blocks would have to be read while a CUDA graph is captured.
     """
     lists = [getattr(block_mask, name) for name in LISTS]
-    mask = reading.of_mask_mod
-    names = sorted(symbol.name for symbol in mask.free_symbols)
+    names = sorted(symbol.name for symbol in reading.of_mask_mod.free_symbols)
     captured = {n: reading.tensors[n].of(record) for n in names if n in reading.tensors}
     given = {n: record.numbers[reading.numbers[n]] for n in names if n in reading.numbers}
     for name in names:
@@ -163,6 +170,20 @@ def layout_beside_mask(
             given[name] = location.of(record).shape[dim]
     numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *given.values()
     tensors = [*lists, *captured.values()]
+    if any(is_fake(tensor) for tensor in tensors if tensor is not None):
+        return followed(block_mask)
+    return _compared(block_mask, reading, tensors, {**captured, **given}, numbers)
+
+
+@alone()
+def _compared(
+    block_mask: Any,
+    reading: TracedMods,
+    tensors: list[Any],
+    values: Mapping[str, Any],
+    numbers: tuple[Any, ...],
+) -> BlockMaskLayout | None:
+    lists = tensors[: len(LISTS)]
     known = _comparisons.setdefault(block_mask, [])
     for comparison in known:
         if comparison.reading is reading and comparison.numbers == numbers:
@@ -179,7 +200,7 @@ def layout_beside_mask(
     plain = copy.copy(block_mask)
     for name, tensor in zip(LISTS, lists, strict=True):
         setattr(plain, name, None if tensor is None else _elements(tensor))
-    found = _found(plain, mask, {**captured, **given}, sizes)
+    found = _found(plain, reading.of_mask_mod, values, numbers[0])
     seen = tuple(None if tensor is None else _Seen(tensor) for tensor in tensors)
     known.insert(0, _Comparison(reading, numbers, seen, found))
     del known[_MOST_COMPARISONS:]

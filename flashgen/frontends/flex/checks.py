@@ -175,8 +175,9 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
     heads, heads_kv = query.shape[1], key.shape[1]
-    if heads == heads_kv != 0:
+    if heads_kv != 0 and heads % heads_kv == 0 and (enable_gqa or heads == heads_kv):
         return
+    # Only here: a shape in numbers would bind a graph of symbols to the lengths of one call.
     numbers = f"query {shape_of(query)}, key {shape_of(key)}, enable_gqa {enable_gqa}"
     if not enable_gqa and heads != heads_kv:
         _refuse(
@@ -187,21 +188,22 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> No
             numbers=numbers,
             way_out="enable_gqa=True",
         )
-    if heads_kv == 0 or heads % heads_kv:
-        _refuse(
-            FlexValueError,
-            "Expect number of query heads to be a multiple of kv heads for GQA "
-            f"but got Hq={heads} and Hkv={heads_kv}.",
-            where="argument key",
-            numbers=numbers,
-            way_out="heads of query that are a multiple of those of key",
-        )
+    _refuse(
+        FlexValueError,
+        "Expect number of query heads to be a multiple of kv heads for GQA "
+        f"but got Hq={heads} and Hkv={heads_kv}.",
+        where="argument key",
+        numbers=numbers,
+        way_out="heads of query that are a multiple of those of key",
+    )
 
 
 def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None:
     """Checks the batch sizes: with a block mask, keys of batch 1 broadcast to all queries."""
     batch, batch_kv = query.shape[0], key.shape[0]
     if batch == batch_kv:
+        return
+    if batch_kv == 1 and block_mask is not None and block_mask.kv_num_blocks.shape[0] == batch:
         return
     numbers = f"query {shape_of(query)}, key {shape_of(key)}"
     if block_mask is None or block_mask.kv_num_blocks.shape[0] != batch:
@@ -215,14 +217,13 @@ def check_batch(query: torch.Tensor, key: torch.Tensor, block_mask: Any) -> None
             numbers=numbers,
             way_out="key.expand(query.shape[0], -1, -1, -1)",
         )
-    if batch_kv != 1:
-        _refuse(
-            FlexRuntimeError,
-            f"Bq and Bkv must broadcast. Got Bq={batch} and Bkv={batch_kv}",
-            where="argument key",
-            numbers=numbers,
-            way_out="keys and values of batch 1, or of the batch of the queries",
-        )
+    _refuse(
+        FlexRuntimeError,
+        f"Bq and Bkv must broadcast. Got Bq={batch} and Bkv={batch_kv}",
+        where="argument key",
+        numbers=numbers,
+        way_out="keys and values of batch 1, or of the batch of the queries",
+    )
 
 
 def check_returned(return_lse: bool, return_aux: Any) -> None:
@@ -285,10 +286,10 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    lengths = shape_of(query)[2], shape_of(key)[2]
     made_for = tuple(block_mask.shape[-2:])
-    if lengths == made_for:
+    if query.shape[2] == made_for[0] and key.shape[2] == made_for[1]:
         return
+    lengths = shape_of(query)[2], shape_of(key)[2]
     smaller = lengths[0] > made_for[0] or lengths[1] > made_for[1]
     _refuse(
         FlexValueError,

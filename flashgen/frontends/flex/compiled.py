@@ -20,12 +20,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from flashgen.calls.ops import Layout
 from flashgen.calls.runtime.arguments.refusals import runs_while_traced, untraced
-from flashgen.calls.runtime.block_layouts import dense_blocks
 from flashgen.frontends.flash_operators import Told
 from flashgen.frontends.flex import torch_hop
-from flashgen.frontends.flex.block_masks import LISTS
+from flashgen.frontends.flex.block_masks import LISTS, followed
 from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
 from flashgen.frontends.flex.known_mods import read
 from flashgen.frontends.flex.lifted_names import name_of, user_line
@@ -35,9 +33,7 @@ from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
 from flashgen.kernels.planner import columns_of_launch, plan, plan_backward
 from flashgen.shared.arch import paths_of, portable
-from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, PlanError, SpecError, called_by_users
-from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_options import HEAD_DIM_STEP
 from flashgen.spec.language.user_source import SourceLines, shown_path
@@ -257,11 +253,10 @@ def _attend(
     if tuple(block_size) != (LARGE_BLOCK, LARGE_BLOCK) and (
         _state.follows_lists or mods.mask is None
     ):
-        sparse = BlockSparse(None, int(block_size[0]), int(block_size[1]))
         named = dict(zip(LISTS, lists, strict=True))
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
-        partial, full = dense_blocks(blocks)
-        captures["layout"] = Layout.of(partial | full)
+        found_blocks = followed(blocks)
+        sparse, captures["layout"] = found_blocks.sparse, found_blocks.layout
     return reading.attend(tensors, scale, captures, sparse, max_scores=max_scores)
 
 
@@ -289,9 +284,7 @@ class _Mods:
             self.mask = self._mod(mask, of_mask, False)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[TracedMods, Record]:
-        query, key = tensors[:2]
-        batch, heads, seq_q = map(_most, query.shape[:3])
-        sizes = CallSizes(batch, heads, seq_q, _most(key.shape[2]), torch.device("cpu"))
+        sizes = CallSizes.of(tensors[0], tensors[1], torch.device("cpu"))
         mods = [mod for mod in (self.mask, self.score) if isinstance(mod, _GraphMod)]
         with torch_hop.outside_of_traces():
             try:
@@ -361,11 +354,6 @@ class _Mods:
 
         self._tensors[id(made)] = made, product
         return made
-
-
-def _most(size: Any) -> int:
-    """A size, and for a symbol the largest one, so that expressions rely on no smaller one."""
-    return size if type(size) is int else POSITION_LIMIT
 
 
 def _does_nothing(graph: fx.Graph) -> bool:

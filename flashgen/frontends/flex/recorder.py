@@ -107,6 +107,15 @@ class StandIn(Tensor):
         )
 
 
+def _is_torchs_or_none(grad_fn: Any) -> bool:
+    """Whether the derivative of a result is that of the operations by which it was made.
+
+    Of torch's own functions it is: torch.export has one for an index.
+    """
+    made_by = getattr(grad_fn, "_forward_cls", None)
+    return grad_fn is None or str(getattr(made_by, "__module__", "")).startswith("torch.")
+
+
 class Operation(NamedTuple):
     """A function of torch and its operands.
 
@@ -247,7 +256,7 @@ class Recorder(TorchFunctionMode):
         number = self._number.get(id(tensor), -1)
         if number < 0:
             number = self._read(tensor)
-        elif tensor.grad_fn is not None and type(tensor) is StandIn:
+        elif type(tensor) is StandIn and not _is_torchs_or_none(tensor.grad_fn):
             refuse(
                 "a mod applies a torch.autograd.Function, whose backward kernels cannot contain",
                 numbers=type(tensor.grad_fn).__name__,

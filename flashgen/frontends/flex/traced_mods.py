@@ -18,6 +18,7 @@ from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
 from flashgen.frontends.flex.tracer import DTYPES, CapturedTensor, Tracer
 from flashgen.shared.aux_results import AuxRequest
+from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
@@ -45,6 +46,13 @@ class CallSizes(NamedTuple):
     seq_q: int
     seq_k: int
     device: torch.device
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, device: torch.device) -> CallSizes:
+        """Those of a call; for a symbol the largest one, so that expressions rely on no smaller."""
+        sizes = *query.shape[:3], key.shape[2]
+        batch, heads, seq_q, seq_k = (x if type(x) is int else POSITION_LIMIT for x in sizes)
+        return cls(batch, heads, seq_q, seq_k, device)
 
     @property
     def bounds(self) -> Mapping[sympy.Symbol, Limits]:

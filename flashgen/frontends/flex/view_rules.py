@@ -6,6 +6,8 @@ traced value and may count from the end.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -203,6 +205,29 @@ def _stack(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> Traced
     return to.array(at)
 
 
+def _cat(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> TracedArray:
+    place = dim % len(to.shapes[0])
+    to.tracer.rigid = True
+    arrays = [array for array in arrays if array.shape != (0,)]  # torch takes it beside any rank
+    ends = list(itertools.accumulate(array.shape[place] for array in arrays))
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        chosen = i[place]
+
+        def part(number: int) -> Entry:
+            own = chosen - (ends[number - 1] if number else 0)
+            return arrays[number].at((*i[:place], own, *i[place + 1 :]))
+
+        if isinstance(chosen, int):
+            return part(bisect.bisect(ends, chosen))
+        result = part(len(ends) - 1)
+        for number in reversed(range(len(ends) - 1)):
+            result = POINTWISE["where"](to, Entry(chosen < ends[number]), part(number), result)
+        return result
+
+    return to.array(at)
+
+
 def _unbind(to: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
     to.tracer.rigid = True
     results = [replace(to, shapes=[shape]) for shape in to.shapes]
@@ -242,6 +267,7 @@ RULES: dict[str, Rule] = {
     "_unsafe_index": _index,
     "index_select": _index_select,
     "stack": _stack,
+    "cat": _cat,
     "unbind": _unbind,
     "detach": _detached,
     "scalar_tensor": lambda to, value, **_: single(literal(value), to.dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +30,6 @@ _UNSUPPORTED = {
     "cache": "a paged cache of continuous batching",
     "block_indices": "a selection of blocks that is computed for each query",
     "head_mask": "a factor for each head after the softmax",
-    "sinks": "sinks with a value for each query",
     **dict.fromkeys(
         ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
         "boundaries of sequences, which transformers calls cu_seq_lens_q and cu_seq_lens_k",
@@ -50,6 +50,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as `transformers.AttentionInterface` defines its functions.
@@ -68,6 +69,7 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: [heads], a logit for each head that joins the softmax's denominator.
         position_bias: [batch or 1, heads or 1, seq_q or 1, seq_k or more], added to the scores.
+        sinks: [batch or 1, heads or 1, seq_q or 1, 1], a logit for each row, as ``s_aux``.
         options: further arguments of transformers: cu_seq_lens_q and cu_seq_lens_k, int [sequences
             + 1], keep the sequences of one row apart; position_ids are checked against the mask;
             those in `_UNSUPPORTED` are refused.
@@ -142,19 +144,13 @@ def attention(
         sequences is not None,
     )
     op = operators[operator_name(mask, layer)]
+    call = {"scale": scaling, "dropout_p": dropout, "return_lse": sinks is not None, **captures}
     if ranks is not None:
-        out = ranks.attention(op, query, key, value, scale=scaling, dropout_p=dropout, **captures)
+        out = ranks.attention(op, query, key, value, **call)
     else:
-        out = op(
-            query,
-            key,
-            value,
-            scale=scaling,
-            q_offset=q_offset,
-            k_offset=k_offset,
-            dropout_p=dropout,
-            **captures,
-        )
+        out = op(query, key, value, q_offset=q_offset, k_offset=k_offset, **call)
+    if sinks is not None:
+        out = _beside_sinks(out[0], out[1], sinks)
     if out.shape[3] != dims[1]:
         out = out[..., : dims[1]]
     return out.transpose(1, 2).contiguous(), None
@@ -168,6 +164,23 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
             captures[name] = tensor.shape[dim]
             continue
         captures[name] = as_argument(tensor.detach() if tensor.requires_grad else tensor, device)
+
+
+def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output where a logit of each row joins the denominator of the row's softmax.
+
+    A sink of a spec counts rows by their positions, and those of a call begin behind a cache.
+    """
+    sizes = zip(sinks.shape, (*lse.shape, 1), strict=False)
+    if sinks.dim() != 4 or any(given not in (1, size) for given, size in sizes):
+        raise InputError(
+            "sinks do not broadcast to the rows of the call",
+            where="argument sinks of the attention function",
+            numbers=f"shape {tuple(sinks.shape)}; rows are {tuple(lse.shape)}",
+            way_out="[batch or 1, heads or 1, seq_q or 1, 1]",
+        )
+    lse = lse.masked_fill(lse == -math.inf, 0.0)  # of a row without keys, whose output is 0
+    return (out.float() * torch.sigmoid(lse[..., None] - sinks.float())).to(out.dtype)
 
 
 def _start(name: str, offset: int | Tensor, captures: dict[str, Any]) -> str:

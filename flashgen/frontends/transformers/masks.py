@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -195,10 +199,12 @@ def make_mask(
         options: others of transformers, such as the model's config.
 
     Raises:
-        InputError: the model is divided over ranks that its heads cannot be divided over.
+        InputError: the model is divided over ranks that its heads cannot be divided over, or drops
+            a mask that is no tensor.
         SpecError: the mask function uses an operation that kernels cannot express.
     """
     _check_heads(options.get("config"))
+    _check_layers(options.get("config"))
     lengths = batch_size, q_length, kv_length
     ranks, given = current(), attention_mask
     if ranks is not None:
@@ -250,6 +256,35 @@ def _check_heads(config: Any) -> None:
             )
 
 
+def _check_layers(config: Any) -> None:
+    """Refuses a model whose layers do something else with a BlockMask than with a tensor.
+
+    They take a mask of flashgen for one, and would leave out what they do with a tensor.
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    layer = _layer_with_block_masks(name)
+    if layer:
+        raise InputError(
+            "a layer of the model tells a BlockMask from a tensor, and would drop this mask",
+            where="attn_implementation of the model's configuration",
+            numbers=f"{layer} of {name}",
+            way_out='attn_implementation="sdpa" for this model',
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_with_block_masks(module: str) -> str:
+    """The name of the first method of a module's classes that reads BlockMask; "" for none."""
+    found = vars(sys.modules[module]).values() if module in sys.modules else ()
+    classes = (made for made in found if isinstance(made, type) and made.__module__ == module)
+    for method in itertools.chain.from_iterable(vars(each).values() for each in classes):
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if code is not None and BlockMask.__name__ in code.co_names:
+            return str(method.__qualname__)
+    return ""
+
+
+setattr(_layer_with_block_masks, "_dynamo_marked_constant", True)  # noqa: B010
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced
 
 

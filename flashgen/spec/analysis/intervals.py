@@ -15,6 +15,7 @@ from flashgen.spec.analysis.mask_tree import AllOf, AnyOf, AtLeast0, Congruent, 
 from flashgen.spec.analysis.ranges import Range, greatest, least, range_of
 from flashgen.spec.analysis.tile_bounds import End, TileBounds, expanded, linear, pick_known
 from flashgen.spec.analysis.tile_classes import bounds, exactly_at_least, may, must
+from flashgen.spec.language.bit_functions import ShiftLeft, ShiftRight
 from flashgen.spec.language.divisors import is_data, may_be_zero
 from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.symbols import CORNERS, K, Q
@@ -156,6 +157,10 @@ def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
         x, divisor = atom.args
         multiple = divisor * bound
         solved = _solve(expanded(x - multiple if above else multiple + divisor - 1 - x), walk)
+    elif isinstance(atom, ShiftRight) and walk.symbol not in atom.args[1].free_symbols:
+        x, amount = atom.args
+        first = ShiftLeft(bound if above else bound + 1, amount)
+        solved = _solve(expanded(x - first if above else first - 1 - x), walk)
     else:
         return None
     if solved is None or not all(end is None or fits(end) for end in (solved.lo, solved.hi)):
@@ -321,7 +326,9 @@ def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
         return _agreed(moves)
     if isinstance(expr, Minimum | Maximum):
         return _agreed([_direction(arg, walk) for arg in expr.args])
-    if isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative:
+    if isinstance(expr, ShiftLeft | ShiftRight) or (
+        isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative
+    ):
         return None if walk.fixed in expr.args[1].free_symbols else _direction(expr.args[0], walk)
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from sympy.core.relational import Relational
@@ -16,16 +16,18 @@ from flashgen.spec.language.sympy_functions import FloorMod, Maximum, Minimum
 
 @dataclass(frozen=True)
 class AllOf:
-    """A conjunction: every part holds."""
+    """A conjunction: every part holds, as does ``whole``, whose cases the parts are."""
 
     parts: tuple[Node, ...]
+    whole: AtLeast0 | None = None
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """A disjunction: at least one part holds."""
+    """A disjunction: at least one part holds, and so does ``whole``, whose cases the parts are."""
 
     parts: tuple[Node, ...]
+    whole: AtLeast0 | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ Node = AllOf | AnyOf | AtLeast0 | Congruent | Fact
 
 # Each split doubles the tree, so that deeper absolute values, minima and maxima stay.
 _MAX_SPLITS = 6
+
+_SPLIT = (sympy.Abs, Minimum, Maximum, sympy.Piecewise)
 
 
 def lower(
@@ -117,7 +121,22 @@ def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
     return Congruent(x, modulus, -rest * weight, equal)
 
 
-def _at_least_0(
+def _at_least_0(expr: sympy.Expr, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
+    """``expr >= 0``, by cases.
+
+    Those of a sum of several functions, as in ``abs(x) + abs(y) <= r``, are weaker than the sum
+    where one of the functions has a tight range and the other has none: the tree has both.
+    """
+    node = _by_cases(expr, tile, split)
+    if isinstance(node, AllOf | AnyOf):
+        expr = expanded(expr)
+        atoms = linear(expr, tile)[0]
+        if sum(isinstance(atom, _SPLIT) and split(atom) for atom in atoms) > 1:
+            return replace(node, whole=AtLeast0(expr))
+    return node
+
+
+def _by_cases(
     expr: sympy.Expr, tile: TileBounds, split: Callable[[sympy.Expr], bool], depth: int = 0
 ) -> Node:
     expr = expanded(expr)
@@ -129,7 +148,7 @@ def _at_least_0(
         rest = expr - weight * atom
 
         def case(value: sympy.Expr, weight: sympy.Expr = weight, rest: sympy.Expr = rest) -> Node:
-            return _at_least_0(rest + weight * value, tile, split, depth + 1)
+            return _by_cases(rest + weight * value, tile, split, depth + 1)
 
         if isinstance(atom, sympy.Abs):
             x = atom.args[0]

@@ -7,7 +7,7 @@ Integer ends are exact. Those of floats are in `flashgen.spec.analysis.float_ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -19,9 +19,18 @@ from flashgen.spec.analysis.tile_bounds import (
     normal_form,
     pick_known,
 )
-from flashgen.spec.language.bit_functions import BitFunction
+from flashgen.spec.language.bit_functions import (
+    BitAnd,
+    BitFunction,
+    BitOr,
+    BitXor,
+    Filled,
+    Popcount,
+    ShiftLeft,
+    ShiftRight,
+)
 from flashgen.spec.language.divisors import is_data, may_be_zero
-from flashgen.spec.language.integer_limits import limits
+from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.lets import Let, named
 from flashgen.spec.language.symbols import is_int
 from flashgen.spec.language.sympy_functions import (
@@ -99,8 +108,7 @@ def _range(expr: sympy.Expr, tile: TileBounds) -> Range:
     parts = [range_of(arg, tile) for arg in expr.args]
     defined = sympy.And(*(part.defined for part in parts))
     if isinstance(expr, BitFunction):
-        least_value, greatest_value = map(sympy.Integer, limits(expr))
-        return Range(least_value, greatest_value, defined)
+        return replace(_bits(expr, parts), defined=defined)
     if isinstance(expr, Minimum | sympy.Min):
         lo, hi = least(*(p.lo for p in parts)), pick_known(Minimum, (p.hi for p in parts))
         return Range(lo, hi, defined)
@@ -313,3 +321,40 @@ def _remainder(expr: sympy.Expr, tile: TileBounds) -> Range:
         Select(together, FloorMod(x.hi, divisor), highest),
         defined,
     )
+
+
+def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
+    """The range of an operation on bits, of the ranges of its arguments."""
+    everything = Range(*map(sympy.Integer, limits(expr)))
+    ends = [(part.lo, part.hi) for part in parts]
+    if any(end is None for pair in ends for end in pair):
+        return everything
+    if isinstance(expr, ShiftLeft | ShiftRight):
+        x, amounts = ends[0], {Minimum(Maximum(end, 0), 31) for end in ends[1]}
+        lo, hi = ([expr.func(end, amount) for amount in amounts] for end in x)
+        return Range(Minimum(*lo), Maximum(*hi))
+    if not all(fits(end, 31) for pair in ends for end in pair):
+        return everything
+    known = [_known_bits(lo, hi) for lo, hi in ends]
+    if isinstance(expr, Popcount):
+        return Range(*map(Popcount, known[0]))
+    if isinstance(expr, BitAnd | BitOr):
+        lo, hi = (expr.func(*bits) for bits in zip(*known, strict=True))
+    elif isinstance(expr, BitXor):
+        different = BitOr(*(BitXor(*bits) for bits in known))
+        one = BitXor(*(bits[0] for bits in known))
+        lo, hi = BitAnd(one, -1 - different), BitOr(one, different)
+    else:
+        return everything
+    if limits(hi)[0] >= 0 or limits(lo)[1] < 0:
+        return Range(lo, hi)
+    any_sign = sympy.And(hi < 0, lo >= 0)
+    return Range(Select(any_sign, everything.lo, lo), Select(any_sign, everything.hi, hi))
+
+
+def _known_bits(lo: sympy.Expr, hi: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """The bits that all numbers from lo to hi have, and those that any of them has."""
+    if lo == hi:
+        return lo, hi
+    different = Filled(BitXor(lo, hi))
+    return BitAnd(lo, -1 - different), BitOr(lo, different)

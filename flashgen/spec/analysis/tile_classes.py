@@ -105,7 +105,8 @@ def exactly_at_least(a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
 
 def _may(node: Node, tile: TileBounds) -> sympy.Basic:
     if isinstance(node, AnyOf):
-        return sympy.Or(*(_may(part, tile) for part in node.parts))
+        some = sympy.Or(*(_may(part, tile) for part in node.parts))
+        return some if node.whole is None else sympy.And(some, _may(node.whole, tile))
     if isinstance(node, AllOf):
         return _may_all(node, tile)
     if isinstance(node, AtLeast0):
@@ -232,7 +233,7 @@ def _flat(node: AllOf) -> list[Node]:
     flat: list[Node] = []
     for part in node.parts:
         flat.extend(_flat(part) if isinstance(part, AllOf) else [part])
-    return flat
+    return flat if node.whole is None else [*flat, node.whole]
 
 
 def _tighten(

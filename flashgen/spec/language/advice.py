@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+from functools import reduce
 from types import FrameType
 
 from flashgen.spec.language import float_functions
@@ -46,10 +47,11 @@ def for_type(value: object) -> str:
 
 def for_truth_value() -> str:
     """How to rewrite the construct of the user's line that needs a truth value."""
-    for node in _nodes_of_line(*_here()):
-        rewritten = _rewrite(node)
-        if rewritten:
-            return rewritten
+    for rewrite in (_rewrite, _searched):
+        for node in _nodes_of_line(*_here()):
+            rewritten = rewrite(node)
+            if rewritten:
+                return rewritten
     return (
         "fg.where(condition, a, b) for if; & | ~ for and, or, not; "
         "(a <= b) & (b < c) for a <= b < c; fg.minimum and fg.maximum for min and max"
@@ -62,11 +64,11 @@ def for_call(file: str | None = None, line: int = 0) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = _ALIASES.get(node.func.attr, node.func.attr)
             if name in FUNCTIONS:
-                written = ast.unparse(node)
+                written, parameters = ast.unparse(node), _PARAMETERS.get(name, ("x",))
                 better = f"fg.{name}({', '.join(map(ast.unparse, node.args))})"
-                if better != written:
-                    return f"{better} instead of {written}"
-                return f"fg.{name}({', '.join(_PARAMETERS.get(name, 'x'))})"
+                if node.keywords or len(node.args) != len(parameters) or better == written:
+                    return f"fg.{name}({', '.join(parameters)})"
+                return f"{better} instead of {written}"
     return LANGUAGE
 
 
@@ -98,7 +100,11 @@ def _is_captured(node: ast.expr, frame: FrameType | None) -> bool:
 
 
 _DIMS = {"b": "batch", "h": "heads", "q": "seq_q", "k": "seq_k"}
-_PARAMETERS = {"where": ("condition", "a", "b"), "minimum": ("a", "b"), "maximum": ("a", "b")}
+_PARAMETERS = {
+    "where": ("condition", "a", "b"),
+    **{"minimum": ("a", "b"), "maximum": ("a", "b")},
+    **{"clamp": ("x", "low", "high"), "atan2": ("y", "x")},
+}
 
 
 def _here() -> tuple[str, int]:
@@ -134,14 +140,44 @@ def _rewrite(node: ast.AST) -> str | None:
         return f"fg.where({', '.join(map(ast.unparse, parts))}) instead of {ast.unparse(node)}"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         name = {"min": "fg.minimum", "max": "fg.maximum"}.get(node.func.id)
-        if name:
-            arguments = ", ".join(map(ast.unparse, node.args))
-            return f"{name}({arguments}) instead of {ast.unparse(node)}"
+        numbers = node.args
+        if len(numbers) == 1 and isinstance(numbers[0], ast.List | ast.Tuple):
+            numbers = numbers[0].elts
+        if name and len(numbers) > 1:
+            nested = reduce(lambda a, b: f"{name}({a}, {b})", map(ast.unparse, numbers))
+            return f"{nested} instead of {ast.unparse(node)}"
         if node.func.id == "bool":
             return f"{ast.unparse(node.args[0])} as it is" if node.args else None
     if isinstance(node, ast.If | ast.While | ast.Assert):
         return f"fg.where({ast.unparse(node.test)}, a, b): both values are computed, one is kept"
     return None
+
+
+def _searched(node: ast.AST) -> str | None:
+    """``x in (a, b)``, and any() and all() of conditions, as conditions."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
+        sign, values = {"any": "or_", "all": "and_"}.get(node.func.id), node.args[0]
+        if sign is None:
+            return None
+        text = given = ast.unparse(values)
+        if isinstance(values, ast.GeneratorExp):
+            text, given = f"[{text[1:-1]}]", text[1:-1]
+        return f"functools.reduce(operator.{sign}, {text}) instead of {node.func.id}({given})"
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.In | ast.NotIn):
+        return None
+    x, among = _bracketed(node.left), node.comparators[0]
+    if isinstance(among, ast.Tuple | ast.List | ast.Set) and among.elts:
+        found = " | ".join(f"({x} == {ast.unparse(each)})" for each in among.elts)
+    elif isinstance(among, ast.Call) and ast.unparse(among.func) == "range" and among.args:
+        first, end = [*["0"][: len(among.args) == 1], *map(ast.unparse, among.args)][:2]
+        found = f"({x} >= {first}) & ({x} < {end})"
+        if len(among.args) == 3:
+            found += f" & (({x} - {first}) % {ast.unparse(among.args[2])} == 0)"
+    else:
+        found = f"functools.reduce(operator.or_, [{x} == each for each in {ast.unparse(among)}])"
+    if isinstance(node.ops[0], ast.NotIn):
+        found = f"~({found})"
+    return f"{found} instead of {ast.unparse(node)}"
 
 
 def _joined(node: ast.Compare) -> str | None:

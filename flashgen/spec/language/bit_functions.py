@@ -37,7 +37,7 @@ class BitFunction(sympy.Function):  # type: ignore[misc]
     def limits(self, *parts: Limits) -> Limits:
         """The least and the greatest value, from those of the arguments."""
         least = min(lo for lo, _ in parts)
-        most = max(max(abs(lo), abs(hi)) for lo, hi in parts)
+        most = max(max(~lo, hi) for lo, hi in parts)
         above = (1 << most.bit_length()) - 1
         return (0 if least >= 0 else -above - 1), above
 
@@ -161,6 +161,24 @@ class Popcount(BitFunction):
 
     def limits(self, *parts: Limits) -> Limits:
         return 0, 32
+
+
+class Filled(BitFunction):
+    """Ones from the highest one of a 32-bit integer down: the bits in which numbers from a to b
+    can differ are those of ``Filled(a ^ b)``. Masks do not have it, but bounds of their bits."""
+
+    nargs = (1,)
+
+    @classmethod
+    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
+        return sympy.Integer(cls.of(int(x))) if x.is_Integer else None
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        """-1 of a negative number."""
+        for step in (1, 2, 4, 8, 16):
+            x = x | x >> step
+        return x
 
 
 class RandomBits(BitFunction):

@@ -155,6 +155,26 @@ def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
     return (*(let.value for let in lets_of(*exprs)), *exprs)
 
 
+def size_of(expr: sympy.Basic) -> int:
+    """The nodes of an expression with the values of Lets in their place."""
+    sizes: dict[sympy.Basic, int] = {}
+
+    def nodes(part: sympy.Basic) -> int:
+        return sum(sizes.get(node, 1) for node in sympy.preorder_traversal(part))
+
+    for let in lets_of(expr):
+        sizes[let] = nodes(let.value)
+    return nodes(expr)
+
+
+def inlined(expr: sympy.Basic) -> sympy.Basic:
+    """The expression with the values of Lets in their place."""
+    values: dict[sympy.Basic, sympy.Basic] = {}
+    for let in lets_of(expr):
+        values[let] = replaced(let.value, values)
+    return replaced(expr, values)
+
+
 def substituted(expr: sympy.Basic, values: Mapping[Any, sympy.Basic]) -> sympy.Basic:
     """The expression with other expressions for symbols, in the values of Lets too.
 

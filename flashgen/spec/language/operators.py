@@ -111,7 +111,8 @@ def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
                 f"{operator} of integers that can leave 64 bits",
                 numbers=f"{python_text(side)} can reach 2^{largest.bit_length() - 1}, for "
                 "positions up to 2^28 and int32 scalars up to 2^30",
-                way_out="smaller factors, or a float32 Scalar in the product to make it a float",
+                way_out="smaller factors, as elements of int16 Tensors are, or 1.0 as a first "
+                "factor, which makes a float of the product",
             )
 
 
@@ -124,7 +125,7 @@ def _check_growth(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
             f"{operator} of integers that become too large",
             numbers=f"the result can reach 2^{size}; integers have 64 bits in kernels, and floats "
             "end at 2^128",
-            way_out="% to keep integers small, or a float32 Scalar in the product for a float",
+            way_out="% to keep integers small, or 1.0 as a first factor for a float",
         )
 
 

@@ -108,9 +108,10 @@ def _check(dtype: str, minimum: float | None) -> None:
     if minimum is None:
         return
     number = isinstance(minimum, int | float) and not isinstance(minimum, bool)
-    if dtype == "bool" or not number or not -SCALAR_LIMIT <= minimum <= SCALAR_LIMIT:
+    allowed = dtype != "bool" and number and -SCALAR_LIMIT <= minimum <= SCALAR_LIMIT
+    if not allowed or (dtype == "int32" and minimum % 1 != 0):
         refuse(
-            "the minimum of a Scalar is a number within the limit, and a bool has none",
+            "the minimum of a Scalar is a number within the limit, a whole one of an int32",
             numbers=f"minimum {minimum!r}, dtype {dtype!r}, limit +-{SCALAR_LIMIT:,}",
             way_out="minimum=1 for a width that cannot be empty, or no minimum",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 import sys
 import traceback
 from importlib.machinery import SourceFileLoader
@@ -95,7 +96,7 @@ def run_file(file: str) -> dict[str, Any]:
             f"running the spec file raised {type(error).__name__}: {error}",
             where=f"{shown_path(file)}:{line}",
             numbers=f"file {source.name}; it must define an AttentionSpec",
-            way_out="a file that runs on its own: python " + source.name,
+            way_out=f"a file that runs on its own: python {shlex.quote(file)}",
         ) from error
     finally:
         sys.dont_write_bytecode = keep

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 
+from flashgen.shared.dtypes import is_bool
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language import advice
 from flashgen.spec.language.comparisons import FloatEqual
@@ -226,7 +228,7 @@ def _run(
             f"{role} is not a function",
             where=role,
             numbers=f"given a {type(mod).__name__}",
-            way_out=f"def {role}({', '.join(names)}): ...",
+            way_out=_definition(role, names),
         )
     lines = lines_of(mod, "")
     _check_arity(mod, role, names, lines)
@@ -236,7 +238,7 @@ def _run(
         raise
     except Exception as error:
         raise _wrapped(error, role, lines) from error
-    if returned is None or not isinstance(returned, Traced | int | float):
+    if not (isinstance(returned, Traced | numbers.Real) or is_bool(returned)):
         raise SpecError(
             f"{role} does not return a number or a condition",
             where=str(lines),
@@ -251,6 +253,10 @@ def _run(
     return TracedMod(expr, captures, lines)
 
 
+def _definition(role: str, names: tuple[str, ...]) -> str:
+    return f"def {role.split()[-1]}({', '.join(names)}): ..."
+
+
 def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines) -> None:
     try:
         signature = inspect.signature(mod)
@@ -263,7 +269,7 @@ def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines
             f"{role} does not take {len(names)} arguments by position",
             where=str(lines),
             numbers=f"it takes {signature}; it is called with ({', '.join(names)})",
-            way_out=f"def {role}({', '.join(names)}): ...",
+            way_out=_definition(role, names),
         ) from None
 
 

@@ -161,7 +161,14 @@ class PlanArguments(DecodingArguments):
         "B,H,N or B,Hq,Hkv,Nq,Nk: predict the time of its launches. With --decode "
         f"{DECODING_SHAPE} by default.",
     ] = None
-    scalars: Scalars = ()
+    scalars: Annotated[
+        tuple[str, ...],
+        Option(
+            "--scalar",
+            metavar="NAME=VALUE",
+            help="With --shape or --decode: a run-time scalar; repeatable.",
+        ),
+    ] = ()
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
     tangent: TangentInstead = False
@@ -330,6 +337,18 @@ COMMANDS = (
     DoctorArguments,
 )
 """The commands in the order of the help."""
+
+EXAMPLES = {
+    "--backward": "--backward",
+    "--decode": "--decode",
+    "--decode and --page": "--decode --page 16",
+    "--shape": "--shape 1,32,8192",
+    "--world": "--shape 1,32,8192 --world 4",
+}
+"""The options that others need, with values: what the help of these has before its colon."""
+
+ARGUMENTS = {"dropout": "dropout_p", "output": "path"}
+"""The arguments of functions that have other names than the options that give them."""
 
 GROUPS = {"cache": "List or remove compiled kernels."}
 """The help of the first words of commands of two words."""

@@ -42,17 +42,7 @@ def sizes_of(arguments: DecodingArguments, shape: str, *specs: AttentionSpec) ->
             numbers=f"spec {paged.name} has paged=True, and no --page is given",
             way_out="--decode --page 16; or the spec without paged=True",
         )
-    if getattr(arguments, "kv_dtype", None) is not None and not arguments.page:
-        raise InputError(
-            "codes of 8 bits are those of a cache with pages",
-            where="option --kv-dtype",
-            numbers=f"--kv-dtype {arguments.kv_dtype} without --page",  # type: ignore[attr-defined]
-            way_out="--decode --page 16 beside it",
-        )
     if not arguments.decode:
-        for option in ("page", "split_size"):
-            if getattr(arguments, option) is not None:
-                _refuse_alone(option, getattr(arguments, option))
         return sizes
     _check_options(arguments)
     if shape.count(",") == 2:
@@ -69,30 +59,21 @@ def sizes_of(arguments: DecodingArguments, shape: str, *specs: AttentionSpec) ->
     return sizes
 
 
-def _refuse_alone(option: str, value: int) -> None:
-    name = f"--{option.replace('_', '-')}"
-    raise InputError(
-        f"the option {name} is one of decoding calls",
-        where=f"option {name}",
-        numbers=f"{name} {value} without --decode",
-        way_out=f"--decode {name} {value}",
-    )
-
-
 def _check_options(arguments: DecodingArguments) -> None:
     """Raises InputError for an option of calls that are not decoding calls."""
     given: dict[str, Any] = {}
     if isinstance(arguments, RunArguments):
         given |= {"--q-offset": arguments.q_offset, "--k-offset": arguments.k_offset}
     if isinstance(arguments, CallArguments | PlanArguments):
-        given |= {"--backward": arguments.backward, "--deterministic": arguments.deterministic}
+        given |= {"--backward": arguments.backward, "--tangent": arguments.tangent}
     if isinstance(arguments, PlanArguments):
         given |= {"--world": arguments.world, "--policy": arguments.policy != "derived"}
+        given |= {"--certify": arguments.certify}
     wrong = [option for option, value in given.items() if value]
     if wrong:
         raise InputError(
-            "a decoding call has its queries at the last positions, a derived plan and no backward "
-            "pass",
+            "a decoding call has its queries at the last positions, a derived plan and a forward "
+            "pass alone",
             where=f"option {wrong[0]}",
             numbers=f"--decode with {' and '.join(wrong)}",
             way_out=f"leave {wrong[0]} or --decode out",

@@ -51,6 +51,8 @@ def export(arguments: ExportArguments) -> None:
         )
         kernels = plural(len(manifest.kernels), "kernel")
         say(f"{folder.as_posix()}: {kernels} for {', '.join(archs)}; {for_c}")
+        if arguments.backward and record.no_backward:
+            say(f"no backward kernels: {record.no_backward[0]}")
         for line in dict.fromkeys(map(_shown, record.paths)):
             say(line)
 

@@ -15,7 +15,7 @@ from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, load
-from flashgen.tools.cli.arguments import SpecChanges
+from flashgen.tools.cli.arguments import PlanArguments, SpecChanges, TuneArguments
 
 Number = int | float | bool
 
@@ -29,7 +29,7 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
         SpecError: there is no such spec, or a change does not suit it.
     """
     spec = load(path)
-    given = _given(changes)
+    given, codes = _given(changes), getattr(changes, "kv_dtype", None)
     if spec.dtype is None and "dtype" not in given:
         raise SpecError(
             "a command needs one dtype of q, k and v",
@@ -39,8 +39,11 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
         )
     try:
         changed = spec.replace(**given) if given else spec
+        if codes is not None:  # the plan makes the spec of such calls itself
+            changed.replace(paged=True, kv_dtype=codes)
     except SpecError as error:
-        where = f"{path} with {', '.join(map(' '.join, options_of(changes)))}"
+        options = [*options_of(changes), *([("--kv-dtype", codes)] if codes else [])]
+        where = f"{path} with {', '.join(map(' '.join, options))}"
         raise SpecError(
             error.what, where=where, numbers=error.numbers, way_out=error.way_out
         ) from None
@@ -61,6 +64,21 @@ def _given(changes: SpecChanges) -> dict[str, Any]:
     """The changes that the command line gives, by the names of the spec's attributes."""
     values = {each.name: getattr(changes, each.name) for each in fields(SpecChanges)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def check_one_pass(arguments: PlanArguments | TuneArguments) -> None:
+    """Checks that the options name at most one pass beside the forward one.
+
+    Raises:
+        InputError: they name two.
+    """
+    if arguments.backward and arguments.tangent:
+        raise InputError(
+            "the command shows one pass at a time",
+            where="options --backward and --tangent",
+            numbers="both are given, each instead of the forward kernel",
+            way_out="leave one of them out",
+        )
 
 
 def options_of(changes: SpecChanges) -> list[tuple[str, str]]:

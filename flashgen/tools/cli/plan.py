@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
@@ -24,7 +25,14 @@ from flashgen.tools.cli.call import random_call
 from flashgen.tools.cli.captured_tensors import captures_of
 from flashgen.tools.cli.console import busy, write
 from flashgen.tools.cli.decoding import capacity_of, decoding_plan, sizes_of
-from flashgen.tools.cli.inputs import Shape, arch_of, changed_spec
+from flashgen.tools.cli.inputs import (
+    Shape,
+    arch_of,
+    changed_spec,
+    check_file,
+    check_one_pass,
+)
+from flashgen.tools.profile.roofline import check_plot
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -38,6 +46,7 @@ def plan(arguments: PlanArguments) -> None:
     spec = changed_spec(arguments.path, arguments)
     sizes = sizes_of(arguments, arguments.shape or DECODING_SHAPE, spec)
     arch, sram = arch_of(arguments.arch), arguments.sram
+    check_one_pass(arguments)
     if arguments.world is not None:
         _distributed(arguments, spec, arch, arguments.world, sizes)
         return
@@ -106,13 +115,26 @@ def _distributed(
     arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int, sizes: Shape
 ) -> None:
     """What each rank of a distributed call holds, sends and computes."""
-    if arguments.shape is None:
+    names = ("backward", "tangent", "certify", "sram")
+    others = [f"--{name}" for name in names if getattr(arguments, name)]
+    others += ["--policy"] if arguments.policy != "derived" else []
+    if others:
         raise InputError(
-            "a distributed call has a shape",
-            where="option --world",
-            numbers=f"--world {world} without --shape",
-            way_out="--shape B,H,N as in 1,32,131072",
+            "the forecast of a distributed call is that of forward passes by derived plans",
+            where=f"option {others[0]}",
+            numbers=f"--world {world} with {' and '.join(others)}",
+            way_out=f"leave {others[0]} or --world out",
         )
+    if arguments.link is not None and not 0 < arguments.link < math.inf:
+        raise InputError(
+            "the link is no speed at which a GPU can send",
+            where="option --link",
+            numbers=f"given {arguments.link} GB/s",
+            way_out="--link 450, or another number above 0",
+        )
+    if arguments.map is not None:
+        check_plot(arguments.map, "--map")
+        check_file(arguments.map, "--map")
     scalars, tensors = captures_of(spec, arguments, sizes)
     captures = {**scalars, **tensors}
     from flashgen.frontends import distributed

@@ -16,7 +16,7 @@ from typer import Option
 from typer.core import TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
-from flashgen.shared.errors import InputError
+from flashgen.shared.errors import FlashgenError, InputError
 from flashgen.tools.cli import arguments as declared
 from flashgen.tools.cli.console import say
 from flashgen.tools.cli.ending import EXIT_CODES, finish
@@ -39,9 +39,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A compiler for attention kernels: a few lines of Python become a verified CUDA kernel.",
-    epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_CACHE_DIR, FLASHGEN_DEBUG, "
-    "FLASHGEN_EMULATOR_ORDER, FLASHGEN_EMULATOR_SUMS, FLASHGEN_NATIVE, FLASHGEN_OVERRIDE, "
-    "FLASHGEN_TRUST. "
+    epilog="Environment: FLASHGEN_ARCH, FLASHGEN_BACKEND, FLASHGEN_BATCH_INVARIANT, "
+    "FLASHGEN_CACHE_DIR, FLASHGEN_CHECK_READS, FLASHGEN_DEBUG, FLASHGEN_EMULATOR_ORDER, "
+    "FLASHGEN_EMULATOR_SUMS, FLASHGEN_NATIVE, FLASHGEN_OVERRIDE, FLASHGEN_TRUST. "
     f"Exit status: {EXIT_CODES}",
 )
 groups: dict[str, typer.Typer] = {}
@@ -62,9 +62,11 @@ def command(made_of: type[Any]) -> None:
     def run(**options: Any) -> None:
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
         try:
+            _check_companions(given, made_of)
             getattr(import_module(module), function)(made_of(**given))
-        except InputError as error:
-            raise _of_options(error, made_of) from None
+        except FlashgenError as error:
+            _name_options(error, given, made_of)
+            raise
 
     run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
     if words[0] in declared.GROUPS:
@@ -76,16 +78,73 @@ def command(made_of: type[Any]) -> None:
         app.command("-".join(words), help=made_of.__doc__)(run)
 
 
-def _of_options(error: InputError, made_of: type[Any]) -> InputError:
-    """An error about an argument of a function, where the argument is an option of the command."""
-    name = error.where.removeprefix("argument ")
-    option = {field.name: option for field, _, option in _options(made_of)}.get(name)
-    if error.where == name or not isinstance(option, OptionInfo):
-        return error
-    flag, way_out = _flag(name), error.way_out
-    if re.search(r"\bfg\.|\w=", way_out):  # it is written in Python
-        way_out = f"{flag}: {option.help}"
-    return type(error)(error.what, where=f"option {flag}", numbers=error.numbers, way_out=way_out)
+def _check_companions(given: dict[str, Any], made_of: type[Any]) -> None:
+    """Checks that options whose help begins with "With --a and --b:" are given with these.
+
+    Raises:
+        InputError: one would have no effect.
+    """
+    there = _given(given, made_of)
+    for field, _, option in _options(made_of):
+        flag = _flag(field.name, option)
+        named = re.match(r"With (--\S+(?:(?: and | or )--\S+)*):", option.help or "")
+        if field.name not in there or named is None:
+            continue
+        needed = named[1].split(" or ")
+        if not any(set(each.split(" and ")) <= set(there.values()) for each in needed):
+            value = given[field.name]
+            words = value if isinstance(value, tuple) else () if value is True else (value,)
+            raise InputError(
+                f"the option {flag} has no effect without {named[1]}",
+                where=f"option {flag}",
+                numbers=" ".join([flag, *map(str, words)]),
+                way_out=f"{declared.EXAMPLES[needed[0]]} beside it, or leave {flag} out",
+            )
+
+
+def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any]) -> None:
+    """Words an error about an argument of a function as one about the option that gives it.
+
+    What a line of a spec file gives keeps its name in Python, and so do arguments without an
+    option on this command line, and those whose options are left out and have a default.
+    """
+    if re.search(r"\.py:\d+$", error.where):
+        return
+    there = _given(given, made_of)
+    open_ones = {
+        field.name: _flag(field.name, option)
+        for field, _, option in _options(made_of)
+        if isinstance(option, OptionInfo) and field.default is None
+    }
+    flags = {declared.ARGUMENTS.get(x, x): flag for x, flag in (open_ones | there).items()}
+    names = (text.partition("=")[0].strip() for text in given.get("scalars", ()))
+    flags |= {name: f"--scalar {name}" for name in names}
+    found = re.match(r"argument (\w+)(?: of flashgen\S+)?$|(?:plan\()?(\w+)=", error.where)
+    flag = flags.get(found[1] or found[2]) if found else None
+    if found and flag and (found[1] or flag in there.values()):
+        error.where = f"option {flag}"
+
+    def option_of(match: re.Match[str]) -> str:
+        name, _, text, rows, keys = match.groups()
+        flag = flags.get(name)
+        if flag is None:
+            return match[0]
+        return f"{flag}{'=' if ' ' in flag else ' '}{text or f'{rows}x{keys}'}"
+
+    value = r"(\"?)([\w.+-]+)\2|\((\d+), (\d+)\)"
+    error.way_out = re.sub(rf"(?<!-)\b(\w+)=(?:{value})", option_of, error.way_out)
+    if flag and error.where == f"option {flag}" and "fg." in error.way_out:
+        helps = {_flag(x.name, option): option.help for x, _, option in _options(made_of)}
+        error.way_out = f"{flag}: {helps[flag]}" if flag in helps else error.way_out
+
+
+def _given(given: dict[str, Any], made_of: type[Any]) -> dict[str, str]:
+    """The options that have another value than their default, by name, as they are typed."""
+    return {
+        field.name: _flag(field.name, option)
+        for field, _, option in _options(made_of)
+        if isinstance(option, OptionInfo) and given[field.name] not in (field.default, ())
+    }
 
 
 def signature_of(made_of: type[Any]) -> Signature:
@@ -94,7 +153,8 @@ def signature_of(made_of: type[Any]) -> Signature:
     for field, value, option in _options(made_of):
         default: Any = Parameter.empty if field.default is MISSING else field.default
         if get_origin(value) is tuple:  # typer's type of an option that may be repeated is a list
-            value, default = list[get_args(value)[0]], []  # type: ignore[misc]
+            value = list[get_args(value)[0]]  # type: ignore[misc]
+            default = [] if default == () else default
         hint: Any = Annotated[value, option]
         parameters.append(
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -110,13 +170,16 @@ def _options(made_of: type[Any]) -> Iterator[tuple[Field[Any], Any, OptionInfo |
         limits = declared.pop() if isinstance(declared[-1], dict) else {}
         if isinstance(declared[0], str):
             *metavar, text = declared
-            flags = [_flag(field.name)] if field.default is False else []
+            flags = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
             declared = [Option(*flags, metavar=(metavar or [None])[0], help=text, **limits)]
         yield field, value, declared[0]
 
 
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+def _flag(field: str, option: OptionInfo | ArgumentInfo) -> str:
+    """The long name of an option; typer takes the first one that is given for a default."""
+    given = (option.default, *(option.param_decls or ()))
+    named = [each for each in given if isinstance(each, str) and each.startswith("--")]
+    return named[0] if named else f"--{field.replace('_', '-')}"
 
 
 def _version(wanted: bool) -> None:

@@ -16,7 +16,7 @@ from flashgen.shared.errors import InputError, SpecError
 from flashgen.tools.cli.arguments import TuneArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
 from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
-from flashgen.tools.cli.inputs import Shape, changed_spec, parse_shape
+from flashgen.tools.cli.inputs import Shape, changed_spec, check_one_pass, parse_shape
 
 if TYPE_CHECKING:
     from flashgen.kernels.planner import Plan
@@ -98,6 +98,7 @@ def tune(arguments: TuneArguments) -> None:
 
 def _pass(arguments: TuneArguments) -> str:
     """The pass as `flashgen.tools.tune` names it."""
+    check_one_pass(arguments)
     if arguments.tangent:
         return "tangent"
     if not arguments.backward:

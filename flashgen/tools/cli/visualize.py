@@ -25,7 +25,11 @@ def visualize(arguments: VisualizeArguments) -> None:
     sizes = parse_shape(arguments.shape)
     tile = None if arguments.tile is None else parse_tile(arguments.tile)
     offsets = {"q_offset": arguments.q_offset, "k_offset": arguments.k_offset}
-    scalars, tensors = captures_of(spec, arguments, sizes, **offsets)
+    of_values = spec
+    if spec.paged:  # one sequence, whose queries are the last positions
+        of_values = spec.replace(paged=False, kv_dtype=None)
+        offsets["q_offset"] = offsets["q_offset"] or sizes.seq_k - sizes.seq_q
+    scalars, tensors = captures_of(of_values, arguments, sizes, **offsets)
     from flashgen.tools.views.visualize import visualize as map_of
 
     found = map_of(

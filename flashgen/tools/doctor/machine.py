@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from flashgen.shared.errors import CompileError, FlashgenError, LaunchError, Pla
 from flashgen.version import __version__
 
 _SOURCE = 'extern "C" __global__ void nothing(int *x) { *x = 1; }'
+_VARIABLES = (
+    *(config.arch, config.backend, config.batch_invariant, config.check_reads, config.trust),
+    *(config.emulator_order, config.emulator_sums, config.override),
+)
+"""What reads the variables that calls follow: a wrong value is an error of each call."""
 _TORCH = "https://pytorch.org/get-started/locally"
 
 
@@ -111,6 +117,8 @@ def inspect(driver: Any = None) -> MachineFacts:
             broken.append(Finding(f"{error.what} ({error.numbers})", error.way_out))
             return otherwise
 
+    for read in _VARIABLES:
+        attempt(read, None)
     gpus, no_gpu = _gpus(driver)
     return MachineFacts(
         flashgen=__version__,
@@ -180,7 +188,10 @@ def _cache() -> Cache:
     root = config.cache_dir()
     if root is None:
         return Cache(None)
+    above = next(path for path in (root, *root.parents) if os.path.lexists(path))
     reason = hindrance(root)
+    if not reason and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        reason = f"{above} is no folder that this user can write"
     if reason:
         raise FlashgenError(
             f"the kernel cache {root} is not used",

@@ -97,7 +97,7 @@ def counted_cost(profile: Profile) -> float:
     return float(at["cost"])
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, option: str = "--plot") -> None:
     """Checks that matplotlib is installed and that the file is a PNG.
 
     Raises:
@@ -105,17 +105,17 @@ def check_plot(path: Path) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "the roofline is drawn by matplotlib, which is not installed",
-            where="option --plot",
+            "the picture is drawn by matplotlib, which is not installed",
+            where=f"option {option}",
             numbers="no module named matplotlib",
-            way_out="pip install matplotlib, or leave --plot out: the table has all numbers",
+            way_out=f"pip install matplotlib, or leave {option} out: the table has all numbers",
         )
     if path.suffix.lower() != ".png":
         raise InputError(
-            "the roofline is a PNG file",
-            where="option --plot",
+            "the picture is a PNG file",
+            where=f"option {option}",
             numbers=f"given {path.name!r}",
-            way_out=f"--plot {path.with_suffix('.png').name if path.name else 'roofline.png'}",
+            way_out=f"{option} {path.with_suffix('.png').name if path.name else 'picture.png'}",
         )
 
 

@@ -90,7 +90,7 @@ def _checked(
         q_offset = sizes[4] - sizes[3] if spec.paged else 0
     _refuse_pages(spec, captures)
     unread = {each.name for each in (*spec.scalars, *spec.tensors)}
-    spec = spec.replace(score_mod=None, sink=None, dropout=False, paged=False)
+    spec = spec.replace(score_mod=None, sink=None, dropout=False, paged=False, kv_dtype=None)
     wanted = {each.name for each in (*spec.scalars, *spec.tensors)}
     captures = {name: x for name, x in captures.items() if name not in unread - wanted}
     named = {scalar.name for scalar in spec.scalars}

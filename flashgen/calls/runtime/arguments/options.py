@@ -19,6 +19,7 @@ from flashgen.shared.dtypes import (
     FLOAT_DTYPES,
     SCALAR_DTYPES,
     SCALAR_LIMIT,
+    TENSOR_DTYPES,
     Number,
     dtype_name,
 )
@@ -206,6 +207,7 @@ def scale_of(signature: CallSignature, scale: object) -> float:
     value = scale if scale is not None else signature.scale
     if value is None:
         return 1 / math.sqrt(signature.head_dim)
+    value = value.item() if isinstance(value, np.generic) else value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= FLOAT32_MAX:  # type: ignore[operator]
         refuse(
@@ -231,10 +233,9 @@ def scalar_value(scalar: Scalar | ScalarArgument, value: object) -> Number:
             nearest = SCALAR_LIMIT if value > 0 else -SCALAR_LIMIT
             way_out = f"{scalar.name}={nearest}, the nearest number that kernels hold"
         if isinstance(value, Tensor):
-            way_out = (
-                f"{scalar.name}.item(), a Python number; or fg.Tensor({scalar.name!r}, ()) in the "
-                "spec, a number in a tensor"
-            )
+            way_out = _captured(scalar, value)
+        elif isinstance(value, float) and scalar.dtype == "int32" and abs(value) < SCALAR_LIMIT:
+            way_out = f"{scalar.name}={round(value)}"
         refuse(
             f"the scalar {scalar.name!r} cannot take this value",
             f"argument {scalar.name}",
@@ -249,6 +250,27 @@ def scalar_value(scalar: Scalar | ScalarArgument, value: object) -> Number:
             f"{scalar.name}={scalar.minimum} or more, or fg.Scalar without this minimum",
         )
     return number
+
+
+def _captured(scalar: Scalar | ScalarArgument, value: Tensor) -> str:
+    """What to do with a tensor that is given for a scalar."""
+    name = scalar.name
+    given = dtype_name(value.dtype)
+    dtype = given if given in TENSOR_DTYPES else scalar.dtype
+    if value.numel() != 1:
+        dims = tuple(f"n{axis}" for axis in range(value.dim()))
+        return f"fg.Tensor({name!r}, {dims!r}, {dtype!r}) in the spec, whose elements its mods read"
+    is_whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    number = f"{name}.item()"
+    if scalar.dtype != "float32" and not (is_whole and scalar.dtype == "int32"):
+        number = f"{scalar.dtype.removesuffix('32')}({number})"
+    elif value.dtype == torch.bool:
+        number = f"float({number})"
+    shape = "" if value.dim() == 0 else f" and {name}.squeeze() in the call"
+    return (
+        f"{number}, a Python number; or fg.Tensor({name!r}, (), {dtype!r}) in the spec{shape}, a "
+        "number in a tensor"
+    )
 
 
 def _example(scalar: Scalar | ScalarArgument) -> str:
@@ -435,7 +457,7 @@ def of_invariant_call(
             f"given {batch_invariant!r:.200}",
             "None, to follow flashgen.batch_invariant_mode",
         )
-    if split_size not in (None, INVARIANT) or deterministic not in (None, True):
+    if split_size is not None or deterministic not in (None, True):
         refuse(
             "all batch-invariant calls have the same splits, and deterministic gradients",
             "batch_invariant=True",

@@ -361,10 +361,7 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
             f"{name} has a dtype that append_kv does not take",
             where,
             f"{tensor.dtype}; k is {k.dtype}",
-            f"{name}.to({dtypes[0]})"
-            if len(dtypes) == 1
-            else f"one of {', '.join(OPERAND_DTYPES)}; for a cache of 8 bits, also k_scale and "
-            "v_scale",
+            _of_dtype(name, tensor, dtypes),
         )
     if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(
@@ -373,6 +370,17 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
             f"{name} is on {tensor.device}, k on {k.device}",
             "all tensors on the device of the caches",
         )
+
+
+def _of_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> str:
+    """The way out of a wrong dtype. A converted cache would be written in place of the cache."""
+    if name in ("k_cache", "v_cache"):
+        taken = dtype_name(tensor.dtype) in OPERAND_DTYPES and dtypes[0].is_floating_point
+        rows = f"k.to({tensor.dtype}) and v.to({tensor.dtype}); or " if taken else ""
+        return f"{rows}a cache that is made with dtype={dtypes[0]}"
+    if len(dtypes) == 1:
+        return f"{name}.to({dtypes[0]})"
+    return f"one of {', '.join(OPERAND_DTYPES)}; for a cache of 8 bits, also k_scale and v_scale"
 
 
 def _check_shapes(operands: AppendOperands) -> None:

@@ -8,7 +8,7 @@ Such a call is a call of a variant of its spec, which has them as scalars
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -115,13 +115,18 @@ def split_number(split_size: object) -> int:
         return 0
     number = whole_number(split_size)
     if number is None or number % STEP or not STEP <= number <= POSITION_LIMIT:
-        refuse(
-            "split_size is not a number of keys that kernels can split",
-            "argument split_size",
-            f"given {split_size!r:.200}; a multiple of {STEP} from {STEP} to {POSITION_LIMIT:,}",
-            "split_size=512, or 0 for one thread block with all keys of a row",
-        )
+        refuse_split(split_size)
     return number
+
+
+def refuse_split(split_size: object) -> NoReturn:
+    """Raises InputError for a split_size that is none."""
+    refuse(
+        "split_size is not a number of keys that kernels can split",
+        "argument split_size",
+        f"given {split_size!r:.200}; a multiple of {STEP} from {STEP} to {POSITION_LIMIT:,}",
+        "split_size=512, or 0 for one thread block with all keys of a row",
+    )
 
 
 def splits_of(signature: CallSignature, call: CheckedCall) -> int:

@@ -64,6 +64,7 @@ HELPERS = frozenset(
             "nearest_int",
         ),
         "shifted_left",
+        "filled",
         "random_bits",
     )
 )

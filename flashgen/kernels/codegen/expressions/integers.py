@@ -27,6 +27,7 @@ from flashgen.spec.language.bit_functions import (
     BitAnd,
     BitFunction,
     BitOr,
+    Filled,
     Popcount,
     RandomBits,
     ShiftLeft,
@@ -132,7 +133,7 @@ class IntegerPrinter(ABC):
             return expr in self._wide
         if isinstance(expr, TensorRead):
             return bool(expr.tensor.dtype == "int64")
-        if isinstance(expr, RandomBits):
+        if isinstance(expr, Filled | Popcount | RandomBits):
             return False
         if self._overflows(expr):
             return True
@@ -203,6 +204,8 @@ class IntegerPrinter(ABC):
     def _bits(self, expr: sympy.Expr, wide: bool) -> Text:
         if isinstance(expr, Popcount):
             return self._call("__popc", self._call("unsigned", self._int(expr.args[0])[0])[0])
+        if isinstance(expr, Filled):
+            return self._call("filled", self._int(expr.args[0])[0])
         if isinstance(expr, RandomBits):
             return self._call("random_bits", *(self._int(arg)[0] for arg in expr.args))
         if isinstance(expr, ShiftLeft):

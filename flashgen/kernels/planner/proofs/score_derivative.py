@@ -30,7 +30,7 @@ from flashgen.spec.language.float_functions import (
     Tanh,
 )
 from flashgen.spec.language.float_operations import in_reals
-from flashgen.spec.language.lets import elements_of, lets_of
+from flashgen.spec.language.lets import elements_of, inlined, size_of
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCORE
@@ -68,6 +68,10 @@ STEPS = (Floor, Round, sympy.floor, sympy.ceiling, FloorDiv, sympy.sign)
 """Piecewise constant functions: their derivative is 0, as in torch."""
 
 
+MOST_NODES = 500
+"""Nodes of the largest score and derivative that are compared."""
+
+
 def certify_derivatives(spec: AttentionSpec, analysis: Analysis) -> Certificate:
     """The proof for ds'/ds, and for ds'/dT of every learned element that the score reads."""
     score = analysis.score
@@ -82,11 +86,12 @@ def certify_derivatives(spec: AttentionSpec, analysis: Analysis) -> Certificate:
 
 def _compared(score: sympy.Expr, variable: sympy.Expr, found: sympy.Expr) -> Iterator[ProofStep]:
     by = "score" if variable == SCORE else python_text(variable)
-    if lets_of(score):
+    if max(size_of(score), size_of(found)) > MOST_NODES:
         yield ProofStep(
             f"d score_mod / d {by}: score_mod has too many operations to be proved", False
         )
         return
+    score, found = inlined(score), inlined(found)
     # Elements of tensors are treated as independent numbers.
     names = {e: sympy.Symbol(f"x{i}", real=True) for i, e in enumerate(elements_of(score, found))}
     x = names.get(variable, variable)
