@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen.kernels.planner import plan_splits
+from flashgen.kernels.planner import invariant_splits, plan_splits
 from flashgen.kernels.planner.formulas import evaluate
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import random_call
@@ -59,6 +59,23 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
     assert table["kernel"].startswith("causal_split_forward_")
     assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 1 warps, ")
     assert " B read, " in table["merge"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--decode",), ("--backward",)])
+def test_calls_are_batch_invariant_where_the_variable_says_so(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHGEN_BATCH_INVARIANT", "1")
+    command = [CAUSAL, *options, "--shape", "1,2,100"]
+    table = rows(flashgen("run", *command, "--backend", "emulator").stdout)
+    size = invariant_splits(loaded("causal"), "sm_80").size
+    assert table["split"] == f"{size:,} keys, that of batch-invariant calls"
+    assert table["result"] == "pass"
+    if "--backward" in options:
+        assert "_dq_" in table["backward"], "gradients in a fixed order have a kernel of dQ"
+    done = flashgen("profile", *command)
+    assert done.exit_code == 0, done.output + done.stderr
 
 
 def test_keys_are_copied_to_shuffled_pages_between_slots_of_nan() -> None:

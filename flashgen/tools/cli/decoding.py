@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from flashgen.shared import config
+from flashgen.shared.call import INVARIANT
 from flashgen.shared.errors import InputError
 from flashgen.shared.signature import PAGE_NAMES
 from flashgen.spec.language.spec import AttentionSpec
@@ -104,16 +106,20 @@ def capacity_of(arguments: DecodingArguments, sizes: Shape) -> int:
 
 
 def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArguments) -> ServedCall:
-    """A call with contiguous keys as the call of a server.
+    """A call with contiguous keys as an operator makes it, for --decode as a server does.
 
-    With --page, keys and values are copied to shuffled pages of caches whose other slots are NaN.
+    It has the splits of batch-invariant calls where `batch_invariant_mode` is on. With --page, keys
+    and values are copied to shuffled pages of caches whose other slots are NaN.
 
     Raises:
         SpecError: the spec cannot have a paged cache.
     """
     q, k, v = call.operands
     served = spec.replace(paged=True) if arguments.page else spec
-    options = {**call.options, "split_size": arguments.split_size}
+    size = arguments.split_size
+    if size is None and config.batch_invariant():
+        size = INVARIANT
+    options = {**call.options, "split_size": size}
     if not arguments.page:
         return ServedCall(served, call.operands, options)
     import torch

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashgen.shared import config
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import CountedArguments
 from flashgen.tools.cli.call import RandomCall, random_call
-from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call
+from flashgen.tools.cli.decoding import capacity_of, served_call
 from flashgen.tools.cli.inputs import Shape
 from flashgen.tools.cli.progress import emulated, expected_work
 
@@ -52,19 +53,21 @@ def profiled_call(
     """
     from flashgen.tools.profile.run import profile_backward, profile_forward, profile_tangent
 
-    served = ServedCall(spec, call.operands, call.options)
-    if arguments.decode:
-        served = served_call(spec, call, arguments)
-    options = served.options | {"arch": arguments.arch, "sram": arguments.sram}
+    served = served_call(spec, call, arguments)
+    how = {"arch": arguments.arch, "sram": arguments.sram}
     doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
     with emulated(doing, partial(expected_work, spec, call, arguments)):
-        run, profiles = profile_forward(served.spec, *served.operands, tiles=tiles, **options)
+        given = served.options | how
+        run, profiles = profile_forward(served.spec, *served.operands, tiles=tiles, **given)
+    options = call.options | how
     results, gradients, tangents = (*call.operands, run.out, run.lse), None, None
     if arguments.backward:
-        given, fixed = (*results, *call.gradients), arguments.deterministic
+        fixed = arguments.deterministic or config.batch_invariant()
         doing = f"{spec.name}: compiling and counting the backward kernels"
         with emulated(doing, partial(expected_work, spec, call, arguments, "backward")):
-            gradients, more = profile_backward(spec, *given, deterministic=fixed, **options)
+            gradients, more = profile_backward(
+                spec, *results, *call.gradients, deterministic=fixed, **options
+            )
         profiles += more
     if arguments.tangent:
         doing = f"{spec.name}: compiling and counting the kernel of tangents"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
+from flashgen.shared import config
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.python_printer import python_text
 from flashgen.tools.cli.arguments import RunArguments
@@ -52,9 +53,7 @@ def run(arguments: RunArguments) -> None:
         k_offset=arguments.k_offset,
         capacity=capacity_of(arguments, sizes),
     )
-    served = ServedCall(spec, call.operands, call.options)
-    if arguments.decode:
-        served = served_call(spec, call, arguments)
+    served = served_call(spec, call, arguments)
     how: dict[str, Any] = {
         "backend": backend,
         "arch": arguments.arch,
@@ -157,7 +156,8 @@ def _order_rows(
 def _more_passes(arguments: RunArguments) -> Iterator[str]:
     """The passes after the forward one, by the names of `derivative_of`."""
     if arguments.backward:
-        yield "deterministic" if arguments.deterministic else "backward"
+        fixed = arguments.deterministic or config.batch_invariant()
+        yield "deterministic" if fixed else "backward"
     if arguments.tangent:
         yield "tangent"
 
@@ -186,7 +186,8 @@ def _decoding_rows(
     if served.pages:
         text = f"{arguments.page:,} keys each, {served.pages:,} in the caches, shuffled"
         yield "pages", f"{text}; slots without a key are NaN"
-    why = "the plan's choice" if arguments.split_size is None else "from --split-size"
+    why = "that of batch-invariant calls" if config.batch_invariant() else "the plan's choice"
+    why = why if arguments.split_size is None else "from --split-size"
     yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
 
 
