@@ -138,14 +138,16 @@ class ShiftRight(BitFunction):
         return min(lo >> least, lo >> most), max(hi >> least, hi >> most)
 
 
-class Popcount(BitFunction):
-    """The number of ones among the low 32 bits"""
-
+class _OfOne(BitFunction):
     nargs = (1,)
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
         return sympy.Integer(cls.of(int(x))) if x.is_Integer else None
+
+
+class Popcount(_OfOne):
+    """The number of ones among the low 32 bits"""
 
     @staticmethod
     def of(x: Any) -> Any:
@@ -163,15 +165,9 @@ class Popcount(BitFunction):
         return 0, 32
 
 
-class Filled(BitFunction):
+class Filled(_OfOne):
     """Ones from the highest one of a 32-bit integer down: the bits in which numbers from a to b
     can differ are those of ``Filled(a ^ b)``. Masks do not have it, but bounds of their bits."""
-
-    nargs = (1,)
-
-    @classmethod
-    def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        return sympy.Integer(cls.of(int(x))) if x.is_Integer else None
 
     @staticmethod
     def of(x: Any) -> Any:
