@@ -402,3 +402,12 @@ def test_memory_grows_linearly_and_no_tensor_is_of_the_size_of_the_scores(
     # workspace. Squares would be sixteen times larger.
     assert peaks[-1] < 2.2**2 * peaks[0], peaks
     assert peaks[-1] < 12 * 4 * 2 * 2048 * 8 + 10 * 8 * chunks.ELEMENTS, peaks
+
+
+def test_elements_that_leave_64_bits_in_a_mask_are_refused_by_name() -> None:
+    ids = fg.Tensor("ids", ("seq_q",), "int64")
+    spec = fg.AttentionSpec(lambda b, h, q, k: ids[q] * 2 + k > 0, head_dim=16)
+    q, k, v = (torch.zeros(1, 1, 20, 16).half() for _ in range(3))
+    with pytest.raises(fg.InputError, match="more than 64 bits") as caught:
+        fg.attention(spec)(q, k, v, ids=torch.full((20,), 2**62), backend="tiled")
+    assert caught.value.where == "captured tensor ids"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import sympy
 
+from flashgen.shared.errors import InputError
 from flashgen.spec.analysis.minmax_table import table_of
 from flashgen.spec.language import float_operations as floats
 from flashgen.spec.language.bit_functions import BitFunction
@@ -28,7 +29,7 @@ from flashgen.spec.language.sympy_functions import (
     Select,
     branches_of,
 )
-from flashgen.spec.language.tensor_elements import Element, Extreme, Least
+from flashgen.spec.language.tensor_elements import Element, Extreme, Least, TensorSymbol
 
 Env = Mapping[sympy.Symbol, Any]
 
@@ -47,11 +48,25 @@ def evaluate(expr: sympy.Basic, env: Env, real: type[np.floating[Any]] = np.floa
     Raises:
         KeyError: a symbol has no value.
         TypeError: the expression has a function that flashgen cannot evaluate.
+        InputError: elements of int64 tensors are too large to be computed with.
     """
     values = _Evaluation(env, real)
-    for let in lets_of(expr):
-        values.env[let] = values.of(let.value)
-    return values.of(expr)
+    try:
+        for let in lets_of(expr):
+            values.env[let] = values.of(let.value)
+        return values.of(expr)
+    except OverflowError:
+        tensors = {x for x in expr.atoms(TensorSymbol) if x.dtype == "int64"}
+        if not tensors:
+            raise
+        names = ", ".join(sorted(x.name for x in tensors))
+        raise InputError(
+            "a mod computes an integer of more than 64 bits",
+            where=f"captured tensor {names}",
+            numbers="elements of int64 tensors are between -2^60 and 2^60",
+            way_out="x.unique(return_inverse=True)[1] where they are identities, or a float32 "
+            "tensor",
+        ) from None
 
 
 class _Evaluation:
