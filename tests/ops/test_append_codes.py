@@ -313,6 +313,7 @@ def test_autograd_notices_that_scales_have_changed_where_they_are_written() -> N
             "k_scale",
         ),
         ({"v_scale": torch.zeros(PAGES, 1, PAGE)}, "slots share its elements", "v_scale"),
+        (dict.fromkeys(("k_scale", "v_scale"), torch.zeros(SHAPE[:3])), "one tensor", "v_scale"),
         ({"k_scale": torch.zeros(PAGES, 3, PAGE)}, "belongs to no part", "k_scale"),
         ({"k_scale": None}, "not a torch tensor", "k_scale"),
         ({"v_scale": torch.zeros(SHAPE[:3]).half()}, "not a float32 tensor", "v_scale"),

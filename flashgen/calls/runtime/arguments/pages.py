@@ -285,7 +285,16 @@ def _check_coded(operands: AppendOperands) -> None:
 
 
 def _check_written(operands: AppendOperands) -> None:
-    """Scales that a call writes have an element for each slot, which no other slot shares."""
+    """Scales that a call writes have an element for each slot, which no other slot shares, and
+    those of keys are not those of values."""
+    if operands.k_scale is operands.v_scale:
+        refuse(
+            "one tensor is to be written with the scales of keys and with those of values",
+            "argument v_scale of append_kv",
+            f"k_scale and v_scale are the same tensor {shape_of(operands.v_scale)}, and "
+            "write_scales=True",
+            "v_scale=torch.zeros(v_cache.shape[:3]), a tensor of its own",
+        )
     for name, cache in (("k_scale", operands.k_cache), ("v_scale", operands.v_cache)):
         scale = getattr(operands, name)
         sizes = cache.shape[:3]
