@@ -273,8 +273,7 @@ def _check_layers(config: Any) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _layer_with_block_masks(module: str) -> str:
-    """The name of the first method of a module's classes that reads BlockMask; "" for none."""
+def _searched(module: str) -> str:
     found = vars(sys.modules[module]).values() if module in sys.modules else ()
     classes = (made for made in found if isinstance(made, type) and made.__module__ == module)
     for method in itertools.chain.from_iterable(vars(each).values() for each in classes):
@@ -284,6 +283,13 @@ def _layer_with_block_masks(module: str) -> str:
     return ""
 
 
+def _layer_with_block_masks(module: str) -> str:
+    """The name of the first method of a module's classes that reads BlockMask; "" for none."""
+    return _searched(module)
+
+
+# The same as torch.compiler.assume_constant_result, without the import of torch._dynamo, which
+# traces what functools.lru_cache wraps.
 setattr(_layer_with_block_masks, "_dynamo_marked_constant", True)  # noqa: B010
 _packed: set[str] = set()  # names of masks whose packed counterpart has been traced
 

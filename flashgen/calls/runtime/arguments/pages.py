@@ -291,8 +291,7 @@ def _check_written(operands: AppendOperands) -> None:
         refuse(
             "one tensor is to be written with the scales of keys and with those of values",
             "argument v_scale of append_kv",
-            f"k_scale and v_scale are the same tensor {shape_of(operands.v_scale)}, and "
-            "write_scales=True",
+            "k_scale is v_scale, and write_scales=True",
             "v_scale=torch.zeros(v_cache.shape[:3]), a tensor of its own",
         )
     for name, cache in (("k_scale", operands.k_cache), ("v_scale", operands.v_cache)):
