@@ -152,7 +152,8 @@ def test_the_count_of_the_backward_pass_has_what_each_score_needs() -> None:
     shapes = [i.op.split(".")[1] for i in causal.full if i.base == "HGMMA"]
     by_queries = [f"64x{plan.block_q}x16"] * (2 * 8 + plan.block_k // 16)
     assert sorted(shapes) == sorted(["64x128x16"] * (2 * plan.block_q // 16) + by_queries)
-    assert sum(i.base == "STSM" for i in causal.full) >= 5  # dS, for the other warpgroup
+    stores = sum(i.base == "STSM" for i in causal.full)
+    assert stores >= plan.block_q // 16  # dS, for the other warpgroup
 
 
 @needs_nvdisasm
