@@ -108,9 +108,11 @@ def _form(text: str) -> Form:
     return tuple(found)
 
 
-def _read(table: str) -> dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]]:
+@functools.cache
+def _forms() -> dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]]:
+    """The table, read when the first instruction is looked up."""
     found: dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]] = {}
-    for line in table.strip().replace("\n    ", " ").splitlines():
+    for line in _TABLE.strip().replace("\n    ", " ").splitlines():
         opcodes, counts, forms = line.split(": ", 2)
         entry = (
             frozenset(map(int, counts.split())),
@@ -119,9 +121,6 @@ def _read(table: str) -> dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]
         for opcode in opcodes.split():
             found.setdefault(opcode, []).append(entry)
     return found
-
-
-_FORMS = _read(_TABLE)
 
 
 def _has(form: Form, modifiers: tuple[str, ...]) -> bool:
@@ -138,7 +137,7 @@ def _has(form: Form, modifiers: tuple[str, ...]) -> bool:
 @functools.cache
 def problem(opcode: str, modifiers: tuple[str, ...], operands: int) -> str:
     """Why an instruction has none of the forms of its opcode; '' if it has one."""
-    entries = _FORMS.get(opcode, ())
+    entries = _forms().get(opcode, ())
     fitting = [counts for counts, forms in entries if any(_has(form, modifiers) for form in forms)]
     if entries and not fitting:
         known = {w for _, forms in entries for form in forms for words, _ in form for w in words}

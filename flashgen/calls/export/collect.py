@@ -12,6 +12,7 @@ from typing import Any
 from flashgen.calls.exported.manifest import (
     KERNELS,
     LAYOUT_TABLE,
+    RUNS_OF_PROGRAMS,
     BackwardRecord,
     ForwardRecord,
     KernelRecord,
@@ -36,7 +37,6 @@ from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR
 from flashgen.shared.errors import InputError, PlanError, SpecError
 from flashgen.shared.launch_facts import LaunchFacts
 from flashgen.shared.signature import OFFSETS, SPLIT, WHOLE, CallSignature
-from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 from flashgen.spec.language.signature import (
     joining,
     learning,
@@ -183,7 +183,7 @@ class Collection:
         variants = [
             (variant, run)
             for variant in self.request.variants()
-            for run in ((1, RUNS[-1], ALL_SPLITS) if SPLIT in variant.part else (1,))
+            for run in (RUNS_OF_PROGRAMS if SPLIT in variant.part else (1,))
         ]
         found = [self._program(*variant) for variant in variants]
         made, parts = found, defaultdict[int, set[Pass]](set)

@@ -22,9 +22,13 @@ from flashgen.kernels.compile import Resources
 from flashgen.shared.launch_facts import DecodingTile, LaunchFacts, places_of_columns
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
+from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 
 FORMAT = 8
 """The version of the manifest; another one is refused."""
+
+RUNS_OF_PROGRAMS = (1, RUNS[-1], ALL_SPLITS)
+"""The values of `ProgramRecord.run` where keys are split; the second serves every longer run."""
 
 MANIFEST = "manifest.json"
 KERNELS = "kernels"
@@ -173,9 +177,9 @@ class ProgramRecord:
 
     Attributes:
         offsets, part, packs: as in `calls.runtime.programs.Variant`; all empty for the spec.
-        run: the neighbouring splits of a thread block: 1, also where keys are not split;
-            `ALL_SPLITS`; or the longest of `split_choice.RUNS` for kernels to which each call gives
-            their number.
+        run: the neighbouring splits of a thread block, one of `RUNS_OF_PROGRAMS`: 1, also where
+            keys are not split; `ALL_SPLITS`; or the longest of `split_choice.RUNS` for kernels to
+            which each call gives their number.
         columns: the columns of V of launches that compute a part of them; 0 for all.
         digest: the digest of the spec, which completes the name of the operator where another spec
             has that name.

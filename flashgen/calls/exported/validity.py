@@ -14,6 +14,7 @@ from itertools import product
 from flashgen.calls.exported.manifest import (
     FORMAT,
     KERNELS,
+    RUNS_OF_PROGRAMS,
     KernelRecord,
     Manifest,
     Pass,
@@ -25,7 +26,7 @@ from flashgen.shared.dtypes import OPERAND_DTYPES, SCALAR_DTYPES, TENSOR_DTYPES
 from flashgen.shared.launch_facts import KEY_KERNELS, STREAMING_KERNELS, LaunchFacts
 from flashgen.shared.paths import PATHS
 from flashgen.shared.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSignature
-from flashgen.shared.split_choice import ALL_SPLITS, RUNS
+from flashgen.shared.split_choice import ALL_SPLITS
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARCH = re.compile(r"sm_\d{2,3}[af]?", re.ASCII)
@@ -63,7 +64,7 @@ def checked(manifest: Manifest) -> Manifest:
         _check_program(program, manifest)
     for program in manifest.programs:
         if SPLIT in program.part:
-            runs = {replace(program, run=run).key for run in (1, RUNS[-1], ALL_SPLITS)}
+            runs = {replace(program, run=run).key for run in RUNS_OF_PROGRAMS}
             _require(runs <= set(keys), f"splits without a kernel for each run: {program.key}")
     _check_parts(manifest)
     return manifest
@@ -131,7 +132,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
     )
     parts = ((), WHOLE, (*WHOLE, SPLIT))
     _require(program.part in parts, f"part {program.part}")
-    runs = (1, RUNS[-1], ALL_SPLITS) if SPLIT in program.part else (1,)
+    runs = RUNS_OF_PROGRAMS if SPLIT in program.part else (1,)
     _require(program.run in runs, f"a run of {program.run} splits")
     joins = signature.folds == (program.run == ALL_SPLITS)
     _require(joins, f"the signature of a run of {program.run} splits")

@@ -32,7 +32,7 @@ from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.calls.runtime.programs import SpecProgram, Variant, program_of
 from flashgen.frontends.distributed.exchange import REFUSAL, WHERE, Exchange, refuse
 from flashgen.frontends.distributed.sharded_tensors import check_local, check_sharded, of_length
-from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.frontends.distributed.sharding import Sharding, check_method, sharding_of
 from flashgen.shared.arch import facts as facts_of
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
 from flashgen.shared.dropout import BLOCK
@@ -100,9 +100,7 @@ def checked(
         FlashgenError: an argument is invalid.
     """
     method, shard, sharded, reduce_learned = divided
-    if not isinstance(method, str) or method not in METHODS:
-        numbers = f"{method!r}; available: {', '.join(METHODS)}"
-        refuse("no such method", "method", numbers, f'method="{METHODS[0]}"')
+    check_method(method)
     if return_lse is not False and (return_lse is not True or not op.spec.is_softmax):
         refuse_return_lse(return_lse)
     if "return_aux" in captures:

@@ -13,7 +13,7 @@ import numpy as np
 from flashgen.frontends.distributed.balance import check_sizes, known, live_tiles
 from flashgen.frontends.distributed.exchange import refuse
 from flashgen.frontends.distributed.reach import needed_by, reached
-from flashgen.frontends.distributed.sharding import METHODS, Sharding, sharding_of
+from flashgen.frontends.distributed.sharding import Sharding, check_method, sharding_of
 from flashgen.kernels.planner import plan
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import called_by_users
@@ -146,9 +146,7 @@ def forecast(
         InputError: the sequence cannot be divided, or an argument is invalid.
     """
     where = "flashgen.distributed.forecast"
-    if not isinstance(method, str) or method not in METHODS:
-        numbers = f"{method!r}; available: {', '.join(METHODS)}"
-        refuse("no such method", "method", numbers, f'method="{METHODS[0]}"', where)
+    check_method(method, where)
     if not isinstance(sizes, Sequence) or len(sizes) != 4:
         what, way_out = "sizes are not those of a call", "batch, heads_q, heads_kv, positions"
         refuse(what, "sizes", f"given {sizes!r:.200}", f"sizes=({way_out})", where)

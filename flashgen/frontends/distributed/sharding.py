@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.frontends.distributed.exchange import refuse
+from flashgen.frontends.distributed.exchange import WHERE, refuse
 
 Tensor = torch.Tensor
 
@@ -71,6 +71,13 @@ class Sharding:
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """The rows that a rank holds of [batch, heads, all positions in order, x]."""
         return torch.cat([whole[:, :, c.start : c.stop] for c in self.of_rank[rank]], 2)
+
+
+def check_method(method: object, function: str = WHERE) -> None:
+    """Raises InputError for an argument ``method`` of a function that is none of `METHODS`."""
+    if not isinstance(method, str) or method not in METHODS:
+        numbers = f"{method!r}; available: {', '.join(METHODS)}"
+        refuse("no such method", "method", numbers, f'method="{METHODS[0]}"', function)
 
 
 def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
