@@ -33,6 +33,7 @@ MASKS: dict[str, Any] = {
     "or": lambda q, k: (q | k) < 24,
     "xor": lambda q, k: (q ^ k) < 8,
     "shifts": lambda q, k: (q >> (k & 3)) == (1 << (k & 2)),
+    "far shifts": lambda q, k: ((q * 2**30 + 5) >> (k & 63)) < 9,
     "not": lambda q, k: (~q & 7) == (k & 7),
     "large divisor": lambda q, k: k // fg.maximum(q, 1) == 1,
 }

@@ -32,6 +32,7 @@ small = torch.tensor([2, -1, 3, 0, 1, 5, -7], dtype=torch.int8)
 flags = torch.tensor([True, False, True, True, False, False, True])
 factor = torch.tensor(0.3)
 odd = torch.tensor([math.nan, math.inf, -math.inf, 0.5, -0.0, 2.0, math.nan])
+words = torch.randint(-(2**59), 2**59, (16,), generator=torch.Generator().manual_seed(3))
 bytes_ = torch.tensor([0, 255, 128, 7, 200, 64, 1], dtype=torch.uint8)
 small_ends = torch.tensor([-128, 127, 0, -1, 64, 3, -77], dtype=torch.int8)
 
@@ -188,6 +189,7 @@ MASKS: dict[str, Callable] = {
     "cast to uint8": lambda b, h, q, k: (q * 100 + k).to(torch.uint8) > 60,
     "cast of uint8": lambda b, h, q, k: bytes_[q].int() + bytes_[k].long() > 300,
     "shift of int16": lambda b, h, q, k: (bytes_[q].to(torch.int16) << 8) > k,
+    "far bits of int64": lambda b, h, q, k: (words[q] >> (k * 9)) % 2 == 1,
     "bool of int": lambda b, h, q, k: ((q > k).int() * (k > 1).int()).bool(),
 }
 

@@ -75,6 +75,18 @@ def test_results_are_right_at_the_last_positions(
     call.judged_backward(forward)
 
 
+@pytest.mark.parametrize("arch", ON_PATHS)
+def test_a_word_of_64_bits_has_a_bit_for_each_of_60_keys(arch: str | None) -> None:
+    words = fg.Tensor("words", ("seq_q",), "int64")
+    spec = fg.AttentionSpec(lambda b, h, q, k: (words[q] >> k) % 2 == 1, head_dim=16)
+    operands = tuple(normal((1, 2, 60, 16), torch.float16, seed) for seed in range(3))
+    random = torch.Generator().manual_seed(0)
+    given = {"words": torch.randint(1, 2**60, (60,), generator=random)}
+    how = {"backend": "tiled"} if arch is None else {"arch": arch}
+    call = Call(spec, operands, {"tensors": given}, **how)
+    call.judged_backward(call.judged_forward())
+
+
 def assumptions(spec: fg.AttentionSpec) -> tuple[Any, ...]:
     return fg.emit(spec, "sm_80").forward.assumptions
 

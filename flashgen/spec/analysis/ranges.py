@@ -330,7 +330,8 @@ def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
     if any(end is None for pair in ends for end in pair):
         return everything
     if isinstance(expr, ShiftLeft | ShiftRight):
-        x, amounts = ends[0], {Minimum(Maximum(end, 0), 31) for end in ends[1]}
+        farthest = expr.farthest(limits(expr.args[0]))
+        x, amounts = ends[0], {Minimum(Maximum(end, 0), farthest) for end in ends[1]}
         lo, hi = ([expr.func(end, amount) for amount in amounts] for end in x)
         return Range(Minimum(*lo), Maximum(*hi))
     if not all(fits(end, 31) for pair in ends for end in pair):

@@ -102,16 +102,24 @@ class BitXor(_Commutative):
         return sympy.S.Zero if a == b else a if b == 0 else None
 
 
-def _amounts(found: Limits) -> Limits:
-    """The amounts of a shift, which are 0 to 31: bounds that intervals give may be wider."""
-    least, most = (min(max(bound, 0), 31) for bound in found)
-    return least, most
+class _Shift(BitFunction):
+    nargs = (2,)
+
+    @classmethod
+    def farthest(cls, x: Limits) -> int:
+        """The largest amount: 31, and to the right as many bits as x has, beyond which every
+        amount gives the same."""
+        return 31
+
+    def amounts(self, x: Limits, found: Limits) -> Limits:
+        """The amounts: bounds that intervals give may be wider."""
+        least, most = (min(max(bound, 0), self.farthest(x)) for bound in found)
+        return least, most
 
 
-class ShiftLeft(BitFunction):
+class ShiftLeft(_Shift):
     """``x << n`` for n from 0 to 31: ``x * 2**n``, without overflow"""
 
-    nargs = (2,)
     of = staticmethod(operator.lshift)
 
     @classmethod
@@ -119,22 +127,25 @@ class ShiftLeft(BitFunction):
         return x * 2**n if n.is_Integer else None
 
     def limits(self, *parts: Limits) -> Limits:
-        (lo, hi), (_, most) = parts[0], _amounts(parts[1])
+        (lo, hi), (_, most) = parts[0], self.amounts(*parts)
         return min(lo, lo << most), max(hi, hi << most)
 
 
-class ShiftRight(BitFunction):
-    """``x >> n`` for n from 0 to 31: ``x // 2**n``"""
+class ShiftRight(_Shift):
+    """``x >> n`` for n from 0 to 63: ``x // 2**n``"""
 
-    nargs = (2,)
     of = staticmethod(operator.rshift)
+
+    @classmethod
+    def farthest(cls, x: Limits) -> int:
+        return max(31, *(bound.bit_length() for bound in x))
 
     @classmethod
     def eval(cls, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr | None:
         return FloorDiv(x, 2**n) if n.is_Integer else None
 
     def limits(self, *parts: Limits) -> Limits:
-        (lo, hi), (least, most) = parts[0], _amounts(parts[1])
+        (lo, hi), (least, most) = parts[0], self.amounts(*parts)
         return min(lo >> least, lo >> most), max(hi >> least, hi >> most)
 
 

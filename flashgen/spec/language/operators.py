@@ -35,7 +35,7 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
     """
     if operator in _BIT_OPERATORS and is_int(a) and is_int(b):
         if operator in ("<<", ">>"):
-            b = _shift_distance(operator, b)
+            b = _shift_distance(operator, a, b)
         _check_integers(operator, a, b)
         return _BIT_OPERATORS[operator](a, b)
     if operator in ("<<", ">>"):
@@ -89,17 +89,19 @@ def as_condition(expr: sympy.Basic) -> sympy.Basic:
     return expr
 
 
-def _shift_distance(operator: str, n: sympy.Expr) -> sympy.Expr:
-    if n.is_Integer and not 0 <= n <= LARGEST_SHIFT:
+def _shift_distance(operator: str, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
+    most = LARGEST_SHIFTS[operator]
+    if n.is_Integer and not 0 <= n <= most:
         refuse(
-            f"{operator} by a number that is not from 0 to {LARGEST_SHIFT}",
+            f"{operator} by a number that is not from 0 to {most}",
             numbers=f"by {n}",
             way_out="a product with 2**n, or a quotient",
         )
     low, high = limits(n)
+    farthest = _BIT_OPERATORS[operator].farthest(limits(x))
     if low < 0:
         n = Maximum(n, 0)
-    return Minimum(n, LARGEST_SHIFT) if high > LARGEST_SHIFT else n
+    return Minimum(n, farthest) if high > farthest else n
 
 
 def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
@@ -183,9 +185,9 @@ _MOST_BITS = 2048
 _EXACT_POWERS = range(63)
 """The exponents of integers; only 0, 1 and -1 have larger powers in 64 bits."""
 
-LARGEST_SHIFT = 31
+LARGEST_SHIFTS = {"<<": 31, ">>": 63}
 
-_BIT_OPERATORS: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
+_BIT_OPERATORS: dict[str, type[sympy.Expr]] = {
     "&": BitAnd,
     "|": BitOr,
     "^": BitXor,

@@ -137,6 +137,8 @@ class IntegerPrinter(ABC):
             return False
         if self._overflows(expr):
             return True
+        if isinstance(expr, ShiftRight) and limits(expr.args[1])[1] > 31:
+            return True  # farther than int32 can be shifted
         if isinstance(expr, sympy.Piecewise):
             return any(self._is_wide(value) for value, _ in expr.args)
         if isinstance(expr, Select):
