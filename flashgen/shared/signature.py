@@ -101,8 +101,10 @@ list; and run-time scalars, the position of the first query of the call that is 
 the query heads of a key head, and the rows of a group of queries."""
 
 LENGTHS, FIRST_QUERIES, ROW_SINK = "choice_lengths", "choice_q_offset", "choice_sink"
+LSE_OF_LISTS = "choice_lse"
 """Of these calls too: the lengths of the sequences and the positions of the first queries, where
-they are tensors, and the logit of the sink of each row."""
+they are tensors, the logit of the sink of each row, and the normaliser of each row of the groups,
+beside which the spec may have `ROWS` of its own."""
 
 
 def tangent_names(learned: Iterable[str], captures: Iterable[str]) -> dict[str, str]:

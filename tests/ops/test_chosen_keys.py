@@ -148,6 +148,41 @@ def test_statistics_of_rows_are_those_of_the_listed_keys() -> None:
         op(*operands(), layout=layout, return_aux=fg.AuxRequest(key_mass=True))
 
 
+@pytest.mark.parametrize("block_k", [8, 16])  # dK by the lists of groups, and by those of blocks
+def test_calls_with_statistics_have_the_gradients_of_the_output_and_of_the_entropy(
+    block_k: int,
+) -> None:
+    spec = spec_of(2, block_k, head_dim=32, dtype="float32")
+    op, layout = fg.attention(spec), layout_of(lists_of(spec))
+    request = fg.AuxRequest(max_scores=True, entropy=True)
+    found = []
+    for backend in ("tiled", "emulator"):
+        given = [x.requires_grad_() for x in operands()]
+        out, aux = op(*given, layout=layout, return_aux=request, backend=backend)
+        assert aux.entropy is not None
+        loss = out.square().sum() + aux.entropy.sin().sum()
+        found.append(torch.autograd.grad(loss, given))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_packed_queries_of_a_paged_cache_are_refused(backend: str) -> None:
+    q, k, v = (x.detach() for x in operands())
+    tables = {
+        "page_table": torch.tensor([[0], [1]], dtype=torch.int32),
+        "cache_seqlens": torch.tensor([40, 13], dtype=torch.int32),
+    }
+    call = {"layout": layout_of(LISTS), "backend": backend}
+    op = fg.attention(SPEC.replace(paged=True))
+    with pytest.raises(InputError, match="not packed") as caught:
+        op(q[:1], k, v, cu_seqlens_q=torch.tensor([0, 4, 10], dtype=torch.int32), **tables, **call)
+    assert caught.value.where == "argument cu_seqlens_q"
+    with pytest.raises(InputError, match="no block of the keys") as caught:
+        op(q, k, v, **tables, **call)
+    assert "13 keys in blocks of 8" in caught.value.numbers
+
+
 def test_lists_without_entries_are_lists_without_blocks() -> None:
     lists = lists_of(SPEC)
     empty = fg.Layout.from_lists(lists["kv_num_blocks"] * 0, lists["kv_indices"][..., :0])

@@ -20,6 +20,7 @@ from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import called_by_users
 from flashgen.shared.signature import (
+    BOUNDARIES,
     LAYOUT,
     LAYOUT_LISTS,
     LAYOUT_NAMES,
@@ -311,12 +312,23 @@ def _check_groups(signature: CallSignature, captured: Sequence[Tensor], seq_q: i
         )
 
 
-def refuse_parts_of_choice(k_offset: object, h_offset: object, whole: object) -> None:
-    """Refuses a call with lists that is a part of a whole.
+def refuse_parts_of_choice(k_offset: object, h_offset: object, whole: object, ends: object) -> None:
+    """Refuses a call with lists that is a part of a whole, or whose queries are packed.
+
+    Args:
+        ends: cu_seqlens_q; None where it is not given.
 
     Raises:
         InputError: one of these arguments is given.
     """
+    if ends is not None:
+        refuse(
+            "queries that choose their keys are not packed",
+            f"argument {BOUNDARIES[0]}",
+            f"given {shown(ends)}",
+            "a batch entry of q, and of the lists, for each sequence; sequences with different "
+            "numbers of queries in calls of their own",
+        )
     given = {"k_offset": k_offset, "h_offset": h_offset, "whole": whole}
     for name, value in given.items():
         if isinstance(value, Tensor) or (value is not None and value != 0):
@@ -364,11 +376,12 @@ def check_choice(
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
             length = int(counts[at])
+            keys = seq_k[at[0]] if isinstance(seq_k, Tensor) else seq_k
             refuse(
                 what,
                 "argument layout",
                 f"kv_num_blocks[{at}] is {length} of {width}; kv_indices there: "
-                f"{blocks[at][: max(length, 0)].tolist()!s:.200}; {seq_k} keys in blocks of "
+                f"{blocks[at][: max(length, 0)].tolist()!s:.200}; {keys} keys in blocks of "
                 f"{choice.block_k}",
                 f"{way_out}; -1 stands for no block",
             )

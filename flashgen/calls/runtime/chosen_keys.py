@@ -42,11 +42,11 @@ from flashgen.shared.signature import (
     LENGTHS,
     LISTED,
     LISTS,
+    LSE_OF_LISTS,
     OFFSETS,
     OWNED,
     PAGE_NAMES,
     ROW_SINK,
-    ROWS,
     BlockLayoutFacts,
     CallSignature,
 )
@@ -236,7 +236,8 @@ class ChosenCall:
         dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
 
         keys = self._of_keys(read)
-        tensors = self._captured(read.captured) | {ROWS[0]: lse.view(-1, sizes.groups, sizes.rows)}
+        tensors = self._captured(read.captured)
+        tensors[LSE_OF_LISTS] = lse.view(-1, sizes.groups, sizes.rows)
         of_blocks = [sizes.in_blocks(x) for x in operands[1:3]]
         totals = [x.new_zeros(x.shape, dtype=torch.float32) for x in of_blocks]
         delta, of_out = self._delta(gradients), dout
@@ -319,7 +320,7 @@ class ChosenCall:
         to_v, to_k = (of(self._spec, part.ragged) for of in (value_gradients, by_keys))
         given_v = Operands(k, q, rows.dout, _in_order(to_v, tensors))
         call = self._prepare(f"dv {len(k)}", functools.partial(prepare, to_v, given_v, *rest))
-        dv, _, done = call.run(given_v)
+        dv, *_, done = call.run(given_v)
         if of_out.shape[3] > v.shape[3]:
             to_k = with_columns(to_k, of_out.shape[3])
             v = _widened(v, v.new_full((3,), -1))

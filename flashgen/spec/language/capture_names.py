@@ -18,7 +18,7 @@ BUILT_IN_NAMES = frozenset(
     head_dim_v dropout_p return_lse return_aux backend arch rng random_state deterministic dout dlse
     dq dk dv _needed _self batch_invariant first_row row_lse row_slope owned_block listed_blocks
     choice_first choice_batch choice_heads choice_seq_q choice_seq_k choice_group
-    choice_rows choice_lengths choice_q_offset choice_sink
+    choice_rows choice_lengths choice_q_offset choice_sink choice_lse
     """.split()  # noqa: SIM905
 )
 

@@ -22,11 +22,11 @@ from flashgen.shared.signature import (
     FIRST_QUERIES,
     LENGTHS,
     LISTED,
+    LSE_OF_LISTS,
     OFFSETS,
     OWNED,
     PAGE_NAMES,
     ROW_SINK,
-    ROWS,
 )
 from flashgen.spec.language.block_layout import CHOSEN, BlockSparse
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
@@ -50,7 +50,7 @@ compute it."""
 
 _OWNED = Tensor.of_call(OWNED, ("batch", 4), "int32")
 _LISTED = Tensor.of_call(LISTED, ("batch", "listed"), "int32")
-_LSE = Tensor.of_call(ROWS[0], ("lines", "groups", "rows"), "float32")
+_LSE = Tensor.of_call(LSE_OF_LISTS, ("lines", "groups", "rows"), "float32")
 _FIRST_ROW = Tensor.of_call(OFFSETS[0], ("batch",), "int32")
 _SINK = Tensor.of_call(ROW_SINK, ("batch", "seq_q"), "float32")
 

@@ -124,7 +124,8 @@ class Call(NamedTuple):
                 dtype = None
         packs = signature.paged and BOUNDARIES[0] in captures
         if signature.choice is not None:
-            refuse_parts_of_choice(k_offset, h_offset, whole)
+            ends = captures[BOUNDARIES[0]] if packs else None
+            refuse_parts_of_choice(k_offset, h_offset, whole, ends)
         part = scalars_of_part(h_offset, whole, q, k, captures)
         offsets = offset_tensors(q_offset, k_offset)
         if dtype is not None or offsets or part or packs:
