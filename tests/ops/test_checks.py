@@ -87,6 +87,23 @@ def test_each_wrong_operand_is_refused(name, change, what, way_out):
     assert way_out in error.way_out
 
 
+def test_a_jagged_tensor_is_attended_to_as_the_error_says() -> None:
+    parts = [torch.randn(n, 2, 16) for n in (5, 9)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    spec = fg.AttentionSpec(head_dim=16, dtype="float32")
+    with pytest.raises(InputError, match="not an ordinary dense tensor") as caught:
+        fg.attention(spec)(q, q, q)
+    assert "q.values()[None] for a spec with packed=True" in caught.value.way_out
+    rows, ends = q.values()[None], q.offsets().int()
+    out = fg.attention(spec.replace(packed=True))(
+        rows, rows, rows, cu_seqlens_q=ends, cu_seqlens_k=ends
+    )
+    for found, part in zip(out.split([5, 9], 2), parts, strict=True):
+        rows = part.transpose(0, 1)[None]
+        expected = torch.nn.functional.scaled_dot_product_attention(rows, rows, rows)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*:UserWarning")
 def test_tensors_without_strides_are_refused_by_the_operator_too():
     q, k, v = operands(heads_kv=4, seq_k=5)

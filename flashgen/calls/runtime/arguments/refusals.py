@@ -199,11 +199,19 @@ def check_dense(name: str, value: torch.Tensor) -> None:
             "flashgen.distributed.attention computes a sequence that is divided over ranks",
         )
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
+        way_out = f"{name}.to_dense()"
+        if value.is_nested:
+            way_out = f"{name}.to_padded_tensor(0), and a mask of the lengths"
+        if value.layout == torch.jagged:
+            way_out = (
+                f"{name}.values()[None] for a spec with packed=True, and {name}.offsets().int() "
+                f"as cu_seqlens_q and cu_seqlens_k; or {way_out}"
+            )
         refuse(
             f"{name} is not an ordinary dense tensor",
             f"argument {name}",
             f"layout {value.layout}, dtype {value.dtype}",
-            f"{name}.to_padded_tensor(0)" if value.is_nested else f"{name}.to_dense()",
+            way_out,
         )
 
 
