@@ -15,6 +15,7 @@ COMPARED = (
     "divided_by_batch",
     "parts_of_wholes",
     "paged_caches",
+    "chosen_keys",
     "statistics",
     "torch_functions",
     "compiled_by_name",
@@ -35,6 +36,7 @@ REFUSED = {
     "no rng": "rng=distribute_tensor(torch.randint(2**63 - 1, (2,), device=q.device)",
     "own rng": "rng is an ordinary tensor beside DTensors",
     "entry": "the spec computes with b, the number of an entry",
+    "lists": "cannot compute some heads of a whole whose queries choose their keys",
     "packed": "packed sequences are one batch entry",
     "dropped entries": "dropout would need the number of the first batch entry of a rank",
 }

@@ -113,6 +113,7 @@ def problem(op: Any) -> dict[str, Tensor]:
     made["ids"] = torch.randint(2, (3, 24), generator=generator, dtype=torch.int32)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         made[name] = torch.tensor([0, 10, 24], dtype=torch.int32)
+    made |= lists_of_whole()
     return {n: made[n] for n in ("q", "k", "v", *(x.name for x in op.spec.tensors))}
 
 
@@ -396,6 +397,9 @@ def refused() -> dict[str, str]:
     packed = operator(_of_keys, None, packed=True)
     whole = {n: x[:1] if x.dim() == 4 else x for n, x in problem(packed).items()}
     entries = spread(mesh, whole, {name: Shard(0) for name in ("q", "k", "v")})
+    with_lists = operator(
+        _counted, None, block_sparse=fg.BlockSparse(block_q=2, block_k=4, heads="kv")
+    )
     return {
         "sequence": message(read, sequence),
         "compiled sequence": message(read, sequence, compiled=True),
@@ -416,7 +420,38 @@ def refused() -> dict[str, str]:
         "entry": message(operator(_of_keys, _by_entry), BY_BATCH),
         "dropped entries": message(operator(_both, dropout=True), BY_BATCH, dropout_p=0.1, rng=rng),
         "packed": message(packed, {}, **entries),
+        "lists": message(with_lists, BY_HEADS),
     }
+
+
+def lists_of_whole() -> dict[str, Tensor]:
+    """Lists of each key head of the whole, for 24 queries in groups of 2."""
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.rand(3, 4, 12, 6, generator=generator).argsort(-1)[..., :3].int()
+    return {"kv_num_blocks": torch.full((3, 4, 12), 3, dtype=torch.int32), "kv_indices": blocks}
+
+
+def chosen_keys() -> None:
+    """Lists of chosen keys are divided as other tensors of batch entries and key heads."""
+    lists = fg.BlockSparse(block_q=2, block_k=4, heads="kv")
+    op = operator(None, lambda b, h, q, k: k <= q, block_sparse=lists, name="with_lists")
+    mesh = mesh_of()
+    given = problem(op)
+    whole = {name: given.pop(name).requires_grad_() for name in ("q", "k", "v")}
+    request = fg.AuxRequest(entropy=True)
+    wanted, of_rows = op(**whole, layout=fg.Layout.from_lists(*given.values()), return_aux=request)
+    (wanted.square().sum() + of_rows.entropy.sin().sum()).backward()
+    for placement in (Shard(0), Shard(1), Replicate()):
+        parts: Any = spread(mesh, whole, dict.fromkeys(whole, placement))
+        for places in (placement, Replicate()):
+            of_parts = spread(mesh, given, dict.fromkeys(given, places))
+            layout = fg.Layout.from_lists(*of_parts.values())
+            out, aux = op(**parts, layout=layout, return_aux=request)
+            torch.testing.assert_close(out.full_tensor(), wanted)
+            (out.square().sum() + aux.entropy.sin().sum()).backward()
+            for name, x in parts.items():
+                torch.testing.assert_close(x.grad.full_tensor(), whole[name].grad)
+                x.grad = None
 
 
 def statistics() -> None:

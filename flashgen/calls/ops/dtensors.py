@@ -283,6 +283,14 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
     if BATCH in axes:
         _check_batch(division, given)
     why = _counts_heads(division) if HEADS in axes else ""
+    if why and signature.choice is not None:
+        refuse(
+            "a rank cannot compute some heads of a whole whose queries choose their keys",
+            "argument q",
+            f"{why}; placements {given['q'].placements}",
+            "Shard(0), the batch; or the call on q.to_local() and the others, whose heads count "
+            "from 0 on each rank",
+        )
     if drops and any(axes):
         why = why or "dropout counts batch entries and heads as in the whole"
     return division._replace(in_whole=why)

@@ -11,6 +11,7 @@ import torch
 from flashgen.calls.runtime.arguments.positions import tensors_named
 from flashgen.calls.runtime.arguments.refusals import (
     check_dense,
+    is_dtensor,
     known,
     refuse,
     shape_of,
@@ -120,7 +121,8 @@ def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
                 f"given {given}; expected torch.int32, {axes}",
                 "fg.Layout.from_lists(counts.int(), blocks.int()), as in PyTorch's BlockMask",
             )
-        check_dense(name, tensor)
+        if not is_dtensor(tensor):
+            check_dense(name, tensor)
     assert isinstance(counts, Tensor)
     assert isinstance(blocks, Tensor)
     if known(counts.shape != blocks.shape[:3]) or counts.device != blocks.device:

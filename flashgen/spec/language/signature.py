@@ -83,7 +83,7 @@ def signature_of(spec: AttentionSpec) -> CallSignature:
 def _divisible(spec: AttentionSpec) -> dict[str, int]:
     """`CallSignature.divisible`, and for heads `CallSignature.group`."""
     sparse = spec.block_sparse
-    if sparse is not None and (sparse.chooses or (sparse.is_static and sparse.by_head)):
+    if sparse is not None and sparse.is_static and sparse.by_head:
         return {}
     dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
     found = {}
