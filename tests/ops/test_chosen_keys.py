@@ -148,7 +148,8 @@ def test_statistics_of_rows_are_those_of_the_listed_keys() -> None:
         op(*operands(), layout=layout, return_aux=fg.AuxRequest(key_mass=True))
 
 
-@pytest.mark.parametrize("block_k", [8, 16])  # dK by the lists of groups, and by those of blocks
+# dK by the lists of groups, and by those of blocks
+@pytest.mark.parametrize("block_k", [8, slow(16)])
 def test_calls_with_statistics_have_the_gradients_of_the_output_and_of_the_entropy(
     block_k: int,
 ) -> None:
@@ -164,6 +165,26 @@ def test_calls_with_statistics_have_the_gradients_of_the_output_and_of_the_entro
         found.append(torch.autograd.grad(loss, given))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
+def test_statistics_of_calls_whose_positions_are_a_tensor(backend: str) -> None:
+    op, given = fg.attention(SPEC), operands()
+    first = torch.tensor([3, 20], dtype=torch.int32)
+    request = fg.AuxRequest(lse=True, entropy=True, block_mass=8)
+
+    def call(at: Any, part: slice) -> tuple[Tensor, ...]:
+        layout = fg.Layout.from_lists(COUNTS[part], BLOCKS[part])
+        rows = [x[part].requires_grad_() for x in given]
+        out, aux = op(*rows, layout=layout, q_offset=at, return_aux=request, backend=backend)
+        assert aux.entropy is not None
+        gradients = torch.autograd.grad(out.sum() + aux.entropy.sin().sum(), rows)
+        return out, aux.lse, aux.entropy, aux.block_mass, *gradients
+
+    together = call(first, slice(None))
+    alone = [call(int(first[b]), slice(b, b + 1)) for b in range(2)]
+    for found, parts in zip(together, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.cat(parts), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "emulator"])

@@ -72,7 +72,7 @@ def with_layout(spec: AttentionSpec) -> AttentionSpec:
         scalars=(*spec.scalars, FIRST),
         block_sparse=BlockSparse(None, sparse.block_q, sparse.block_k),
         name=f"{spec.name}_in_blocks",
-        **of_expressions(spec, {Q: Q + _first_query(spec, B)}),
+        **of_expressions(spec, {Q: Q + _first_query(spec, B), **_renamed_first(spec)}),
     )
 
 
@@ -198,6 +198,12 @@ def _first_of_entries(spec: AttentionSpec) -> tuple[Tensor, ...]:
     )
 
 
+def _renamed_first(spec: AttentionSpec) -> dict[sympy.Basic, sympy.Basic]:
+    """The tensor that statistics read to find the row of a query, by its other name."""
+    own = [tensor.symbol for tensor in spec.tensors if tensor.name == OFFSETS[0]]
+    return {one: other.symbol for one, other in zip(own, _first_of_entries(spec), strict=True)}
+
+
 def _moved(
     spec: AttentionSpec,
     query: sympy.Expr,
@@ -227,6 +233,7 @@ def _moved(
         HEADS: WHOLE_HEADS.expr,
         SEQ_Q: WHOLE_SEQ_Q.expr,
         SEQ_K: seq_k,
+        **_renamed_first(spec),
     }
     options = of_expressions(spec, seen)
     bounds = [query < WHOLE_SEQ_Q.expr] if ragged[0] else []
