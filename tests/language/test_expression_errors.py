@@ -165,7 +165,7 @@ def test_a_number_of_numpy_may_be_returned() -> None:
         (lambda b, h, q, k: q / 2 & k, "& is for two conditions", "brackets"),
         (lambda b, h, q, k: ~(q / 2), "~ is for conditions and integers", "-x"),
         (lambda b, h, q, k: (q / 2) << 2 < k, "<< is for integers", "2**n"),
-        (lambda b, h, q, k: q >> 32 < k, ">> by a number that is not from 0 to 31", "quotient"),
+        (lambda b, h, q, k: q >> 64 < k, ">> by a number that is not from 0 to 63", "quotient"),
         (lambda b, h, q, k: fg.popcount(q / 2) < k, "fg.popcount is for integers", "q ^ k"),
         (lambda b, h, q, k: (q < k) == 1, "== is for numbers", "fg.where"),
         (lambda b, h, q, k: fg.where(q, True, False), "first argument", "comparison"),
