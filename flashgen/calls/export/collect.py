@@ -22,7 +22,6 @@ from flashgen.calls.exported.manifest import (
     ProgramRecord,
 )
 from flashgen.calls.runtime.backends import gpu_of
-from flashgen.calls.runtime.memory_layout import ALIGNED
 from flashgen.calls.runtime.programs import SpecProgram, Variant
 from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import beyond_int32
@@ -384,8 +383,7 @@ def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
         target = gpu_of(arch, open_path=is_open)
         path = program.path_of_pass(target, backward=of.backward, deterministic=of.deterministic)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
-        why = path.why.removeprefix(ALIGNED).removeprefix("; ")
-        found.append(PathRecord(arch, is_open, of, path.arch, at_once, why))
+        found.append(PathRecord(arch, is_open, of, path.arch, at_once, path.why))
     by_default, named = found
     if replace(by_default, is_open=False) != named:
         yield by_default

@@ -23,7 +23,6 @@ from flashgen.calls.exported.manifest import (
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.ops.api import Attention
 from flashgen.calls.ops.registration import register_hashed_name
-from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.calls.trust import Decision
@@ -294,9 +293,7 @@ class ExportedProgram(CallProgram):
         tangents: tuple[str, ...] = (),
     ) -> Decision:
         path = self._path(target, backward=backward, deterministic=deterministic)
-        if path is None or not path.why:
-            return super().path_of_pass(target, backward=backward, deterministic=deterministic)
-        return Decision(path.taken, f"{memory_layout.ALIGNED}; {path.why}")
+        return Decision(target.arch, "") if path is None else Decision(path.taken, path.why)
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
@@ -149,6 +148,7 @@ class CallProgram(abc.ABC):
     def invariant_split(self, target: Target) -> int:
         """The keys of a split in batch-invariant calls."""
 
+    @abc.abstractmethod
     def path_of_pass(
         self,
         target: Target,
@@ -157,17 +157,17 @@ class CallProgram(abc.ABC):
         deterministic: bool,
         tangents: tuple[str, ...] = (),
     ) -> Decision:
-        """The architecture whose kernels compute a pass of a call, and why.
+        """The architecture whose kernels compute a pass of a call, and why; "" where it is that of
+        the target.
 
         Args:
             tangents: for the pass of tangents, the names of the tensors that have one; it takes the
                 path of a deterministic backward pass, where its own tiles allow that.
         """
-        return Decision(target.arch, memory_layout.ALIGNED)
 
     def path_of(self, alone: str, target: Target) -> Decision:
         """The architecture whose kernels compute the gradients of "queries" or "keys" alone."""
-        return Decision(target.arch, memory_layout.ALIGNED)
+        raise AssertionError("only of specs, whose programs refuse no such call")
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -340,38 +340,34 @@ class SpecProgram(CallProgram):
                 self.spec, target.arch, backward=backward, deterministic=deterministic
             )
             if found is not None:
-                return Decision(found.arch, f"{memory_layout.ALIGNED}; {found.why}")
+                return Decision(found.arch, found.why)
         if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
             why = "threads convert the codes that they copy, which TMA does not"
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
+            return Decision(portable(target.arch), why)
         which = "deterministic" if deterministic else "backward" if backward else "forward"
-        why = self._why_portable(target.arch, "tangent" if tangents else which, tangents)
-        if why:
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+        return self._path_by_columns(target.arch, "tangent" if tangents else which, tangents)
 
     def path_of(self, alone: str, target: Target) -> Decision:
-        why = self._why_portable(target.arch, alone)
-        if why:
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        return super().path_of(alone, target)
+        return self._path_by_columns(target.arch, alone)
 
-    def _why_portable(self, arch: str, which: str, tangents: tuple[str, ...] = ()) -> str:
-        """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
-        hold all columns of V."""
+    def _path_by_columns(self, arch: str, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+        """The path of all architectures where tiles of ``arch`` do not hold all columns of V and
+        its predicted time is shorter; otherwise that of ``arch``. Arguments as in
+        `columns_of_launch`."""
         from flashgen.kernels.planner import columns_of_launch
 
         spec = self.spec if which == "forward" else self._of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
-            return ""
+            return Decision(arch, "")
         own = columns_of_launch(spec, arch, which, tangents=tangents)
         if own.columns == spec.head_dim_v:
-            return ""
+            return Decision(arch, "")
         other = columns_of_launch(spec, portable(arch), which, tangents=tangents)
         if other.cost >= own.cost:
-            return ""
+            return Decision(arch, "")
         held = f"{own.columns} columns of v at once" if own.columns else "no part of v"
-        return f"tiles of the path {arch} hold {held}, and those of {portable(arch)} take less time"
+        less = f"those of {portable(arch)} take less time"
+        return Decision(portable(arch), f"tiles of the path {arch} hold {held}, and {less}")
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
