@@ -126,11 +126,12 @@ def refuse_lists(spec: AttentionSpec) -> None:
     """Raises InputError for a spec whose calls are computed by those of other specs."""
     if spec.chooses:
         raise InputError(
-            "calls in which queries choose their keys have no walk of their own to predict",
+            "a call in which queries choose their keys is not profiled or predicted",
             where=f"spec {spec.name}, {spec.block_sparse!r}",
-            numbers="several calls compute one: a group of queries is a sequence, a block a page",
-            way_out="python benchmarks/chosen_keys.py, which counts and predicts them; or a block "
-            "layout without lists",
+            numbers="several calls of other specs compute it: in these a group of queries is a "
+            "sequence, and a block of keys a page",
+            way_out="flashgen run SPEC; python benchmarks/chosen_keys.py of a checkout counts and "
+            "predicts such calls",
         )
 
 
