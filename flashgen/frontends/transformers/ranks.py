@@ -64,7 +64,7 @@ class Ranks:
     def __init__(self, group: Any, method: str, shard: Any) -> None:
         self.exchange = Exchange(group_of(group, _WHERE))
         check_method(method, _WHERE)
-        sharding_of(shard, self.exchange.world, 2)  # refuses what no sequence can have
+        sharding_of(shard, self.exchange.world, 2, _WHERE)  # refuses what no sequence can have
         self.method = method
         self.shard = shard
         self.whole: Whole | None = None

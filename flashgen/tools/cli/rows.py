@@ -1,4 +1,4 @@
-"""The inputs of a call as rows of names and values, for `run` and `report`."""
+"""A call as rows of names and values, for `run` and `report`: inputs, pages and splits."""
 
 from __future__ import annotations
 
