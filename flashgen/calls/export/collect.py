@@ -372,7 +372,7 @@ def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
     found = []
     for is_open in (True, False):
         target = gpu_of(arch, open_path=is_open)
-        path = program.path_of_pass(target, backward=of.backward, deterministic=of.deterministic)
+        path = program.path_of_pass(target, of.which)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
         found.append(PathRecord(arch, is_open, of, path.arch, at_once, path.why))
     by_default, named = found

@@ -149,25 +149,9 @@ class CallProgram(abc.ABC):
         """The keys of a split in batch-invariant calls."""
 
     @abc.abstractmethod
-    def path_of_pass(
-        self,
-        target: Target,
-        *,
-        backward: bool,
-        deterministic: bool,
-        tangents: tuple[str, ...] = (),
-    ) -> Decision:
+    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
         """The architecture whose kernels compute a pass of a call, and why; "" where it is that of
-        the target.
-
-        Args:
-            tangents: for the pass of tangents, the names of the tensors that have one; it takes the
-                path of a deterministic backward pass, where its own tiles allow that.
-        """
-
-    def path_of(self, alone: str, target: Target) -> Decision:
-        """The architecture whose kernels compute the gradients of "queries" or "keys" alone."""
-        raise AssertionError("only of specs, whose programs refuse no such call")
+        the target. Arguments as for `columns_of_launch`."""
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -325,32 +309,24 @@ class SpecProgram(CallProgram):
 
         return invariant_splits(self.spec, target.arch).size
 
-    def path_of_pass(
-        self,
-        target: Target,
-        *,
-        backward: bool,
-        deterministic: bool,
-        tangents: tuple[str, ...] = (),
-    ) -> Decision:
-        if target.open_path and self.spec.block_sparse is not None:
+    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+        arch, alone = target.arch, which in ("queries", "keys")
+        if target.open_path and self.spec.block_sparse is not None and not alone:
             from flashgen.kernels.visits.layout_path import path_of_layout
 
-            found = path_of_layout(
-                self.spec, target.arch, backward=backward, deterministic=deterministic
-            )
+            fixed = which in ("deterministic", "tangent")
+            backward = which != "forward"
+            found = path_of_layout(self.spec, arch, backward=backward, deterministic=fixed)
             if found is not None:
                 return Decision(found.arch, found.why)
-        if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
+        if self.spec.kv_dtype is not None and portable(arch) != arch:
             why = "threads convert the codes that they copy, which TMA does not"
-            return Decision(portable(target.arch), why)
-        which = "deterministic" if deterministic else "backward" if backward else "forward"
-        return self._path_by_columns(target.arch, "tangent" if tangents else which, tangents)
+            return Decision(portable(arch), why)
+        if which == "tangent" and not tangents:  # no kernel computes them
+            which = "deterministic"
+        return self._path_by_columns(arch, which, tangents)
 
-    def path_of(self, alone: str, target: Target) -> Decision:
-        return self._path_by_columns(target.arch, alone)
-
-    def _path_by_columns(self, arch: str, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+    def _path_by_columns(self, arch: str, which: str, tangents: tuple[str, ...]) -> Decision:
         """The path of all architectures where tiles of ``arch`` do not hold all columns of V and
         its predicted time is shorter; otherwise that of ``arch``. Arguments as in
         `columns_of_launch`."""
@@ -376,14 +352,8 @@ class SpecProgram(CallProgram):
 
         if launch.tiles:
             return self.signature.head_dim_v
-        backward, fixed = which != "forward", which in ("deterministic", "tangent")
-        if which in ("queries", "keys"):
-            path = self.path_of(which, target)
-        else:
-            path = self.path_of_pass(
-                target, backward=backward, deterministic=fixed, tangents=tangents
-            )
-        spec = self._of_others if backward else self.spec
+        path = self.path_of_pass(target, which, tangents)
+        spec = self.spec if which == "forward" else self._of_others
         found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
         return found.columns or self.signature.head_dim_v
 
