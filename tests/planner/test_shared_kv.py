@@ -44,7 +44,9 @@ def test_every_architecture_has_a_tile(dims: Dims, arch: str) -> None:
 def test_a_launch_has_no_more_columns_than_there_are(dims: Dims) -> None:
     for arch in PATHS:
         for dtype in ("float16", "float32"):
-            spec = spec_of((min(dims[0], 256), dims[1]) if dtype == "float32" else dims, dtype=dtype)
+            spec = spec_of(
+                (min(dims[0], 256), dims[1]) if dtype == "float32" else dims, dtype=dtype
+            )
             assert 0 < columns_of_launch(spec, arch, "forward").columns <= dims[1]
 
 
