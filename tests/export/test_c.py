@@ -420,6 +420,22 @@ def library_of(manifest: Manifest, folder: Path) -> CLibrary:
     return CLibrary(made, folder)
 
 
+def test_the_order_of_heads_in_c_is_that_of_python_on_a_gpu_of_any_size(tmp_path: Path) -> None:
+    both = Compared("causal", "sm_80", tmp_path, CASE)
+    both.python()
+    arguments, heads, rows, keys = both.forward_arguments(), 16, 3000, 2**20
+    for name, length in (("q", rows), ("k", keys), ("v", keys), ("out", rows)):
+        getattr(arguments, name).shape[:3] = (1, heads, length)
+        getattr(arguments, name).stride[:3] = (0, 16, 16 * heads)
+    for sms in (1, 108, 1000):
+        assert both.library.open("sm_80", sms) == 0
+        assert both.library.run("forward", arguments)[0] == 0
+        (launched,) = both.library.launches()
+        bits = launched.facts.head_bits(heads, heads, rows, keys)
+        assert bits
+        assert launched.grid == launched.facts.grid(1, heads, heads, rows, keys, head_bits=bits)
+
+
 @pytest.mark.slow
 def test_dropout_in_c_has_the_checks_of_python(tmp_path: Path) -> None:
     both = Compared("sliding_window", "sm_80", tmp_path, CASE, dropout_p=0.25)

@@ -311,7 +311,7 @@ def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
         "row_bytes": of.row_bytes,
         "sums_tile": of.sums_tile or (0, 0),
         "grouped": any(param.name == "head_bits" for param in of.params),
-        "machine": [repr(float(each)) for each in machine[1:]],
+        "machine": [repr(float(each)) for each in machine],
         "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
         "layout": layouts.number(record),
     }
