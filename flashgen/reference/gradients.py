@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.oracle import of_scores
+from flashgen.reference.oracle import added_weights, of_scores
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
@@ -71,11 +71,12 @@ def gradients(
     """Computes gradients in float64: the reference of every backward kernel.
 
     With ``kept``, it starts from the rounded results of Algorithm 4: O in its dtype, LSE in
-    float32. The float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's
-    P. Every backward pass that starts from LSE has this error; PyTorch, which stores P, does not.
-    D is computed from O, so that dP - D subtracts two float32 sums with different rounding; with
-    one key the difference should be 0, and is in PyTorch. In float32 with few keys these errors
-    are as large as all other rounding; `compare` allows for them.
+    float32, and the sums of the weights that `flashgen.reference.oracle.added_weights` has. The
+    float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's P. Every
+    backward pass that starts from LSE has this error; PyTorch, which stores P, does not. D is
+    computed from O, so that dP - D subtracts two float32 sums with different rounding; with one key
+    the difference should be 0, and is in PyTorch. In float32 with few keys these errors are as
+    large as all other rounding; `compare` allows for them.
 
     autograd differentiates only the score function, element by element, and the reading of elements
     of captured tensors.
@@ -206,8 +207,7 @@ def _algorithm_3(
     if kept:
         out = (part.dropped(p) @ part.v).to(problem.q.dtype).to(problem.work)
         d = (do * out).sum(dim=-1, keepdim=True).float().to(problem.work)
-        in_float32 = do.float() @ part.v.float().transpose(1, 2)
-        dp = part.dropped(in_float32.to(problem.work))
+        dp = _truncated(problem, dp)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).float().to(problem.work)
         above = scores - lse
         # A difference within the rounding error of LSE is none: the score is all of LSE.
@@ -231,6 +231,16 @@ def _algorithm_3(
     return BlockGradients(dq, dk, dv, flows, raw.detach(), of_sink)
 
 
+def _truncated(problem: OracleProblem, products: Tensor) -> Tensor:
+    """dP with the expected error of tensor cores, which truncate the sum with each 16 products.
+
+    A truncation takes half a unit in the last place, about 2^-25 of the result. A product of
+    float32 numbers is six of 16-bit numbers.
+    """
+    times = math.ceil(problem.v.shape[3] / 16) * (1 if problem.q.dtype.itemsize == 2 else 6)
+    return products * (1 - times * 2.0**-25)
+
+
 def _of_weights(
     problem: OracleProblem,
     part: ScoreBlock,
@@ -249,16 +259,15 @@ def _of_weights(
         weights: 0 where the mask is false.
         slope: their derivatives by the scores.
     """
-    product = do @ part.v.transpose(1, 2)
-    if kept:
-        product = (do.float() @ part.v.float().transpose(1, 2)).to(problem.work)
-    dp = part.dropped(product)
+    dp = part.dropped(do @ part.v.transpose(1, 2))
+    dp = _truncated(problem, dp) if kept else dp
     factor, d = torch.ones_like(weights[..., :1]), torch.zeros_like(weights[..., :1])
     if problem.spec.sums_weights:
-        sums = weights.sum(dim=-1, keepdim=True)
+        added = added_weights(problem, weights) if kept else weights
+        sums = added.sum(dim=-1, keepdim=True)
         sums = sums.float().to(problem.work) if kept else sums
         factor = torch.where(sums == 0, 0, 1 / sums)
-        out = part.dropped(weights * factor) @ part.v
+        out = part.dropped(added * factor) @ part.v
         out = out.to(problem.q.dtype).to(problem.work) if kept else out
         d = (do * out).sum(dim=-1, keepdim=True)
         d = d.float().to(problem.work) if kept else d

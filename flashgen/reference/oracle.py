@@ -94,10 +94,9 @@ def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:
     without_keys = -math.inf if problem.spec.is_softmax else 0.0
     lse = torch.full((batch * heads, seq_q), without_keys, dtype=problem.real, device=device)
     for part in problem.blocks():
-        scores = problem.score((part.q @ part.k.transpose(1, 2)) * problem.factor, part)
+        scores = problem.masked_scores(part)
         here = (part.pairs, part.rows)
         sink = None if part.sink is None else part.sink.expand(*scores.shape[:2], 1)
-        scores = problem.masked(scores, part)
         out[here], lse[here] = of_scores(problem, scores, part.v, part, sink)
     return out.view(batch, heads, seq_q, dim_v), lse.view(batch, heads, seq_q)
 
@@ -114,6 +113,18 @@ def of_scores(
     none = (sums == 0)[..., None]
     shares = scores / sums[..., None].masked_fill(none, 1)
     return part.dropped(shares.masked_fill(none, 0).to(scores.dtype)) @ v, sums
+
+
+def added_weights(problem: OracleProblem, weights: Tensor) -> Tensor:
+    """The weights as a forward pass adds them up for the sum that later passes start from.
+
+    Where the sum divides the output (`AttentionSpec.rounds_sums`), they are rounded to the dtype of
+    q, unless they overflow there.
+    """
+    if not problem.spec.rounds_sums:
+        return weights
+    rounded = weights.to(problem.q.dtype).to(problem.work)
+    return torch.where(rounded.isfinite(), rounded, weights)
 
 
 def softmax_times_v(

@@ -258,6 +258,11 @@ class OracleProblem:
         """The results of `score` where the mask is true, elsewhere what removes them."""
         return part.masked(scores) if self.spec.is_softmax else part.weighted(scores)
 
+    def masked_scores(self, part: ScoreBlock) -> Tensor:
+        """s' of the rows of a block, or the weights, without those that the mask removes."""
+        products = part.q @ part.k.transpose(1, 2)
+        return self.masked(self.score(products * self.factor, part), part)
+
     def score(self, scores: Tensor, part: ScoreBlock) -> Tensor:
         """s' of s, or its weight, unmasked, in the dtype of ``scores``."""
         if self.spec.score == SCORE:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.reference.oracle import attention
-from flashgen.reference.problem import OracleArguments
+from flashgen.reference.oracle import added_weights, attention
+from flashgen.reference.problem import OracleArguments, problem_of
 from flashgen.shared.call import ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -60,17 +60,24 @@ def kept_tangents(
 
     The rounding of LSE to float32 scales all P of a row, as in
     `flashgen.reference.gradients.gradients`. With other weights whose sum W divides the output,
-    O' = (X - W' O) / W with an O of the dtype of q; with the softmax, a pass keeps the factor of O
-    small by taking the tangents of scores relative to one of them. Arguments and errors are those
-    of `tangents`.
+    O' = (X - W' O) / W with an O of the dtype of q and the sum W of `added_weights`; with the
+    softmax, a pass keeps the factor of O small by taking the tangents of scores relative to one of
+    them. Arguments and errors are those of `tangents`.
     """
     out, lse = tangents(spec, q, k, v, moving, **call)
     if not spec.sums_weights:
         return out, lse
     own, of_rows = attention(spec, q, k, v, **call)
     if not spec.is_softmax:
-        moved = torch.where(of_rows == 0, 0, lse / of_rows)[..., None]
-        return out - moved * (own.to(q.dtype).double() - own), lse
+        sums, moved = (x.flatten(0, 1)[..., None] for x in (of_rows, lse))
+        kept, problem = sums.clone(), problem_of(spec, q, k, v, exact=True, **call)
+        for part in problem.blocks():
+            here = (part.pairs, part.rows)
+            weights = added_weights(problem, problem.masked_scores(part))
+            kept[here] = weights.sum(dim=-1, keepdim=True).float().double()
+        error = (own.to(q.dtype).double() - own).flatten(0, 1)
+        total = sums * out.flatten(0, 1) - moved * error
+        return torch.where(kept == 0, 0, total / kept).view_as(out), lse
     error = torch.where(of_rows.isfinite(), of_rows - of_rows.float().double(), 0)
     return out * error.exp()[..., None], lse
 

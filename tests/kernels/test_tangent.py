@@ -172,6 +172,23 @@ def test_tangents_of_other_weights_meet_the_error_rule(
         check_gates(run.reports[-1].kernel)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"arch": "sm_80"}, {"arch": "sm_90a"}, {"backend": "tiled"}],
+    ids=lambda how: next(iter(how.values())),
+)
+def test_the_share_of_a_rows_only_key_does_not_move(how: dict[str, str]) -> None:
+    """It is 1 whatever its weight is, also where weights are rounded before they are added up."""
+    case = Case(16, 1, 1, 1, 1, "bfloat16", 16)
+    call = Call(sized(fg.load(spec_path("power")), case), case.tensors(3), {"q_offset": 1}, **how)
+    run = run_tangent(
+        call.spec, *call.qkv, *call.results, call.moving(("k",)), **call.numbers, **call.how
+    )
+    of_weight = reference.tangents(call.spec, *call.qkv, call.moving(("k",)), **call.numbers)[1]
+    assert of_weight.abs().min() > 1e-3
+    torch.testing.assert_close(run.out, torch.zeros_like(run.out), atol=1e-5, rtol=0)
+
+
 def test_a_call_without_keys_has_the_tangent_of_its_sink() -> None:
     case = Case(5, 0, 1, 2, 2, "float16", 16)
     call = example(spec_path("sink"), case, arch="sm_80")

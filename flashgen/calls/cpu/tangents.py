@@ -312,9 +312,8 @@ def _weighted_tile(
     given: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """`_query_tile` with weights that are no exponentials."""
-    problem, (out, sums) = part.problem, given
-    divided = problem.spec.sums_weights
-    x, u, moved_sums = torch.zeros_like(out), torch.zeros_like(out), torch.zeros_like(sums)
+    problem, divided = part.problem, part.problem.spec.sums_weights
+    x, u, sums, moved_sums = (torch.zeros_like(given[i]) for i in (0, 0, 1, 1))
     for run in part.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         bits = None if run.full else part.mask_bits(rows, keys)
@@ -327,15 +326,16 @@ def _weighted_tile(
             x = x + way @ of.v[:, keys]
         if of.dv is not None or divided:
             part.select(w, bits)
+            sums = sums + w.sum(-1, keepdim=True)
             part.select(w, kept)
         if of.dv is not None:
             x = x + w @ of.dv[:, keys]
-        if divided:  # W' O may cancel most of the sum, beyond the digits of a rounded O
+        if divided:  # W' O may cancel most of the sum, beyond the digits of a rounded O or W
             u = u + w @ of.v[:, keys]
     if problem.dropout_scale is not None:
         x, u = x * problem.dropout_scale, u * problem.dropout_scale
     if not divided:
-        return x, torch.zeros_like(sums)
+        return x, moved_sums.zero_()
     share = shares_of(sums)
     return share * (x - moved_sums * (share * u)), moved_sums
 

@@ -149,7 +149,7 @@ def kernel(
         and not spec.takes_maxima
         and not (spec.adds_parts and plan.kernel == "forward"),
         takes_maxima=spec.takes_maxima,
-        rounds_sums=spec.rounds_sums and plan.kernel == "forward" and plan.dtype != "float32",
+        rounds_sums=spec.rounds_sums and plan.dtype != "float32",
         counted_head=functools.partial(_counted_head, plan),
         head_in_whole=head_in_whole(spec, "h"),
         heads_of_whole=heads_of_whole(spec),
