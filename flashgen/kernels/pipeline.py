@@ -7,7 +7,7 @@ cubins, without a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +15,7 @@ from flashgen.kernels import codegen
 from flashgen.kernels.built_kernel import Build, gradient_terms
 from flashgen.kernels.codegen import Source
 from flashgen.kernels.compile import compile, override
+from flashgen.kernels.enough_registers import with_enough_registers
 from flashgen.kernels.planner import (
     NO_TILES,
     BackwardPlan,
@@ -56,16 +57,9 @@ __all__ = [
     "plan_backward_of_call",
 ]
 
-MOST_SPARE_REGISTERS = 128
-"""A kernel that spills although its plan leaves this many registers free keeps its spills."""
-
 Request = PlanRequest | BackwardPlanRequest | TangentPlanRequest
 
 _WAIT = "griddepcontrol.wait"
-
-_CHANGED_WGMMA = "(C75"
-"""The codes of ptxas for wgmma instructions that it serialises, or orders by fences and waits that
-the kernel lacks: C7510 to C7519."""
 
 
 @dataclass(frozen=True)
@@ -294,71 +288,42 @@ def _beyond_int32(request: Request, ranges: CallRanges) -> str:
 
 @override.cached(maxsize=512)
 def _build_forward(request: PlanRequest, wide: bool) -> Build:
-    # A given tile is kept, and so is that of all calls which serve.
+    # A given tile is kept, and so is that of served calls, which all have one.
     kept = {"forward"} if request.tile is not None or request.spec.is_served else set()
 
-    def emitted(spare: Mapping[str, int]) -> tuple[Source]:
-        registers = spare.get("forward", 0)
-        return (_emit_forward(replace(request, spare_registers=registers), wide),)
+    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
+        of = replace(request, spare_registers=spare.get("forward", 0))
+        return _all_compiled((_emit_forward(of, wide),), request)
 
-    return _without_spills(emitted, kept, request)[0]
+    return with_enough_registers(made, kept)[0]
 
 
 @override.cached(maxsize=512)
 def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
-    def emitted(spare: Mapping[str, int]) -> tuple[Source, ...]:
-        return _emit_backward(replace(request, spare_registers=tuple(spare.items())), wide)
+    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
+        of = replace(request, spare_registers=tuple(spare.items()))
+        return _all_compiled(_emit_backward(of, wide), request)
 
-    return _without_spills(emitted, dict(request.tiles), request)
+    return with_enough_registers(made, dict(request.tiles))
 
 
 @override.cached(maxsize=512)
 def _build_tangent(request: TangentPlanRequest, wide: bool) -> Build:
     kept = {"tangent"} if request.tile is not None else set()
 
-    def emitted(spare: Mapping[str, int]) -> tuple[Source]:
-        return (_emit_tangent(replace(request, spare_registers=spare.get("tangent", 0)), wide),)
+    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
+        of = replace(request, spare_registers=spare.get("tangent", 0))
+        return _all_compiled((_emit_tangent(of, wide),), request)
 
-    return _without_spills(emitted, kept, request)[0]
+    return with_enough_registers(made, kept)[0]
 
 
-def _without_spills(
-    emitted: Callable[[Mapping[str, int]], tuple[Source, ...]],
-    kept: Container[str],
-    request: Request,
-) -> tuple[Build, ...]:
-    """The kernels that lack the fewest registers: those that lack some are planned again with less.
-
-    A kernel lacks registers where it spills, or where the assembler serialises its wgmma
-    instructions; a kernel of the second kind is worse than any spill.
-
-    Args:
-        emitted: the sources with these numbers of registers left free, by the roles of kernels.
-        kept: the roles of the kernels whose tiles stay.
-    """
-    names, spare = _names(request.spec, request.arch), dict[str, int]()
-    best: tuple[Build, ...] | None = None
-    while all(each <= MOST_SPARE_REGISTERS for each in spare.values()):
-        try:
-            sources = emitted(spare)
-        except PlanError:
-            if best is None:
-                raise
-            break  # no tile leaves these registers free; the best kernels have warnings
-        made = tuple(
-            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
-            for source in sources
-        )
-        cramped = [each for each in made if any(_lacks(each)) and each.source.role not in kept]
-        if best is None or not cramped or _most_lacked(made) < _most_lacked(best):
-            best = made
-        if not cramped:
-            break
-        for each in cramped:
-            role = each.source.role
-            spare[role] = _next_spare(each, spare.get(role, 0))
-    assert best is not None, "the first round gives kernels or raises"
-    return tuple(map(_asynchronous, best))
+def _all_compiled(sources: tuple[Source, ...], request: Request) -> tuple[Build, ...]:
+    names = _names(request.spec, request.arch)
+    return tuple(
+        compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
+        for source in sources
+    )
 
 
 @override.cached(maxsize=512)
@@ -559,49 +524,3 @@ def compiled(
             way_out=f'asm volatile("{_WAIT};" ::: "memory"); as its first statement',
         )
     return Build(analysis, source, binary)
-
-
-def _asynchronous(build: Build) -> Build:
-    """The same build. Where registers spill, wgmma may be serialised: plans are made again first.
-
-    Raises:
-        CompileError: the assembler changed the order of wgmma instructions.
-    """
-    source, changed = build.source, _changed_wgmma(build)
-    if changed:
-        raise CompileError(
-            f"the assembler serialises the wgmma instructions of {source.name}, or adds to them",
-            where=source.filename,
-            numbers=changed.splitlines()[0],
-            way_out="arch='sm_80', whose kernels have no wgmma, or mods that need fewer registers",
-        )
-    return build
-
-
-def _changed_wgmma(build: Build) -> str:
-    """The first warning that the assembler changed the order of wgmma instructions; "" without."""
-    return next((text for text in build.binary.warnings if _CHANGED_WGMMA in text), "")
-
-
-def _lacks(build: Build) -> tuple[bool, int]:
-    """What a plan with more registers may mend: serialised wgmma instructions, bytes of spills."""
-    return bool(_changed_wgmma(build)), _spilled(build)
-
-
-def _most_lacked(builds: tuple[Build, ...]) -> tuple[int, int]:
-    """The kernels with serialised instructions, and the bytes of spills of all kernels."""
-    serialised, spilled = zip(*map(_lacks, builds), strict=True)
-    return sum(serialised), sum(spilled)
-
-
-def _spilled(build: Build) -> int:
-    """Bytes of spills that a smaller tile can avoid: not those around calls of a large function."""
-    return 0 if build.source.outlined else build.binary.resources.spill_store_bytes
-
-
-def _next_spare(build: Build, spare: int) -> int:
-    """The next number of registers to leave free: its tile does not leave as many."""
-    name, plan = build.source.name, build.plan
-    found = f"spills {_spilled(build)} B" if _spilled(build) else "has serialised wgmma"
-    config.log(1, f"flashgen: {name} {found} with {spare} spare registers")
-    return plan.spare_after_spill(spare)

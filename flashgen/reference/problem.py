@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -293,13 +294,19 @@ class OracleProblem:
         """
         values = {**part.values, SCORE: scores.detach().to(self.real)}
         x = evaluate(variable, values, self.real).detach()
-        with warnings.catch_warnings(), forward_ad.dual_level():
-            # A warning of torch itself, when it loads its forward-mode formulas.
-            warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+        with forward_mode():
             dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
             found = evaluate(self.spec.score, {**values, variable: dual}, self.real, self.decides)
             value, slope = forward_ad.unpack_dual(found)  # type: ignore[no-untyped-call]
         return value, torch.zeros_like(value) if slope is None else slope
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """A level of torch's forward mode, without the warning of torch when it loads its formulas."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+        yield
 
 
 def in_blocks(

@@ -6,16 +6,14 @@ forward over reverse: forward mode through reverse mode through the whole matrix
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
 from flashgen.reference.oracle import added_weights, attention
-from flashgen.reference.problem import OracleArguments, problem_of
+from flashgen.reference.problem import OracleArguments, forward_mode, problem_of
 from flashgen.shared.call import ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -42,7 +40,7 @@ def tangents(
             `same_dtype`.
         moving: the tangents of q, k, v and of the learned tensors.
     """
-    with _forward_mode():
+    with forward_mode():
         duals, call["tensors"] = _duals(spec, (q, k, v), moving, call, exact)
         out, lse = attention(spec, *duals[:3], exact=exact, **call)
         return _tangent(out), _tangent(lse)
@@ -101,7 +99,7 @@ def gradient_tangents(
         of_gradients: the tangents of dout and dlse; None for zeros.
         other arguments: as in `tangents`.
     """
-    with _forward_mode(), torch.enable_grad():
+    with forward_mode(), torch.enable_grad():
         duals, call["tensors"] = _duals(spec, (q, k, v), moving, call, exact, leaves=True)
         results = attention(spec, *duals[:3], exact=exact, **call)
         given = [
@@ -151,11 +149,3 @@ def _dual(tensor: Tensor, way: Tensor | None) -> Tensor:
 def _tangent(tensor: Tensor) -> Tensor:
     found = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     return torch.zeros_like(tensor) if found is None else found.detach()
-
-
-@contextmanager
-def _forward_mode() -> Iterator[None]:
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        # A warning of torch itself, when it loads its forward-mode formulas.
-        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
-        yield

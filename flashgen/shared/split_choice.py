@@ -399,7 +399,7 @@ def choose_split(
         invariant: whether a prefill decides as much as `LOADS`: that of training, for the splits
             of batch-invariant calls.
     """
-    assert kernel.decoding is not None, "a kernel of calls that are served"
+    assert kernel.decoding is not None, "a kernel of served calls"
     step = math.lcm(STEP, kernel.block_k)
     served = SplitKernel.of(kernel, kernel.decoding, sms)
     has_codes = served.tile.key_bytes < sum(served.row_bytes)  # where V is a tensor of its own

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.checks import shadow
 from ptx_emulator.checks.clocks import WARP, room
 from ptx_emulator.checks.shadow import ASYNC, FLIGHT, NEVER, SharedAccess, SharedShadow
 from ptx_emulator.errors import UninitialisedRead, way_out
@@ -228,7 +229,7 @@ class AsyncProxy:
         """The agent of an asynchronous write, and why the write is not visible yet."""
         number = stamp - int(ASYNC)
         if stamp == FLIGHT:
-            return "a cp.async that has not been waited for writes there"
+            return shadow.STILL_COPIED
         if not 0 <= number < self._writes:
             return "an mbarrier lies there"
         name = self._names[int(self._write_column[number])]
@@ -239,13 +240,11 @@ class AsyncProxy:
     def _report_write(
         self, a: SharedAccess, bad: Array, stamp: int, unfenced: bool, verb: str
     ) -> None:
-        shadow = self.shadow
+        shared = self.shadow
         if stamp == NEVER:
-            what = "shared memory is read that was never written"
+            advice = shadow.WRITE_FIRST + way_out("uninitialised_rows")
             numbers = "an asynchronous read"
-            advice = "write it first, and check the address and the bytes that were copied"
-            advice += way_out("uninitialised_rows")
-            shadow.fail(a, bad, what, numbers, advice, UninitialisedRead)
+            shared.fail(a, bad, shadow.UNWRITTEN, numbers, advice, UninitialisedRead)
         writer = f"{self.machine.member_name(stamp & WARP)} writes there"
         agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
@@ -259,11 +258,11 @@ class AsyncProxy:
             advice = "wait for it first, in the issuing warp or in one that it passes a barrier "
             advice += "with"
         else:
-            advice = "separate the two accesses by a barrier that both warps pass"
-            if a.rows.ndim > 1 and (a.rows % shadow.warps == stamp & WARP).any():
+            advice = shadow.BARRIER
+            if a.rows.ndim > 1 and (a.rows % shared.warps == stamp & WARP).any():
                 advice += way_out("wgmma_rows_syncwarp")
-        writer = self.machine.program.describe(int(shadow.writer_pc[shadow.first(a, bad)[0]]))
-        shadow.fail(a, bad, problem, f"{agent}: {writer}", advice)
+        writer = self.machine.program.describe(int(shared.writer_pc[shared.first(a, bad)[0]]))
+        shared.fail(a, bad, problem, f"{agent}: {writer}", advice)
 
 
 def _different(stamps: Array) -> Array:

@@ -37,6 +37,11 @@ ASYNC = np.uint32(0xE0000000)
 MBARRIER = np.uint32(0xFFFFFFFD)  # an mbarrier object lies in the vector
 FLIGHT = np.uint32(0xFFFFFFFE)  # a cp.async that has not been waited for writes the vector
 NEVER = np.uint32(0xFFFFFFFF)  # not written since the block started
+# What findings in shared memory say, whether ordinary or asynchronous accesses make them.
+UNWRITTEN = "shared memory is read that was never written"
+WRITE_FIRST = "write it first, and check the address and the bytes that were copied"
+STILL_COPIED = "a cp.async that has not been waited for writes there"
+BARRIER = "separate the two accesses by a barrier that both warps pass"
 VOLATILE = "; volatile orders nothing without a fence or a barrier, but for a loop that polls"
 
 

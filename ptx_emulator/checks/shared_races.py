@@ -23,7 +23,6 @@ from ptx_emulator.state.wave import Execution, Wave
 _LOG_LIMIT = 2048
 _PC_BITS = 32
 _WEAK, _STRONG, _RACING = range(3)  # kinds of reads: strong are atomic or polls, racing volatile
-_BARRIER = "separate the two accesses by a barrier that both warps pass"
 
 
 class _Reads(NamedTuple):
@@ -246,7 +245,7 @@ class SharedRaces(SharedShadow):
                 if late.any():
                     reader = m.program.describe(int(reads[late][0]) & (1 << _PC_BITS) - 1)
                     what = "race in shared memory: a write may overtake a read of another warp"
-                    self.fail(a, late, what, f"warp {other} reads there: {reader}", _BARRIER)
+                    self.fail(a, late, what, f"warp {other} reads there: {reader}", shadow.BARRIER)
         self.lanes_against_reads(a)
 
     def _flush(self) -> None:
@@ -273,11 +272,10 @@ class SharedRaces(SharedShadow):
         writer = ""
         if stamp == shadow.NEVER:
             kind = UninitialisedRead
-            problem = "shared memory is read that was never written"
-            advice = "write it first, and check the address and the bytes that were copied"
-            advice += way_out("uninitialised_rows")
+            problem = shadow.UNWRITTEN
+            advice = shadow.WRITE_FIRST + way_out("uninitialised_rows")
         elif stamp == shadow.FLIGHT:
-            writer = "a cp.async that has not been waited for writes there"
+            writer = shadow.STILL_COPIED
             advice = "wait for it (cp.async.wait_group) and then pass a barrier"
             problem = f"race in shared memory: a {verb} of bytes that a cp.async is still writing"
         elif stamp >= shadow.ASYNC and self.proxy is not None:
@@ -289,7 +287,7 @@ class SharedRaces(SharedShadow):
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
-            advice = _BARRIER
+            advice = shadow.BARRIER
             if verb == "write":
                 advice += m.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"

@@ -310,8 +310,6 @@ def half_arithmetic(g: Generator, ins: Instruction, kind: str) -> None:
     if "xorsign" in flags:
         g.need("abs")
     g.mods.take("approx")
-    count = {"fma": 3, "mad": 3}.get(ins.op, 1 if ins.op in ("abs", "neg", *_FUNCTIONS) else 2)
-    g.refuse_if(len(ins.operands) != 1 + count, "another number of operands")
     pair = kind.endswith("x2")
     raw = "u4" if pair else "u2"
     operands = ", ".join(g.read(o, raw) for o in ins.operands[1:])

@@ -134,6 +134,11 @@ def _has(form: Form, modifiers: tuple[str, ...]) -> bool:
     return not left
 
 
+def are_listed(opcode: str) -> bool:
+    """Whether `problem` compares instructions of this opcode with its forms."""
+    return opcode in _forms()
+
+
 @functools.cache
 def problem(opcode: str, modifiers: tuple[str, ...], operands: int) -> str:
     """Why an instruction has none of the forms of its opcode; '' if it has one."""

@@ -490,16 +490,16 @@ class Generator:
         opcode, width = opcode_of(ins), fact("width", ins)
         if opcode.emit is None:
             raise self.unknown()
-        problem = forms.problem(ins.op, ins.mods, len(ins.operands))
-        if problem:
-            raise self.unknown(
-                problem, "write it as the PTX ISA has it; isa/forms.py lists the forms"
-            )
+        wrong = forms.problem(ins.op, ins.mods, len(ins.operands))
+        if wrong:
+            raise self.unknown(wrong, "a form of the PTX ISA, as isa/forms.py lists them")
         try:
             self.emit_instruction(ins, opcode, width)
-        except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
-            # Emitters unpack the operands that they support.
-            raise self.unknown("with these operands") from None
+        except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as problem:
+            if forms.are_listed(ins.op):
+                raise  # a form of PTX: the mistake is the emitter's
+            # Other emitters unpack the operands, and look up the types, that they support.
+            raise self.unknown("with these operands") from problem
         if self.mods.left:
             raise self.unknown("the modifier ." + " .".join(self.mods.left))
 

@@ -57,7 +57,7 @@ def test_the_table_says_how_keys_are_paged_and_split() -> None:
     assert "merge" not in table
     table = rows(flashgen(*command, "--split-size", "32", "--backend", "emulator").stdout)
     assert table["kernel"].startswith("causal_split_forward_")
-    assert table["merge"].startswith("merge_splits_fp16_d64: 1 rows, 1 warps, ")
+    assert table["merge"].startswith("merge_splits_fp16_d64: 1 row, 1 warp, ")
     assert " B read, " in table["merge"]
 
 

@@ -79,9 +79,11 @@ def test_ranks_without_a_shape_are_refused() -> None:
     assert "--world has no effect without --shape" in done.stderr
 
 
-def test_a_method_that_does_not_exist_is_refused() -> None:
+def test_a_method_or_sharding_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="no such method"):
         forecast(CAUSAL, 4, SIZES, method="rings")
+    with pytest.raises(InputError, match=r"argument shard of flashgen\.distributed\.forecast"):
+        forecast(CAUSAL, 4, SIZES, shard="zigzag")
     options = "--world", "4", "--shape", "1,4,4096", "--method", "ulysses"
     done = flashgen("plan", "specs/causal.py", *options)
     assert done.exit_code == 2

@@ -103,9 +103,8 @@ def test_tangents_meet_the_error_rule(arch: str, dims: tuple[int, int]) -> None:
 def test_tangents_without_a_tile_take_the_path_of_all_architectures(dim: int, taken: str) -> None:
     program = SpecProgram(fg.AttentionSpec(head_dim=dim, dtype="bfloat16"))
     target = program.target("emulator", "sm_90a", torch.device("cpu"))
-    how = {"backward": True, "deterministic": True}
-    assert program.path_of_pass(target, **how).arch == "sm_90a"
-    assert program.path_of_pass(target, **how, tangents=("q", "k", "v")).arch == taken
+    assert program.path_of_pass(target, "deterministic").arch == "sm_90a"
+    assert program.path_of_pass(target, "tangent", ("q", "k", "v")).arch == taken
 
 
 # ---- values that no tile holds ------------------------------------------------------------------

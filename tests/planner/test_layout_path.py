@@ -49,8 +49,8 @@ def test_the_path_of_portable_kernels_is_taken_where_hoppers_is_predicted_slower
     monkeypatch.setattr(layout_path, "_seconds", by_arch)
     spec = spec_of("butterfly", 32)  # a spec of no other test: choices are kept
     program = program_of(spec)
-    for backward in (False, True):
-        chosen = program.path_of_pass(TARGET, backward=backward, deterministic=False)
+    for which in ("forward", "backward"):
+        chosen = program.path_of_pass(TARGET, which)
         assert chosen.arch == "sm_90"
         assert "block layout" in chosen.why
     path_of_layout.cache_clear()
@@ -83,7 +83,7 @@ def test_all_passes_are_listed_with_their_order_of_sums() -> None:
 def test_a_call_that_names_its_architecture_keeps_it() -> None:
     program = program_of(spec_of("local_global"))
     named = replace(TARGET, open_path=False)
-    assert program.path_of_pass(named, backward=False, deterministic=False).arch == "sm_90a"
+    assert program.path_of_pass(named, "forward").arch == "sm_90a"
 
 
 def test_only_layouts_on_a_device_with_two_paths_have_a_choice() -> None:

@@ -43,6 +43,10 @@ kernel(const Params p) {
     // 3 is no step, nor is 4.
   }
   // 10. Out.
+  // 11. The rows of a tile, whose
+  //     columns follow. Then more.
+  // 12. Done. What is left is
+  //     elsewhere.
 }
 """
 
@@ -59,6 +63,8 @@ def test_steps_are_the_numbered_comments_of_the_kernel():
         ("2", "Main loop.", 8),
         ("2a", "S = Q K^T", 10),
         ("10", "Out.", 14),
+        ("11", "The rows of a tile, whose columns follow.", 15),
+        ("12", "Done.", 17),
     ]
     assert steps_of("int x;  // 1. no kernel\n") == ()
 

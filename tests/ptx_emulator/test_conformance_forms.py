@@ -11,6 +11,7 @@ import pytest
 from ptx_emulator import launch
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.isa import forms
+from ptx_emulator.ptx.instructions import OPCODES
 
 BEFORE = """.version 8.6
 .target sm_90a
@@ -106,3 +107,12 @@ def test_a_refusal_says_what_is_wrong() -> None:
     assert forms.problem("add", ("rn", "odd", "f32"), 3) == "the modifier .odd"
     assert "missing" in forms.problem("mul", ("s32",), 3)
     assert forms.problem("add", ("u32",), 4) == "another number of operands"
+
+
+def test_a_mistake_in_an_emitter_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setitem(OPCODES, "add", OPCODES["add"]._replace(emit=wrong))
+    with pytest.raises(KeyError, match="a mistake"):
+        launch(f"{BEFORE} add.u32 %r4, %r1, %r2; ret; }}", "k", 1, 32, [np.zeros(8)])

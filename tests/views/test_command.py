@@ -142,11 +142,16 @@ def test_two_tiles_are_compared_by_their_figures(comparison: Path) -> None:
 def test_two_architectures_and_two_specs_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "both.html"
     other = CAUSAL.replace("causal", "softcap")
-    for arguments in ((CAUSAL, "--arch", "sm_80,sm_90a"), (CAUSAL, other)):
+    for arguments, differ in (
+        ((CAUSAL, "--arch", "sm_80,sm_90a"), "in architecture."),
+        ((CAUSAL, other), "in spec."),
+        ((CAUSAL, other, "--arch", "sm_80,sm_90a"), "in spec and architecture, so that a change"),
+    ):
         done = flashgen("report", *arguments, "--shape", "1,1,64", "-o", str(file))
         assert done.exit_code == 0, done.output + done.stderr
         assert len(data_of(file)["sides"]) == 2
         assert done.stdout.count("2 results within the error rule") == 2
+        assert f"The calls differ {differ}" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

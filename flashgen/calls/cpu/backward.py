@@ -20,7 +20,6 @@ from flashgen.calls.cpu.elements import add_at
 from flashgen.calls.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
 from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
 from flashgen.calls.cpu.threads import alone, share, threads_of
-from flashgen.calls.sinks import gradient_without_keys
 from flashgen.shared.call import OutputGradients
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -78,9 +77,7 @@ def backward(
         if problem.is_empty:
             _zero(dq, dk, dv)
             if place is not None and of_dlse is not None:
-                rows, dims = sinks.rows_without_keys(problem), spec.sink.dims
-                found = gradient_without_keys(learned[place], dims, rows, of_dlse.to(dtype))
-                sums[0][place] += found.flatten()
+                sinks.add_gradient_without_keys(sums[0][place], problem, of_dlse)
             continue
         of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)
         for chunk in chunks:

@@ -8,7 +8,7 @@ on P as in Algorithm 2, and not on the normaliser.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -55,24 +55,11 @@ def forward(
     P V; for float64 operands everything is float64. Products of q and k are as
     `SequenceProblem.products` says, and small calls are float64 throughout.
     """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
-    rows = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)  # LSE, and maxima
-    if spec.packed:
-        out.zero_()
-        rows.fill_(signature_of(spec).lse_of_nothing)
-    waiting: dict[int, tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]] = {}
-    for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments):
-        of_q, of_out, of_rows = sequence.of_queries(q, out, rows)
-        of_k, of_v = sequence.of_keys(k, v)
-        if problem.is_empty:
-            of_rows.fill_(-math.inf)
-            without_keys(problem, of_out, of_rows[..., 0])
-            continue
-        for chunk in chunks:
-            waiting[len(waiting)] = chunk, of_q, of_k, of_v, of_out, of_rows
+    out, rows = empty_results(spec, q, v)
+    parts = parts or parts_of(spec, q, k, arguments)
+    waiting = dict(enumerate(chunks_with_keys(parts, (q, k, v), out, rows)))
     threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
-    works = [Workspace(dtype) for _ in range(threads)]
+    works = [Workspace(rows.dtype) for _ in range(threads)]
     # Threads share the chunks; the tiles of each chunk where there are fewer chunks than threads.
     of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
 
@@ -87,7 +74,34 @@ def forward(
     return out, *(each.contiguous() for each in rows.unbind(-1))
 
 
-def without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
+def empty_results(spec: AttentionSpec, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """O, and the numbers of each row beside it: LSE, and the largest score where it is returned."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
+    rows = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)
+    if spec.packed:  # rows outside all sequences
+        out.zero_()
+        rows.fill_(signature_of(spec).lse_of_nothing)
+    return out, rows
+
+
+def chunks_with_keys(
+    parts: Iterable[SequenceParts], operands: tuple[Tensor, Tensor, Tensor], *results: Tensor
+) -> Iterator[tuple[ChunkScores, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Each chunk with q, k, v, O and the numbers of rows of its sequence; writes the results of
+    sequences without keys."""
+    q, k, v = operands
+    for sequence, problem, chunks in parts:
+        of_q, of_out, of_rows = sequence.of_queries(q, *results)
+        of_k, of_v = sequence.of_keys(k, v)
+        if problem.is_empty:
+            of_rows.fill_(-math.inf)
+            _without_keys(problem, of_out, of_rows[..., 0])
+        for chunk in chunks:
+            yield chunk, of_q, of_k, of_v, of_out, of_rows
+
+
+def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
     out.zero_()
     sink = problem.spec.sink
     if problem.sink is None or sink is None:
@@ -188,12 +202,7 @@ def _query_tile(
     lowest = torch.finfo(problem.real).min
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
-    for run in of.runs(rows.start, rows.stop):
-        keys = slice(run.start, run.stop)
-        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
-        bits = None if run.full else of.mask_bits(rows, keys)
-        scores = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
-
+    for keys, p, scores, bits in _tiles(of, work, rows, (q, k), power_of_2):
         tile_max = scores.amax(-1, keepdim=True)
         new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
@@ -254,11 +263,7 @@ def _weighted_tile(
     problem, (q, k, v), (out, sums) = of.problem, operands, results
     o = work.matrix("o", *out.shape).zero_()
     sums.fill_(-math.inf if problem.spec.takes_maxima else 0.0)
-    for run in of.runs(rows.start, rows.stop):
-        keys = slice(run.start, run.stop)
-        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
-        bits = None if run.full else of.mask_bits(rows, keys)
-        weights = _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits)
+    for keys, p, weights, _ in _tiles(of, work, rows, (q, k), power_of_2):
         if weights is not p:
             p.copy_(weights)
         if problem.spec.rounds_sums and problem.narrow is not None:
@@ -279,6 +284,22 @@ def _weighted_tile(
     out.copy_(o)
 
 
+def _tiles(
+    of: ChunkScores, work: Workspace, rows: slice, operands: tuple[Tensor, Tensor], power_of_2: bool
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """For each tile of keys that the rows reach: its keys, a matrix for P, s' or the weights, which
+    may lie in that matrix, and the bits of the mask; None where it keeps all scores.
+
+    Where a bit is 0, s' is -inf, and a weight is 0, or -inf where maxima are taken.
+    """
+    q, k = operands
+    for run in of.runs(rows.start, rows.stop):
+        keys = slice(run.start, run.stop)
+        p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
+        bits = None if run.full else of.mask_bits(rows, keys)
+        yield keys, p, _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits), bits
+
+
 def _scores(
     of: ChunkScores,
     work: Workspace,
@@ -288,10 +309,7 @@ def _scores(
     operands: tuple[Tensor, Tensor, bool],
     bits: Tensor | None,
 ) -> Tensor:
-    """s' of a tile, or its weights; ``p`` itself, or the score function's result.
-
-    Where ``bits`` are 0, s' is -inf, and a weight is 0, or -inf where maxima are taken.
-    """
+    """s' of a tile, or its weights; ``p`` itself, or the score function's result."""
     problem = of.problem
     scores = p
     if not problem.programs.ignores_score:

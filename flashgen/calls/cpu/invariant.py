@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from flashgen.calls.cpu import sinks
-from flashgen.calls.cpu.forward import empty_like_q, without_keys
+from flashgen.calls.cpu.forward import chunks_with_keys, empty_results
 from flashgen.calls.cpu.parts import ChunkScores, parts_of
 from flashgen.calls.cpu.problem import TileArguments
-from flashgen.spec.language.signature import signature_of
 from flashgen.spec.language.spec import AttentionSpec
 
 Tensor = torch.Tensor
@@ -34,23 +33,12 @@ def forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, arguments: TileArguments
 ) -> tuple[Tensor, ...]:
     """As `flashgen.calls.cpu.forward.forward`, with an order of sums that no size changes."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
-    results = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)  # LSE, and maxima
-    if spec.packed:
-        out.zero_()
-        results.fill_(signature_of(spec).lse_of_nothing)
+    out, rows = empty_results(spec, q, v)
     q, k, v = q.double(), k.double(), v.double()
-    for sequence, problem, chunks in parts_of(spec, q, k, arguments):
-        of_q, of_out, of_rows = sequence.of_queries(q, out, results)
-        of_k, of_v = sequence.of_keys(k, v)
-        if problem.is_empty:
-            of_rows.fill_(-math.inf)
-            without_keys(problem, of_out, of_rows[..., 0])
-            continue
-        for of in chunks:
-            _chunk(of, of_q, of_k, of_v, of_out, of_rows)
-    return out, *(each.contiguous() for each in results.unbind(-1))
+    parts = parts_of(spec, q, k, arguments)
+    for chunk, *tensors in chunks_with_keys(parts, (q, k, v), out, rows):
+        _chunk(chunk, *tensors)
+    return out, *(each.contiguous() for each in rows.unbind(-1))
 
 
 def _chunk(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Tensor) -> None:

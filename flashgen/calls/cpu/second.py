@@ -41,7 +41,6 @@ from flashgen.calls.cpu.tangents import (
     shares_of,
     wide_of_queries,
 )
-from flashgen.calls.sinks import gradient_without_keys
 from flashgen.shared.call import OutputGradients, ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
 
@@ -82,10 +81,8 @@ def backward_tangent(
         (to_q,), (to_k, to_v) = sequence.of_queries(dq), sequence.of_keys(dk, dv)
         if problem.is_empty:
             place, dlse = problem.learned_sink, rows[9]
-            if place is not None and dlse is not None and spec.sink is not None:
-                places, dims = sinks.rows_without_keys(problem), spec.sink.dims
-                found = gradient_without_keys(learned[place], dims, places, dlse.to(real))
-                sums[place] += found.flatten()
+            if place is not None and dlse is not None:
+                sinks.add_gradient_without_keys(sums[place], problem, dlse)
             continue
         for part in chunks:
             chunk = part.chunk

@@ -11,7 +11,7 @@ import torch
 
 from flashgen.calls.cpu.parts import ChunkScores
 from flashgen.calls.cpu.problem import SequenceProblem, exp_
-from flashgen.calls.sinks import Rows, gradient_of_rows, logits_of
+from flashgen.calls.sinks import Rows, gradient_of_rows, gradient_without_keys, logits_of
 
 Tensor = torch.Tensor
 
@@ -88,3 +88,16 @@ def rows_without_keys(problem: SequenceProblem) -> Rows:
     h = torch.arange(sizes.heads_q).view(1, -1, 1) + problem.first_head
     q = torch.arange(sizes.seq_q).view(1, 1, -1) + problem.queries.offset
     return Rows(b, h, q)
+
+
+def add_gradient_without_keys(total: Tensor, problem: SequenceProblem, dlse: Tensor) -> None:
+    """Adds the gradient of a sink from rows without keys, whose LSE is the sink.
+
+    Args:
+        total: the gradient, flattened.
+        dlse: the gradient of these rows' LSE.
+    """
+    assert problem.sink is not None, "called for specs with a sink only"
+    assert problem.spec.sink is not None, "called for specs with a sink only"
+    rows, dims = rows_without_keys(problem), problem.spec.sink.dims
+    total += gradient_without_keys(problem.sink, dims, rows, dlse.to(total.dtype)).flatten()

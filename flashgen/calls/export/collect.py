@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -22,7 +22,6 @@ from flashgen.calls.exported.manifest import (
     ProgramRecord,
 )
 from flashgen.calls.runtime.backends import gpu_of
-from flashgen.calls.runtime.memory_layout import ALIGNED
 from flashgen.calls.runtime.programs import SpecProgram, Variant
 from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import beyond_int32
@@ -163,7 +162,7 @@ class Collection:
         if key not in self._numbers:
             self._numbers[key] = len(self.records)
             stem, resources = self._stem(build), build.binary.resources
-            self.records.append(KernelRecord(build.facts, stem, resources, cuda_of(build)))
+            self.records.append(KernelRecord(build.facts, stem, resources, build.binary.cuda))
         return self._numbers[key]
 
     def _stem(self, build: Build) -> str:
@@ -268,20 +267,18 @@ class Collection:
         """
         forms = [(16, heads) for heads in self._heads(spec)] + [(ITEMSIZE[spec.dtype], 1)]
         ranges = widest(signature_of(spec))
-        for arch in _with_fallbacks(self.request.archs):
-            for access, heads in dict.fromkeys(forms):
-                options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
-                with _unless_needed(arch in whole and access == 16):
-                    narrow = build(spec, arch, **options)
-                    wide = build(spec, arch, **options, ranges=ranges)
-                    builds.append(narrow)
-                    for is_wide, made in ((False, narrow), (True, wide)):
-                        if made is narrow and is_wide:
-                            continue  # no call needs it
-                        key = (of.drops, arch, access, heads, is_wide)
-                        cost = made.plan.cost
-                        tile = decoding_tile(made.plan, cost, cost) if spec.split else None
-                        yield ForwardRecord(*key, self.add(made), tile)
+        archs = _with_fallbacks(self.request.archs)
+        for arch, (access, heads) in itertools.product(archs, dict.fromkeys(forms)):
+            options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
+            with _unless_needed(arch in whole and access == 16):
+                narrow = build(spec, arch, **options)
+                wide = build(spec, arch, **options, ranges=ranges)
+                builds.append(narrow)
+                for is_wide, made in enumerate((narrow, wide)[: 1 + (wide is not narrow)]):
+                    key = (of.drops, arch, access, heads, bool(is_wide))
+                    cost = made.plan.cost
+                    tile = decoding_tile(made.plan, cost, cost) if spec.split else None
+                    yield ForwardRecord(*key, self.add(made), tile)
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
         heads = tuple(sorted({1, *self.request.heads_per_tile}))
@@ -330,13 +327,6 @@ class Collection:
         return LayoutRecord(sparse.block_q, sparse.block_k, rows, columns, LAYOUT_TABLE)
 
 
-def cuda_of(build: Build) -> int:
-    """The major version of CUDA of a kernel's compiler: PTX 8 is CUDA 12's, PTX 9 is CUDA 13's."""
-    declared = re.search(r"^\.version (\d+)\.", build.ptx, re.MULTILINE)
-    assert declared is not None, "PTX begins with its version"
-    return int(declared[1]) + 4
-
-
 def _without_folder(build: Build) -> bytes:
     """The cubin with another name for the folder of the cache in its line information.
 
@@ -382,10 +372,9 @@ def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
     found = []
     for is_open in (True, False):
         target = gpu_of(arch, open_path=is_open)
-        path = program.path_of_pass(target, backward=of.backward, deterministic=of.deterministic)
+        path = program.path_of_pass(target, of.which)
         at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
-        why = path.why.removeprefix(ALIGNED).removeprefix("; ")
-        found.append(PathRecord(arch, is_open, of, path.arch, at_once, why))
+        found.append(PathRecord(arch, is_open, of, path.arch, at_once, path.why))
     by_default, named = found
     if replace(by_default, is_open=False) != named:
         yield by_default

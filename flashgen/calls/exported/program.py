@@ -23,7 +23,6 @@ from flashgen.calls.exported.manifest import (
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.ops.api import Attention
 from flashgen.calls.ops.registration import register_hashed_name
-from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import DEFAULTS, Target, choose, index_of, order_of
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, Variant
 from flashgen.calls.trust import Decision
@@ -273,36 +272,27 @@ class ExportedProgram(CallProgram):
         """
         split = self.split().without_dropout()
         assert isinstance(split, ExportedProgram), "a variant of an export"
-        path = split._path(target, backward=False, deterministic=False)
+        path = split._path(target, "forward")
         if path is not None and path.columns < split.record.signature.head_dim_v:
             split = split.of_columns(path.columns)
         arch = target.arch if path is None else path.taken
         records = (r for r in split.record.forward if (r.arch, r.heads) == (arch, 1))
         return self._kernel(min(records, key=lambda r: r.drops).kernel).facts
 
-    def _path(self, target: Target, *, backward: bool, deterministic: bool) -> PathRecord | None:
+    def _path(self, target: Target, which: str) -> PathRecord | None:
+        backward = which != "forward"
         learns = tuple(tensor.name for tensor in self.signature.learned) if backward else ()
-        of = Pass(self.drops, learns, backward, deterministic)
+        of = Pass(self.drops, learns, backward, which == "deterministic")
         return self.record.path_of(target.arch, of, is_open=target.open_path)
 
-    def path_of_pass(
-        self,
-        target: Target,
-        *,
-        backward: bool,
-        deterministic: bool,
-        tangents: tuple[str, ...] = (),
-    ) -> Decision:
-        path = self._path(target, backward=backward, deterministic=deterministic)
-        if path is None or not path.why:
-            return super().path_of_pass(target, backward=backward, deterministic=deterministic)
-        return Decision(path.taken, f"{memory_layout.ALIGNED}; {path.why}")
+    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+        path = self._path(target, which)
+        return Decision(target.arch, "") if path is None else Decision(path.taken, path.why)
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
     ) -> int:
-        backward, fixed = which != "forward", which == "deterministic"
-        path = self._path(target, backward=backward, deterministic=fixed)
+        path = self._path(target, which)
         return self.signature.head_dim_v if path is None else path.columns
 
     def of_columns(self, columns: int) -> ExportedProgram:
@@ -444,7 +434,7 @@ def _times_of_runs(
 
     There are none where the columns of V are computed in parts, each of which decides.
     """
-    path = program._path(target, backward=False, deterministic=False)
+    path = program._path(target, "forward")
     if path is not None and path.columns < program.signature.head_dim_v:
         return {}
     arch = target.arch if path is None else path.taken

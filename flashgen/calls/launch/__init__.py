@@ -144,13 +144,8 @@ def _check_arch(binary: Binary, device: Device) -> None:
 
 
 def _check_version(binary: Binary, driver: Any, where: str) -> None:
-    """Checks that a driver is not older than the compiler of a cubin, by their major versions.
-
-    PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX ISA, release notes).
-    """
-    declared = re.search(r"^\.version (\d+)\.", binary.ptx, re.MULTILINE)
-    assert declared is not None, "PTX begins with its version"
-    needed, have = int(declared[1]) + 4, cuda_version(driver)
+    """Checks that a driver is not older than the compiler of a cubin, by their major versions."""
+    needed, have = binary.cuda, cuda_version(driver)
     if not loads(have, needed):
         raise LaunchError(
             "the driver is older than the compiler of the kernel",

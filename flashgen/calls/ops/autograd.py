@@ -124,6 +124,13 @@ def _saved(ctx: Any) -> tuple[CallOptions, list[Any]]:
     return options, tensors[: ctx.count]
 
 
+def _saved_backward(ctx: Any) -> tuple[CallOptions, Operands, OutputGradients]:
+    """The options, operands and results with their gradients of a backward pass."""
+    options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
+    operands = Operands(q, k, v, tuple(captured), rng)
+    return options, operands, OutputGradients(out, lse, dout, dlse)
+
+
 def _primal(tensor: Any) -> Any:
     return None if tensor is None else forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
 
@@ -336,9 +343,7 @@ class Differentiate(torch.autograd.Function):
         if all(each is None for each in gradients):
             return (None,) * len(ctx.needs_input_grad)
         operator: Operator = ctx.operator
-        options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
-        operands = Operands(q, k, v, tuple(captured), rng)
-        of_results = OutputGradients(out, lse, dout, dlse)
+        options, operands, of_results = _saved_backward(ctx)
         pairs = zip(ctx.needed, gradients[3:], strict=True)
         of_learned = tuple(x if needed else None for needed, x in pairs)
         of_q, of_k, of_v = gradients[:3]
@@ -346,16 +351,14 @@ class Differentiate(torch.autograd.Function):
         found = push_gradients(operator, options, operands, of_results, moving)
         of_out, of_lse, dq, dk, dv, *learned = found
         rest = operator.among_captured(learned)
-        of_dlse = None if dlse is None else of_lse
+        of_dlse = None if of_results.dlse is None else of_lse
         # What out and lse depend on is inside the tangents of the gradients.
         return (None, None, None, dq, dk, dv, None, None, of_out, of_dlse, None, *rest)
 
     @staticmethod
     def jvp(ctx: Any, _operator: Any, _options: Any, _needed: Any, *tangents: Any) -> Any:
         operator: Operator = ctx.operator
-        options, (q, k, v, out, lse, dout, dlse, rng, *captured) = _saved(ctx)
-        operands = Operands(q, k, v, tuple(captured), rng)
-        of_results = OutputGradients(out, lse, dout, dlse)
+        options, operands, of_results = _saved_backward(ctx)
         of_q, of_k, of_v = tangents[:3]
         moving = Tangents(of_q, of_k, of_v, operator.of_learned(tangents[8:]))
         of_gradients = ResultTangents(*tangents[3:7])

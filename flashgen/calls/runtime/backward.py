@@ -118,10 +118,8 @@ class PreparedBackward(PreparedCall):
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        if alone:
-            path = self.program.path_of(alone, target)
-        else:
-            path = self.program.path_of_pass(target, backward=True, deterministic=deterministic)
+        which = alone or ("deterministic" if deterministic else "backward")
+        path = self.program.path_of_pass(target, which)
         self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
         self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers

@@ -111,7 +111,7 @@ class PreparedForward(PreparedCall):
         super().__init__(spec, call, target, launch)
         q, k, v = operands[:3]
         self._invariant = invariant
-        path = self.program.path_of_pass(target, backward=False, deterministic=False)
+        path = self.program.path_of_pass(target, "forward")
         self._kernel_arch, self._aligned_reason = memory_layout.path_for(
             path.arch, path.why, q=q, k=k, v=v
         )

@@ -58,7 +58,8 @@ def path_for(arch: str, why: str, **tensors: Tensor) -> tuple[str, str]:
     use the code path of all architectures.
 
     Args:
-        arch, why: the architecture for other operands, and the reason.
+        arch, why: the architecture for other operands, and the reason where it is not that of the
+            call.
     """
     if facts(arch).code_path.copies_by_tma:
         for name, tensor in tensors.items():
@@ -66,7 +67,7 @@ def path_for(arch: str, why: str, **tensors: Tensor) -> tuple[str, str]:
                 if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
                     why = f"the {label} stride of {name} is 0, over which TMA does not step"
                     return portable(arch), why
-    return arch, why
+    return arch, f"{ALIGNED}; {why}" if why else ALIGNED
 
 
 def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from flashgen.calls.runtime import memory_layout
 from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import heads_of_call
 from flashgen.calls.runtime.tuned_tiles import remembered
@@ -149,25 +148,10 @@ class CallProgram(abc.ABC):
     def invariant_split(self, target: Target) -> int:
         """The keys of a split in batch-invariant calls."""
 
-    def path_of_pass(
-        self,
-        target: Target,
-        *,
-        backward: bool,
-        deterministic: bool,
-        tangents: tuple[str, ...] = (),
-    ) -> Decision:
-        """The architecture whose kernels compute a pass of a call, and why.
-
-        Args:
-            tangents: for the pass of tangents, the names of the tensors that have one; it takes the
-                path of a deterministic backward pass, where its own tiles allow that.
-        """
-        return Decision(target.arch, memory_layout.ALIGNED)
-
-    def path_of(self, alone: str, target: Target) -> Decision:
-        """The architecture whose kernels compute the gradients of "queries" or "keys" alone."""
-        return Decision(target.arch, memory_layout.ALIGNED)
+    @abc.abstractmethod
+    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+        """The architecture whose kernels compute a pass of a call, and why; "" where it is that of
+        the target. Arguments as for `columns_of_launch`."""
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -325,53 +309,41 @@ class SpecProgram(CallProgram):
 
         return invariant_splits(self.spec, target.arch).size
 
-    def path_of_pass(
-        self,
-        target: Target,
-        *,
-        backward: bool,
-        deterministic: bool,
-        tangents: tuple[str, ...] = (),
-    ) -> Decision:
-        if target.open_path and self.spec.block_sparse is not None:
+    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+        arch, alone = target.arch, which in ("queries", "keys")
+        if target.open_path and self.spec.block_sparse is not None and not alone:
             from flashgen.kernels.visits.layout_path import path_of_layout
 
-            found = path_of_layout(
-                self.spec, target.arch, backward=backward, deterministic=deterministic
-            )
+            fixed = which in ("deterministic", "tangent")
+            backward = which != "forward"
+            found = path_of_layout(self.spec, arch, backward=backward, deterministic=fixed)
             if found is not None:
-                return Decision(found.arch, f"{memory_layout.ALIGNED}; {found.why}")
-        if self.spec.kv_dtype is not None and portable(target.arch) != target.arch:
+                return Decision(found.arch, found.why)
+        if self.spec.kv_dtype is not None and portable(arch) != arch:
             why = "threads convert the codes that they copy, which TMA does not"
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        which = "deterministic" if deterministic else "backward" if backward else "forward"
-        why = self._why_portable(target.arch, "tangent" if tangents else which, tangents)
-        if why:
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        return super().path_of_pass(target, backward=backward, deterministic=deterministic)
+            return Decision(portable(arch), why)
+        if which == "tangent" and not tangents:  # no kernel computes them
+            which = "deterministic"
+        return self._path_by_columns(arch, which, tangents)
 
-    def path_of(self, alone: str, target: Target) -> Decision:
-        why = self._why_portable(target.arch, alone)
-        if why:
-            return Decision(portable(target.arch), f"{memory_layout.ALIGNED}; {why}")
-        return super().path_of(alone, target)
-
-    def _why_portable(self, arch: str, which: str, tangents: tuple[str, ...] = ()) -> str:
-        """The reason for the path of all architectures, "" for that of ``arch``, whose tiles do not
-        hold all columns of V."""
+    def _path_by_columns(self, arch: str, which: str, tangents: tuple[str, ...]) -> Decision:
+        """The path of all architectures where tiles of ``arch`` do not hold all columns of V and
+        its predicted time is shorter; otherwise that of ``arch``. Arguments as in
+        `columns_of_launch`."""
         from flashgen.kernels.planner import columns_of_launch
 
         spec = self.spec if which == "forward" else self._of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
-            return ""
+            return Decision(arch, "")
         own = columns_of_launch(spec, arch, which, tangents=tangents)
         if own.columns == spec.head_dim_v:
-            return ""
+            return Decision(arch, "")
         other = columns_of_launch(spec, portable(arch), which, tangents=tangents)
         if other.cost >= own.cost:
-            return ""
+            return Decision(arch, "")
         held = f"{own.columns} columns of v at once" if own.columns else "no part of v"
-        return f"tiles of the path {arch} hold {held}, and those of {portable(arch)} take less time"
+        less = f"those of {portable(arch)} take less time"
+        return Decision(portable(arch), f"tiles of the path {arch} hold {held}, and {less}")
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -380,14 +352,8 @@ class SpecProgram(CallProgram):
 
         if launch.tiles:
             return self.signature.head_dim_v
-        backward, fixed = which != "forward", which in ("deterministic", "tangent")
-        if which in ("queries", "keys"):
-            path = self.path_of(which, target)
-        else:
-            path = self.path_of_pass(
-                target, backward=backward, deterministic=fixed, tangents=tangents
-            )
-        spec = self._of_others if backward else self.spec
+        path = self.path_of_pass(target, which, tangents)
+        spec = self.spec if which == "forward" else self._of_others
         found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
         return found.columns or self.signature.head_dim_v
 

@@ -81,7 +81,7 @@ class PreparedTangent(PreparedCall):
         super().__init__(spec, call, target, launch)
         self.names = names
         self._moves = self.program.moves(names)
-        path = self.program.path_of_pass(target, backward=True, deterministic=True, tangents=names)
+        path = self.program.path_of_pass(target, "tangent", names)
         self._open_arch, self._open_why = path.arch, path.why
         self._bound: dict[tuple[Any, ...], tuple[BoundKernel, MinMaxTables | None, str]] = {}
 

@@ -156,7 +156,7 @@ def forecast(
     if link is not None and not (isinstance(link, int | float) and 0 < link < math.inf):
         what = "link is not a number of bytes per second"
         refuse(what, "link", f"given {link!r:.200}", "link=450e9, or None", where)
-    sharding = sharding_of(shard, world, seq // world)
+    sharding = sharding_of(shard, world, seq // world, where)
     if sharding.length != seq:
         what, numbers = "the chunks are not those of the sequence", f"{sharding.length} positions"
         refuse(what, "shard", f"{numbers}; seq {seq}", "chunks of all positions", where)

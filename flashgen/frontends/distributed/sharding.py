@@ -80,24 +80,26 @@ def check_method(method: object, function: str = WHERE) -> None:
         refuse("no such method", "method", numbers, f'method="{METHODS[0]}"', function)
 
 
-def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
+def sharding_of(shard: Any, world: int, rows: int, function: str = WHERE) -> Sharding:
     """The sharding that ``shard`` describes.
 
     Args:
         shard: "contiguous", "head_tail", or for each rank a list of ranges or of pairs
             (start, stop).
         rows: the number of positions that each rank holds; a list of chunks says it itself.
+        function: the one that was called, for errors.
 
     Raises:
         InputError: chunks overlap or leave positions out, or the rows cannot be divided.
     """
     if isinstance(shard, str):
         if shard not in WAYS:
-            _refuse("no such sharding", f"{shard!r}; available: {', '.join(WAYS)}")
+            _refuse(function, "no such sharding", f"{shard!r}; available: {', '.join(WAYS)}")
         if shard == "contiguous":
             return Sharding(tuple((range(r * rows, (r + 1) * rows),) for r in range(world)))
         if rows % 2:
             _refuse(
+                function,
                 "head_tail gives each rank two chunks of equal length",
                 f"{rows} rows a rank",
                 f'{rows + 1} rows a rank, the last ones padding; or shard="contiguous"',
@@ -107,10 +109,10 @@ def sharding_of(shard: Any, world: int, rows: int) -> Sharding:
         return Sharding(
             tuple(tuple(range(n * size, (n + 1) * size) for n in pair) for pair in pairs)
         )
-    return _listed(shard, world)
+    return _listed(shard, world, function)
 
 
-def _listed(shard: Sequence[Any], world: int) -> Sharding:
+def _listed(shard: Sequence[Any], world: int, function: str) -> Sharding:
     try:
         listed = tuple(
             tuple(each if isinstance(each, range) else range(*each) for each in chunks)
@@ -118,21 +120,24 @@ def _listed(shard: Sequence[Any], world: int) -> Sharding:
             for chunks in shard
         )
     except (TypeError, ValueError):
-        _refuse("a list of chunks has a list of ranges for each rank", f"given {shard!r:.200}")
+        what = "a list of chunks has a list of ranges for each rank"
+        _refuse(function, what, f"given {shard!r:.200}")
     if len(listed) != world:
-        _refuse("a list of chunks has one entry for each rank", f"{len(listed)} for {world} ranks")
+        what = "a list of chunks has one entry for each rank"
+        _refuse(function, what, f"{len(listed)} for {world} ranks")
     every = (chunk for chunks in listed for chunk in chunks)
     ordered = sorted(every, key=lambda chunk: (chunk.start, len(chunk)))
     place = 0
     for chunk in ordered:
         if chunk.step != 1 or chunk.start != place:
-            _refuse("chunks cover the positions from 0 on, each once", f"{chunk} after {place}")
+            what = "chunks cover the positions from 0 on, each once"
+            _refuse(function, what, f"{chunk} after {place}")
         place = chunk.stop
     return Sharding(listed)
 
 
-def _refuse(what: str, numbers: str, way_out: str = "") -> NoReturn:
+def _refuse(function: str, what: str, numbers: str, way_out: str = "") -> NoReturn:
     given = (
         '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the chunks of '
     )
-    refuse(what, "shard", numbers, way_out or f"{given}each rank")
+    refuse(what, "shard", numbers, way_out or f"{given}each rank", function)

@@ -23,7 +23,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from flashgen.calls.ops import Attention
 from flashgen.frontends import distributed
 from flashgen.frontends.distributed.exchange import Exchange, group_of
-from flashgen.frontends.distributed.sharding import METHODS, sharding_of
+from flashgen.frontends.distributed.sharding import check_method, sharding_of
 from flashgen.frontends.transformers.layers import MaskFunction, closure, record_mask
 from flashgen.frontends.transformers.packed import packed
 from flashgen.shared.errors import InputError
@@ -63,10 +63,8 @@ class Ranks:
 
     def __init__(self, group: Any, method: str, shard: Any) -> None:
         self.exchange = Exchange(group_of(group, _WHERE))
-        if method not in METHODS:
-            numbers = f"{method!r}; available: {', '.join(METHODS)}"
-            _refuse("no such method", "argument method", numbers, 'method="ring"')
-        sharding_of(shard, self.exchange.world, 2)  # refuses what no sequence can have
+        check_method(method, _WHERE)
+        sharding_of(shard, self.exchange.world, 2, _WHERE)  # refuses what no sequence can have
         self.method = method
         self.shard = shard
         self.whole: Whole | None = None

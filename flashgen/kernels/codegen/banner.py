@@ -206,8 +206,9 @@ def _choice(plan: Plan) -> list[str]:
     if limits:
         lines.append(f"limits    {', '.join(limits)}")
     for refusal in plan.refused:
-        slower = f"{refusal.change}: fits, but is slower by the model"
-        lines.append(f"refused   {slower if refusal.quantity == 'cost' else refusal}")
+        why = "is slower by the model" if refusal.needs >= refusal.limit else "another rule chose"
+        other = f"{refusal.change}: fits, but {why}"
+        lines.append(f"refused   {other if refusal.quantity == 'cost' else refusal}")
     return lines
 
 

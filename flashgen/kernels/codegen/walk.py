@@ -246,7 +246,7 @@ class ScoreCode:
         unit, shift = _outside(make, folded) if folded else ("1.0f", "")
         if folded and folded.value == PRODUCT and not slope:
             return ScoreCode((), None, element, uses_q=False, unit=unit, shift=shift)
-        # A row that is served has the same bits in every kernel of its spec.
+        # A row of a served call has the same bits in every kernel of its spec.
         make.printer.rounds_products = served = make.spec.is_served
         make.printer.score_is_product = not scaled and not served
         parts = make.score_mod_and_slope(folded) if slope else make.score_mod(folded)

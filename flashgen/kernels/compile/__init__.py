@@ -49,6 +49,14 @@ class Binary:
     key: str  # content key: equal keys mean equal binaries
     folder: Path | None  # the cache entry, which contains the source file
 
+    @property
+    def cuda(self) -> int:
+        """The major version of CUDA of the compiler: PTX 8 is CUDA 12's and PTX 9 is CUDA 13's (PTX
+        ISA, release notes)."""
+        declared = re.search(r"^\.version (\d+)\.", self.ptx, re.MULTILINE)
+        assert declared is not None, "PTX begins with its version"
+        return int(declared[1]) + 4
+
 
 _DECIDING = ("source", "filename", "kernel", "arch")
 

@@ -51,8 +51,8 @@ def columns_of_launch(
     """All columns of V, or a part of them, of two to four.
 
     A forward pass has the columns of least predicted cost. The other passes have the most columns
-    that a tile holds; so has a forward pass of calls that are served, as those with few rows take
-    the time to read the keys, which each launch reads.
+    that a tile holds; so has a forward pass of served calls, as those with few rows take the
+    time to read the keys, which each launch reads.
 
     Args:
         which: "forward", "backward", "deterministic", "queries", "keys" or "tangent".

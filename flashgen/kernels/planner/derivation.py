@@ -74,6 +74,9 @@ class Refusal(Excess):
     def __str__(self) -> str:
         needs, limit = counted(self.needs), counted(self.limit)
         unit = f" {self.unit}" if self.unit else ""
+        if self.quantity == "cost" and self.needs < self.limit:
+            less = f"fits, and costs {needs}{unit} against {limit}"
+            return f"{self.change}: {less}; another rule, which the notes give, chose the tile"
         if self.quantity == "cost":
             return f"{self.change}: fits, but costs {needs}{unit} against {limit}"
         if self.quantity == "whole boxes":

@@ -197,6 +197,13 @@ class Plan(LaunchRules):
     tangents: tuple[str, ...] = ()
 
     @property
+    def tile_text(self) -> str:
+        """The queries and keys of a tile in words; "" for a kernel without tiles."""
+        if not self.block_q or self.block_k:
+            return f"{self.block_q} x {self.block_k}" if self.block_q else ""
+        return f"{self.block_q} row{'s' * (self.block_q > 1)}"
+
+    @property
     def joins(self) -> bool:
         """Whether a block of "forward" has several splits of its rows."""
         return self.folds or self.runs

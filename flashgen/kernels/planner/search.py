@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 
 from flashgen.kernels.planner.derivation import Excess
 from flashgen.kernels.planner.formulas import tidy
@@ -156,11 +157,11 @@ def _excesses(
     if at["registers"] > at["register_limit"]:
         yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
     resident = tile.blocks * (tile.warps + model.other_warps)
-    product = tile.step // 2 + PRODUCT_REGISTERS
-    if problem.kernel == "forward" and product > at.get("launched", product):
+    registers = tile.step // 2 + PRODUCT_REGISTERS
+    if problem.kernel == "forward" and registers > at.get("launched", registers):
         # The assembler allots one instruction of a warpgroup within the registers of the launch,
         # which the consumers take more than.
-        yield Excess("registers of a product", product, at["launched"], "")
+        yield Excess("registers of a product", registers, at["launched"], "")
     if resident > arch.warps_per_sm:
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
@@ -209,20 +210,15 @@ def shapes(problem: TileProblem) -> Iterator[Tile]:
     for model in (problem.model, *problem.model.other_forms):
         if widest <= model.beyond:
             continue
-        for column_warps, score_warps in model.sharing:
-            few = 0 if problem.layout is None else model.warps_of_few_rows
-            for warps in filter(None, (few, *model.warp_counts)):
-                if warps % column_warps:
-                    continue
-                if not _divides_output(problem, warps, column_warps, score_warps):
-                    continue
-                for row_groups in model.row_groups:
-                    unit = Tile(STEP, warps, row_groups, 1, column_warps, score_warps).unit
-                    for step in range(unit, model.max_step + 1, unit):
-                        for cluster in problem.clusters(model, column_warps):
-                            yield Tile(
-                                step, warps, row_groups, 1, column_warps, score_warps, cluster
-                            )
+        few = 0 if problem.layout is None else model.warps_of_few_rows
+        counts = [*filter(None, (few, *model.warp_counts))]
+        for sharing, warps, row_groups in product(model.sharing, counts, model.row_groups):
+            if warps % sharing[0] or not _divides_output(problem, warps, *sharing):
+                continue
+            unit = Tile(STEP, warps, row_groups, 1, *sharing).unit
+            steps = range(unit, model.max_step + 1, unit)
+            for step, cluster in product(steps, problem.clusters(model, sharing[0])):
+                yield Tile(step, warps, row_groups, 1, *sharing, cluster)
 
 
 def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_warps: int) -> bool:

@@ -224,7 +224,7 @@ def problem_of(
     learned = spec_terms.added_by_scores(spec, kernel)
     by_tma = path.copies_by_tma
     tells = by_tma and kernel == "forward"
-    # The bits of a row that is served depend on no other row: its tiles are not gathered for all.
+    # Bits of a row of a served call depend on no other row: no tile is gathered for several rows.
     gathers = (tells or (by_tma and kernel in (*KEY_KERNELS, "dq"))) and not spec.is_served
     layout = spec.block_sparse if gathers else None
     records = layout is not None or (tells and spec_terms.searches(spec))

@@ -336,7 +336,7 @@ class AttentionSpec:
 
     @property
     def is_served(self) -> bool:
-        """Whether calls are those of a server, whose rows have the same bits in every call."""
+        """Whether calls have split keys or pages: a row then has the same bits in all of them."""
         return self.split or self.paged
 
     @property

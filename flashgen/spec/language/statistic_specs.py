@@ -152,11 +152,6 @@ _SIZES = {"seq_q": "seq_k", "seq_k": "seq_q", "heads_kv": "key_heads"}
 _NAMES = dict(zip((*BOUNDARIES, *OFFSETS), (*BOUNDARIES[::-1], *OFFSETS[::-1]), strict=True))
 
 
-def transposed_name(name: str) -> str:
-    """The name that a captured tensor has in the transposed problem."""
-    return _NAMES.get(name, name)
-
-
 def _transposed(spec: AttentionSpec) -> AttentionSpec:
     """The spec with keys in place of queries: each key of each query head is a row."""
 

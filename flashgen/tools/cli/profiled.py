@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfiledCall:
-    """The call, its results, and the profile of each launch in launch order."""
+    """A call, its results, and the profile of each launch in launch order.
 
-    call: RandomCall
+    Attributes:
+        pages: the pages of the caches; 0 for contiguous keys.
+    """
+
+    pages: int
     run: ForwardRun
     gradients: BackwardRun | None
     tangents: TangentRun | None
@@ -74,4 +78,4 @@ def profiled_call(
         with emulated(doing, partial(expected_work, spec, call, arguments, "tangent")):
             tangents, more = profile_tangent(spec, *results, call.tangents, **options)
         profiles += more
-    return ProfiledCall(call, run, gradients, tangents, profiles)
+    return ProfiledCall(served.pages, run, gradients, tangents, profiles)

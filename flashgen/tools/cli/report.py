@@ -29,7 +29,7 @@ from flashgen.tools.cli.inputs import (
 )
 from flashgen.tools.cli.profiled import call_of, profiled_call
 from flashgen.tools.cli.progress import expected_work
-from flashgen.tools.cli.rows import input_rows
+from flashgen.tools.cli.rows import decoding_rows, input_rows
 
 if TYPE_CHECKING:
     from flashgen.tools.views.values import Side
@@ -149,16 +149,18 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
     found = profiled_call(spec, arguments, sizes, call, tiles)
     file = file_and_variable(arguments.path)[0]
     text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
-    title = f"{spec.name}, {arch}"
-    if tile is not None:
-        title += f", tile {tile[0]} x {tile[1]}"
     rows = [
         ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
         *input_rows(spec, call),
         ("shape", f"{sizes}, head dim {spec.head_dim}, {spec.dtype}"),
+        *decoding_rows(arguments, found.pages, found.run.report),
         ("architecture", found.run.arch),
         ("executed", "in the emulator, every instruction counted, on random operands"),
     ]
+    title = f"{spec.name}, {arch}"
+    if tile is not None:
+        rows.append(("tile", f"{tile[0]} x {tile[1]}, given for the forward kernel"))
+        title += f", tile {tile[0]} x {tile[1]}"
     with busy(f"{spec.name}: computing the oracle in float64"):
         runs = found.run, found.gradients, found.tangents
         results = CallResults(spec, call, found.profiles, *runs)

@@ -1,13 +1,19 @@
-"""The inputs of a call as rows of names and values, for `run` and `report`."""
+"""A call as rows of names and values, for `run` and `report`: inputs, pages and splits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from flashgen.shared import config
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import LAYOUT_LISTS
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.tools.cli.arguments import DecodingArguments
 from flashgen.tools.cli.call import RandomCall
+
+if TYPE_CHECKING:
+    from flashgen.calls.runtime.reports import Report
 
 
 def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str]]:
@@ -31,3 +37,23 @@ def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str
         drops = f"p {call.options['dropout_p']}, " if "dropout_p" in call.options else ""
         kind = "dropout" if drops else "fg.rand"
         yield kind, f"{drops}seed {seed}, offset {offset}"
+
+
+def decoding_rows(
+    arguments: DecodingArguments, pages: int, report: Report
+) -> Iterator[tuple[str, str]]:
+    """The pages and splits of the keys; nothing for a call without either.
+
+    Args:
+        pages: the pages of the caches; 0 for contiguous keys.
+        report: that of the forward kernel.
+    """
+    size = report.split_size
+    if not arguments.decode and not size:
+        return
+    if pages:
+        text = f"{arguments.page:,} keys each, {pages:,} in the caches, shuffled"
+        yield "pages", f"{text}; slots without a key are NaN"
+    why = "that of batch-invariant calls" if config.batch_invariant() else "the plan's choice"
+    why = why if arguments.split_size is None else "from --split-size"
+    yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"

@@ -14,12 +14,12 @@ from flashgen.shared.errors import InputError
 from flashgen.spec.language.python_printer import python_text
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import choose_backend, random_call
-from flashgen.tools.cli.console import busy, facts, seconds
-from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call, sizes_of
+from flashgen.tools.cli.console import busy, facts, plural, seconds
+from flashgen.tools.cli.decoding import capacity_of, served_call, sizes_of
 from flashgen.tools.cli.ending import MISMATCH
 from flashgen.tools.cli.inputs import changed_spec
 from flashgen.tools.cli.progress import emulated, expected_work
-from flashgen.tools.cli.rows import input_rows
+from flashgen.tools.cli.rows import decoding_rows, input_rows
 
 if TYPE_CHECKING:
     from flashgen.calls.ops import BackwardRun, ForwardRun
@@ -107,7 +107,7 @@ def run(arguments: RunArguments) -> None:
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
             *input_rows(spec, call),
             ("shape", f"{sizes}, head_dim {dims}, {spec.dtype}"),
-            *_decoding_rows(served, result, arguments),
+            *decoding_rows(arguments, served.pages, result.report),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
@@ -176,21 +176,6 @@ def _results(forward: ForwardRun, more: Sequence[Derivatives]) -> dict[str, byte
     return {name: span(tensor.contiguous()).tobytes() for name, tensor in found.items()}
 
 
-def _decoding_rows(
-    served: ServedCall, result: ForwardRun, arguments: RunArguments
-) -> Iterator[Row]:
-    """The position of the queries, and the pages and splits of the keys."""
-    size = result.report.split_size
-    if not arguments.decode and not size:
-        return
-    if served.pages:
-        text = f"{arguments.page:,} keys each, {served.pages:,} in the caches, shuffled"
-        yield "pages", f"{text}; slots without a key are NaN"
-    why = "that of batch-invariant calls" if config.batch_invariant() else "the plan's choice"
-    why = why if arguments.split_size is None else "from --split-size"
-    yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"
-
-
 def _rows_of(which: str, run: Derivatives, total: float | None) -> Iterator[Row]:
     """A line for each kernel of a pass after the forward one: its tile, registers and time.
 
@@ -213,10 +198,9 @@ def _rows_of(which: str, run: Derivatives, total: float | None) -> Iterator[Row]
 def _launched(kernel: Build) -> str:
     """A line with a kernel, its tile and its registers."""
     plan, used = kernel.plan, kernel.binary.resources
-    tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
     spills = "" if used.clean or kernel.source.outlined else f", {used.local_memory}"
-    parts = [tile] if plan.block_q else []  # the kernel of a min/max table has no tile
-    parts += [f"{plan.warps} warps", f"{used.registers} registers{spills}"]
+    parts = [plan.tile_text] if plan.tile_text else []
+    parts += [plural(plan.warps, "warp"), f"{used.registers} registers{spills}"]
     return f"{kernel.source.name}: {', '.join(parts)}"
 
 
@@ -236,7 +220,7 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
             "parts",
             f"{1 + len(report.others)} launches, of {each} columns of v; this is the first",
         )
-    yield "tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"
+    yield "tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plural(plan.warps, 'warp')}"
     if report.heads_reason:
         yield "heads", f"{plan.heads_per_tile} per tile, {report.heads_reason}"
     blocks = report.blocks

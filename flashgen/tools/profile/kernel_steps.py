@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.kernels.codegen import Source
@@ -13,6 +14,7 @@ from ptx_emulator import Totals
 from ptx_emulator.counters.totals import Place, added
 
 _STEP = re.compile(r"\s*// (\d+[a-z]?)\. (.+)")
+_GOES_ON = re.compile(r"\s*// {2,}(\S.*)")
 _KERNEL = re.compile(r'extern "C" __global__')
 
 
@@ -38,8 +40,19 @@ def steps_of(text: str) -> tuple[KernelStep, ...]:
     for number, line in enumerate(lines[begin:], begin + 1):
         match = _STEP.match(line)
         if match:
-            found.append(KernelStep(match[1], match[2].strip(), number))
+            found.append(KernelStep(match[1], _title(match[2].strip(), lines[number:]), number))
     return tuple(found)
+
+
+def _title(first: str, rest: Sequence[str]) -> str:
+    """The complete sentences of a comment's first line; its first sentence where it has none."""
+    following = [more[1] for more in itertools.takewhile(bool, map(_GOES_ON.match, rest)) if more]
+    if first.endswith(".") or not following:
+        return first
+    done, dot, _ = first.rpartition(". ")
+    if not dot:
+        done, dot, _ = " ".join([first, *following, ""]).partition(". ")
+    return done + dot.rstrip()
 
 
 def phases_of(source: Source, by_line: Mapping[Place, Totals]) -> tuple[Phase, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from ptx_emulator.counters.ptx_lines import ptx_lines
 from ptx_emulator.counters.recorder import ATOMIC, BufferTraffic
 
 Tensor = torch.Tensor
+Run = TypeVar("Run", BackwardRun, TangentRun)
 
 _CALL = (
     *("scalars", "tensors", "scale", "q_offset", "k_offset", "dropout_p", "rng"),
@@ -88,16 +89,7 @@ def profile_backward(
     Arguments as in `flashgen.calls.ops.run_backward`, without backend and check_memory. Returns and
     raises as `profile_forward`.
     """
-    with emulator.profiling() as launches:
-        run = run_backward(
-            spec,
-            *(q, k, v, out, lse, dout, dlse),
-            backend="emulator",
-            check_memory=False,
-            **options,
-        )
-    problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
-    return run, _profiles(spec, launches, run.reports, problem, options, dlse=dlse is not None)
+    return _profiled(run_backward, spec, (q, k, v), (out, lse, dout, dlse), options)
 
 
 def profile_tangent(
@@ -115,22 +107,34 @@ def profile_tangent(
     Arguments as in `flashgen.calls.runtime.calls.run_tangent`, without backend and check_memory.
     Returns and raises as `profile_forward`.
     """
-    of = (spec, q, k, v, out, lse, moving)
+    return _profiled(run_tangent, spec, (q, k, v), (out, lse, moving), options)
+
+
+def _profiled(
+    run_pass: Callable[..., Run],
+    spec: AttentionSpec,
+    operands: tuple[Tensor, Tensor, Tensor],
+    rest: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[Run, tuple[Profile, ...]]:
+    """A pass after the forward one; ``rest`` are its other arguments by position."""
     with emulator.profiling() as launches:
-        run = run_tangent(*of, backend="emulator", check_memory=False, **options)
-    problem = problem_of_call(spec, (q, k, v), options, options.get("rng"))
-    return run, _profiles(spec, launches, run.reports, problem, options)
+        run = run_pass(spec, *operands, *rest, backend="emulator", check_memory=False, **options)
+    problem = problem_of_call(spec, operands, options, options.get("rng"))
+    has_dlse = run_pass is run_backward and rest[3] is not None
+    return run, _profiles(spec, launches, run.reports, problem, options, dlse=has_dlse)
 
 
 def refuse_lists(spec: AttentionSpec) -> None:
     """Raises InputError for a spec whose calls are computed by those of other specs."""
     if spec.chooses:
         raise InputError(
-            "calls in which queries choose their keys have no walk of their own to predict",
+            "a call in which queries choose their keys is not profiled or predicted",
             where=f"spec {spec.name}, {spec.block_sparse!r}",
-            numbers="several calls compute one: a group of queries is a sequence, a block a page",
-            way_out="python benchmarks/chosen_keys.py, which counts and predicts them; or a block "
-            "layout without lists",
+            numbers="several calls of other specs compute it: in these a group of queries is a "
+            "sequence, and a block of keys a page",
+            way_out="flashgen run SPEC; python benchmarks/chosen_keys.py of a checkout counts and "
+            "predicts such calls",
         )
 
 

@@ -43,14 +43,14 @@ def pane_of(
 
 def _facts(build: Build) -> tuple[Row, ...]:
     plan, binary = build.plan, build.binary
-    tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
+    tile = plan.tile_text or "none"
     if plan.heads_per_tile > 1:
         tile += f", shared by {plan.heads_per_tile} query heads"
     made_of = "" if plan.streams else f": {plan.code_path.instructions}"
     return (
         ("file", binary.filename),
         ("architecture", f"{binary.arch}, code path {plan.path}{made_of}"),
-        ("tile", tile if plan.block_q else "none"),
+        ("tile", tile),
         ("block", f"{plan.threads} threads, {plan.blocks_per_sm} resident per SM"),
         ("compiler", "; ".join(binary.warnings) or "no warnings"),
         ("calls", build.source.calls or "none: all functions are inlined"),
@@ -60,7 +60,7 @@ def _facts(build: Build) -> tuple[Row, ...]:
 def _static_figures(build: Build, code: KernelCode) -> list[Figure]:
     used, plan = build.binary.resources, build.plan
     figures = [
-        Figure("registers per thread", used.registers, "", "static"),
+        Figure("registers per thread, at launch", used.registers, "", "static"),
         Figure("spills", used.spill_store_bytes + used.spill_load_bytes, "B", "static"),
         Figure("stack", used.stack_bytes, "B", "static"),
         Figure("shared memory", plan.smem_bytes + used.static_smem_bytes, "B", "static"),
@@ -82,7 +82,7 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
     """
     pane = pane_of(profile.build, title, profile.ptx, spec_file)
     duration, notes = profile.duration, []
-    launch = f"{profile.blocks:,} blocks of {profile.plan.warps} computing warps"
+    launch = f"blocks: {profile.blocks:,}; computing warps of each: {profile.plan.warps}"
     if duration is None:
         notes.append(
             "No duration is predicted for this launch: it makes min/max tables, adds gradients of "
@@ -125,6 +125,8 @@ def _counted(profile: Profile) -> Iterator[Figure]:
     yield Figure("shared-memory wavefronts", totals.wavefronts)
     yield Figure("bank conflicts", totals.bank_conflicts)
     yield Figure("barriers, of all warps", totals.barriers)
-    yield Figure("cost per score element", profile.plan.cost, "clk", "predicted")
+    if profile.plan.cost:
+        unit = "row" if profile.plan.streams else "score element"
+        yield Figure(f"cost per {unit}", profile.plan.cost, "clk", "predicted")
     if profile.duration is not None:
         yield from _of_duration(profile.duration)

@@ -169,6 +169,7 @@ class SchedulePlot:
         total: the number of all work tiles of the launch.
         makespan: steps until the last one ends.
         busy: the SMs that have work.
+        shares_sms: whether an SM has several of the blocks that are shown.
     """
 
     arch: Arch
@@ -179,6 +180,7 @@ class SchedulePlot:
     total: int
     makespan: float
     busy: int
+    shares_sms: bool
 
 
 SHADES = 6
@@ -227,6 +229,7 @@ def schedule_plot(duration: Duration) -> SchedulePlot:
         total=len(blocks),
         makespan=makespan,
         busy=len({sm for sm, _ in placed_at}),
+        shares_sms=any(further for _, further in rows),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import jinja2
 
 from flashgen.kernels.codegen.environment import template_folder
+from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.derivation import printed_line
 from flashgen.kernels.planner.formulas import counted
 from flashgen.kernels.planner.quantities import QUANTITIES
@@ -62,6 +64,7 @@ def _environment() -> jinja2.Environment:
         "printed": printed_line,
         "percent": lambda value: f"{100 * value:.1f} %",
         "change": _change,
+        "named": _named,
     }
     environment.globals |= {
         "metrics": METRICS,
@@ -124,6 +127,13 @@ def _change(value: float | None) -> str:
     if value is None:
         return ""
     return "0 %" if value == 0 else f"{100 * value:+,.1f} %"
+
+
+def _named(plan: Plan) -> list[tuple[str, str]]:
+    """The quantities in a plan's formulas that have no line of their own, with their meaning."""
+    words = {name for line in plan.derivation for name in re.findall(r"[A-Za-z]\w*", line.formula)}
+    words -= {line.name for line in plan.derivation}
+    return [(name, meaning) for name, meaning in QUANTITIES.items() if name in words]
 
 
 # ---- the texts, compressed -----------------------------------------------------------------------

@@ -132,3 +132,10 @@ class Page:
     @property
     def compares(self) -> bool:
         return len(self.sides) > 1
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The names of the rows of the calls in which the sides of a comparison differ."""
+        first, last = dict(self.sides[0].call), dict(self.sides[-1].call)
+        names = dict.fromkeys([*first, *last])
+        return tuple(name for name in names if first.get(name) != last.get(name))

@@ -152,7 +152,7 @@ def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
         return None
     learns = any(tensor.grad for tensor in spec.tensors)
     slope = analyse_score(spec.score).derivative
-    # A row that is served has the same bits in every kernel of its spec.
+    # A row of a served call has the same bits in every kernel of its spec.
     found = folded(spec.score, slope, shifts=not learns, distances=not spec.is_served)
     if found is None:
         return None
