@@ -18,11 +18,14 @@ import flashgen as fg
 from flashgen.calls.export import ExportRequest, c_source, export
 from flashgen.calls.export.c_source import c_sources
 from flashgen.calls.exported.folder import open_folder
+from flashgen.calls.exported.manifest import LayoutRecord, Manifest
 from flashgen.calls.runtime import kernel_arguments
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.shared.paths import PATHS
+from flashgen.shared.signature import TensorArgument
 from flashgen.shared.tensormap import TensorMapSpec
+from flashgen.spec.language.block_layout import TENSORS
 from tests.support.examples import SPEC_IDS, spec_path, values_of
 from tests.support.exported_c import (
     WARNINGS,
@@ -334,6 +337,12 @@ def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path
     assert refused(lambda a: setattr(a, "q_offset", 2**28)) == "ERROR_ARGUMENT"
     assert refused(wrong_heads) == "ERROR_SHAPE"
     assert refused(lambda a: a.q.stride.__setitem__(3, 2)) == "ERROR_STRIDE"
+    for field, values in {
+        "window": (0, -(2**31), 2**30 + 1),
+        "scale": (0.0, -1.0, float("inf"), float("nan")),
+    }.items():
+        for value in values:
+            assert refused(lambda a, f=field, x=value: setattr(a, f, x)) == "ERROR_ARGUMENT", value
     assert refused(no_keys) == "ERROR_NO_KEYS"
     library.number("fake_fails").value = 719
     assert library.run("forward", both.forward_arguments())[0] == status["ERROR_CUDA"]
@@ -346,6 +355,85 @@ def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path
     library.number("fake_version").value = 13_000
     assert library.open("sm_80", 108, tmp_path) == 0
     assert library.run("forward", both.forward_arguments())[0] == status["ERROR_FILE"]
+
+
+def test_c_checks_the_sizes_of_captured_tensors_and_the_blocks_of_a_layout(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[str | int, ...]]
+    shapes = {"table": (33,), "first": ("n", 2), "second": (3, "n"), "third": ("n",)}
+    sizes = {"table": [33], "first": [1, 2], "second": [3, 7], "third": [7]}
+    sizes |= {"layout": [1, 2, 3, 2], "layout_row_counts": [1, 2, 3]}
+    sizes |= {"layout_row_blocks": [1, 2, 3, 2], "layout_column_counts": [1, 2, 2]}
+    sizes["layout_column_blocks"] = [1, 2, 2, 3]
+    manifest = with_captures(shapes, LayoutRecord(block_q=16, block_k=32))
+    library = library_of(manifest, tmp_path)
+    assert library.open("sm_80", 108, exported("sliding_window")) == 0
+    q, k, v = Case(33, 40, 1, 2, 2, "float16", 16).tensors()
+
+    def status(q_offset: int = 0, **changes: list[int]) -> str:
+        arguments = library.defaults("forward")
+        arguments.window, arguments.q_offset = 8, q_offset
+        arguments.lse = 1
+        for name, x in {"q": q, "k": k, "v": v, "out": q}.items():
+            setattr(arguments, name, Tensor.of(x))
+        for name, size in {**sizes, **changes}.items():
+            setattr(arguments, name, Tensor.of(torch.zeros(size)))
+        return library.status_string(library.run("forward", arguments)[0])
+
+    assert status() == "success"
+    assert status(q_offset=15) == "success"
+    assert status(third=[1]) == "success"
+    shape = "the shapes of tensors do not fit together, or a size is too large"
+    assert status(q_offset=16) == shape  # the layout has blocks for 48 queries
+    for changes in (
+        *({"table": [1]}, {"first": [7, 1]}, {"first": [6, 2]}, {"third": [6]}),
+        *({"second": [1, 7]}, {"layout": [1, 2, 3, 1]}, {"layout_row_counts": [1, 2, 2]}),
+    ):
+        assert status(**changes) == shape, changes
+
+
+def test_tensors_in_c_have_as_many_axes_as_those_that_mods_read() -> None:
+    for dims, most in ((("batch", 2), 4), (("batch", "heads", 2, 3, 4, "n"), 6)):
+        header = c_sources(with_captures({"x": dims}))["sliding_window.h"]
+        assert f"int64_t shape[{most}];" in header
+        assert f"int64_t stride[{most}];" in header
+
+
+def with_captures(
+    dims: dict[str, tuple[str | int, ...]], layout: LayoutRecord | None = None
+) -> Manifest:
+    """The export of the sliding window, as if its mods read tensors of these dimensions."""
+    manifest = open_folder(exported("sliding_window")).manifest
+    program = manifest.programs[0]
+    tensors = tuple(TensorArgument(name, each, "float32", False) for name, each in dims.items())
+    if layout is not None:
+        tensors += tuple(TensorArgument(*tensor.key) for tensor in TENSORS)
+    signature = replace(program.signature, tensors=tensors)
+    changed = replace(program, signature=signature, layout=layout)
+    return replace(manifest, programs=(changed, *manifest.programs[1:]))
+
+
+def library_of(manifest: Manifest, folder: Path) -> CLibrary:
+    """The C sources of a manifest that no export wrote."""
+    for name, text in c_sources(manifest).items():
+        (folder / name).write_text(text)
+    made: Any = SimpleNamespace(manifest=manifest, path=folder)
+    return CLibrary(made, folder)
+
+
+def test_the_order_of_heads_in_c_is_that_of_python_on_a_gpu_of_any_size(tmp_path: Path) -> None:
+    both = Compared("causal", "sm_80", tmp_path, CASE)
+    both.python()
+    arguments, heads, rows, keys = both.forward_arguments(), 16, 3000, 2**20
+    for name, length in (("q", rows), ("k", keys), ("v", keys), ("out", rows)):
+        getattr(arguments, name).shape[:3] = (1, heads, length)
+        getattr(arguments, name).stride[:3] = (0, 16, 16 * heads)
+    for sms in (1, 108, 1000):
+        assert both.library.open("sm_80", sms) == 0
+        assert both.library.run("forward", arguments)[0] == 0
+        (launched,) = both.library.launches()
+        bits = launched.facts.head_bits(heads, heads, rows, keys)
+        assert bits
+        assert launched.grid == launched.facts.grid(1, heads, heads, rows, keys, head_bits=bits)
 
 
 @pytest.mark.slow

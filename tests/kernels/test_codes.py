@@ -111,6 +111,20 @@ def test_unaligned_caches_are_read_code_by_code() -> None:
     assert torch.equal(found.out, call.of_elements().out)
 
 
+def test_keys_and_values_are_each_aligned_to_what_is_copied_of_their_rows() -> None:
+    """Of rows of 40 codes 8 are copied at once, and of rows of 96 codes 16."""
+    call = Coded.of(coded("int8", head_dim=40, head_dim_v=96))
+    k, v = (
+        torch.zeros(*x.shape[:3], x.shape[3] + 8, dtype=x.dtype)[..., 8:] for x in (call.k, call.v)
+    )
+    k, v = k.copy_(call.k), v.copy_(call.v)
+    expected = call.of_elements().out
+    for own, access_bytes in ((replace(call, k=k), 16), (replace(call, v=v), 2)):
+        found = own.run()
+        assert found.report.access_bytes == access_bytes
+        assert torch.equal(found.out, expected)
+
+
 def test_slots_behind_the_length_have_no_effect() -> None:
     call = Coded.of(coded("float8_e5m2"), (3, 3))
     k_scale, v_scale = call.k_scale.clone(), call.v_scale.clone()

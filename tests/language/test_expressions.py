@@ -21,6 +21,7 @@ from flashgen.spec.analysis.score import derivative
 from flashgen.spec.language.comparisons import FloatLess, FloatRelation
 from flashgen.spec.language.float_functions import FUNCTIONS
 from flashgen.spec.language.float_operations import FloatProduct, FloatQuotient, FloatSum
+from flashgen.spec.language.lets import parts_of
 from flashgen.spec.language.symbols import HEADS, SCORE, H, K, Q
 from flashgen.spec.language.sympy_functions import Floor, FloorDiv, FloorMod, Maximum, Minimum
 from flashgen.spec.language.tracing import trace_mask, trace_score
@@ -297,3 +298,23 @@ def test_a_function_called_with_other_arguments_says_what_it_takes() -> None:
         with pytest.raises(fg.SpecError, match="other arguments") as caught:
             fg.AttentionSpec(score_mod=lambda s, b, h, q, k, call=call: call(s))
         assert "test_expressions.py" in caught.value.where
+
+
+def test_large_expressions_that_read_alike_have_the_captures_of_their_own_spec() -> None:
+    """One name stands for captures of several dtypes and minima in specs of one process."""
+
+    def made(dtype: str, **minimum: int) -> fg.AttentionSpec:
+        bias, width = fg.Tensor("bias", ("heads",), dtype), fg.Scalar("width", **minimum)
+
+        def score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            for _ in range(30):
+                score, q = fg.tanh(score) + bias[h], q // width
+            return score + q
+
+        return fg.AttentionSpec(score_mod=score, name="large")
+
+    specs = [made("float32"), made("float16"), made("float32", minimum=1)]  # all of them live
+    for spec in specs:
+        (bias,), (width,) = spec.tensors, spec.scalars
+        symbols = {x for part in parts_of(spec.score) for x in part.atoms(sympy.Symbol)}
+        assert {x for x in symbols if x.name in ("bias", "width")} == {bias.symbol, width.expr}

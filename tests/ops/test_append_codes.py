@@ -27,6 +27,7 @@ from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 SHAPE = (PAGES, 2, PAGE, 8)
+ONE_SCALE = torch.zeros(SHAPE[:3])
 
 
 def distances_of(x: Tensor, scale: Tensor, kv_dtype: str) -> Tensor:
@@ -313,7 +314,8 @@ def test_autograd_notices_that_scales_have_changed_where_they_are_written() -> N
             "k_scale",
         ),
         ({"v_scale": torch.zeros(PAGES, 1, PAGE)}, "slots share its elements", "v_scale"),
-        (dict.fromkeys(("k_scale", "v_scale"), torch.zeros(SHAPE[:3])), "one tensor", "v_scale"),
+        (dict.fromkeys(("k_scale", "v_scale"), ONE_SCALE), "would replace", "v_scale"),
+        ({"k_scale": ONE_SCALE, "v_scale": ONE_SCALE[:]}, "would replace", "v_scale"),
         ({"k_scale": torch.zeros(PAGES, 3, PAGE)}, "belongs to no part", "k_scale"),
         ({"k_scale": None}, "not a torch tensor", "k_scale"),
         ({"v_scale": torch.zeros(SHAPE[:3]).half()}, "not a float32 tensor", "v_scale"),

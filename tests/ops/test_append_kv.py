@@ -229,6 +229,21 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def test_values_do_not_replace_keys_unless_they_are_columns_of_them() -> None:
+    cache = torch.zeros(4, 2, 8, 16)
+    k, v = torch.randn(2, 1, 2, 3, 16)
+    slots = torch.tensor([5, 9, 30])
+    fg.append_kv(k, v, cache, cache.clone(), slot_mapping=slots)
+    for same in (cache, cache[:]):  # after a call that differs in this alone
+        with pytest.raises(
+            fg.InputError, match="would replace what is written of the keys"
+        ) as error:
+            fg.append_kv(k, v, cache, same, slot_mapping=slots)
+        assert error.value.way_out.startswith("v_cache=torch.zeros_like(v_cache)")
+    fg.append_kv(v, v[..., :8], cache, cache[..., :8], slot_mapping=slots)
+    assert torch.equal(cache[1, :, 1], v[0, :, 1])
+
+
 @pytest.mark.parametrize(("change", "what", "argument"), WRONG)
 def test_wrong_arguments_are_named(change: dict[str, Any], what: str, argument: str) -> None:
     given = {

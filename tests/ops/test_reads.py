@@ -144,6 +144,8 @@ def test_an_index_that_is_made_of_the_score_reads_the_nearest_element(name, back
 
 
 def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
+    for place in (lambda q, k: fg.minimum(q, fg.seq_k) - k + 3, lambda q, k: q // fg.heads - k + 3):
+        refused_until_typed_in(place)
     op = operator(None, lambda s, b, h, q, k: s + TABLE[h, q - k + 3])
     with pytest.raises(InputError) as caught:
         op(*operands(), table=torch.ones(2, 9))
@@ -153,8 +155,16 @@ def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
     assert "table[h, q - k + 3]" in error.where
     wanted = "index -1 of dimension 1 (n), whose length is 9, at b=0, h=0, q=0, k=4"
     assert error.numbers == wanted
-    text = error.way_out.partition(" for the nearest")[0]
-    assert text == "table[h, fg.clamp(q - k + 3, 0, 8)]"
+    assert error.way_out.startswith("table[h, fg.clamp(q - k + 3, 0, 8)] for the nearest")
+    refused_until_typed_in(lambda q, k: q - k + 3)
+
+
+def refused_until_typed_in(place):
+    """A call with this index is refused, and one with the index of the way out is not."""
+    op = operator(None, lambda s, b, h, q, k: s + TABLE[h, place(q, k)])
+    with pytest.raises(InputError) as caught:
+        op(*operands(), table=torch.ones(2, 9))
+    text = caught.value.way_out.partition(" for the nearest")[0]
     mended = operator(None, eval(f"lambda s, b, h, q, k: s + {text}", {"table": TABLE, "fg": fg}))
     mended(*operands(), table=torch.ones(2, 9))
 

@@ -104,3 +104,21 @@ def test_a_layout_of_the_call_and_a_mask_of_tensors_have_a_choice_too() -> None:
     ).replace(dtype="float16")
     for backward in (False, True):
         assert path_of_layout(spec, "sm_90a", backward=backward) is not None
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
+def test_scalars_of_calls_change_no_choice(dtype: str) -> None:
+    number = fg.Scalar("number", dtype)
+    mods: tuple[dict[str, Any], ...] = (
+        {"mask_mod": lambda b, h, q, k: fg.where(number, q, 2 * q) >= k},
+        {"score_mod": lambda s, b, h, q, k: fg.where(number, s, -s)},
+    )
+    if dtype != "bool":
+        mods = (
+            {"mask_mod": lambda b, h, q, k: q - k < number},
+            {"score_mod": lambda s, b, h, q, k: s * number},
+        )
+    for mod in mods:
+        spec = spec_of("block_sparse").replace(**mod)
+        for backward in (False, True):
+            assert path_of_layout(spec, "sm_90a", backward=backward) is not None

@@ -40,6 +40,16 @@ def test_every_architecture_has_a_tile(dims: Dims, arch: str) -> None:
     assert plan.output_columns * plan.column_warps == dims[1]
 
 
+@pytest.mark.parametrize("dims", [(576, 8), (576, 16), (256, 32)])
+def test_a_launch_has_no_more_columns_than_there_are(dims: Dims) -> None:
+    for arch in PATHS:
+        for dtype in ("float16", "float32"):
+            spec = spec_of(
+                (min(dims[0], 256), dims[1]) if dtype == "float32" else dims, dtype=dtype
+            )
+            assert 0 < columns_of_launch(spec, arch, "forward").columns <= dims[1]
+
+
 @pytest.mark.parametrize("arch", PATHS)
 def test_keys_and_values_are_read_once(arch: str) -> None:
     one, two = (fg.plan(spec_of((128, 64), shared), arch) for shared in (True, False))

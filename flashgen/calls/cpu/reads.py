@@ -400,7 +400,7 @@ def _as_typed(index: str) -> str:
     names = re.findall(r"[A-Za-z_]\w*(?=\()", index)
     if "..." in index or not all(hasattr(mod_functions, name) for name in names):
         return "index"
-    return re.sub(r"([A-Za-z_]\w*\()", r"fg.\1", index)
+    return re.sub(r"([A-Za-z_]\w*\(|\b(?:batch|heads|seq_q|seq_k)\b)", r"fg.\1", index)
 
 
 def number_tensor(number: Number, real: torch.dtype = torch.float32) -> Tensor:

@@ -7,18 +7,34 @@ the templates repeat; a test compares the bytes.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from flashgen.calls.exported.manifest import KernelRecord, Manifest, Pass, ProgramRecord
+from flashgen.calls.exported.manifest import (
+    KernelRecord,
+    LayoutRecord,
+    Manifest,
+    Pass,
+    ProgramRecord,
+)
 from flashgen.kernels.codegen.environment import render_template
 from flashgen.kernels.codegen.expressions.cpp_text import KEYWORDS, MACRO
 from flashgen.shared.arch import facts, portable, version_of
 from flashgen.shared.dropout import BLOCK
-from flashgen.shared.dtypes import COUNT_LIMIT, ELEMENTS, ITEMSIZE, OPERANDS, POSITION_LIMIT
+from flashgen.shared.dtypes import (
+    COUNT_LIMIT,
+    ELEMENTS,
+    FLOAT32_MAX,
+    ITEMSIZE,
+    OPERANDS,
+    POSITION_LIMIT,
+    SCALAR_LIMIT,
+)
 from flashgen.shared.launch_facts import SPAN, LaunchFacts, ParamFacts
-from flashgen.shared.signature import CallSignature, TensorArgument, field_stem
+from flashgen.shared.signature import CallSignature, ScalarArgument, TensorArgument, field_stem
 from flashgen.spec.language.block_layout import TENSORS
 
 Fields = dict[str, Any]
@@ -98,17 +114,20 @@ def _fields(manifest: Manifest) -> Fields:
         "itemsize": ITEMSIZE[dtype],
         "out_itemsize": ITEMSIZE[out_dtype],
         "scale": repr(float(scale)),
+        "most": _MOST_FLOAT,
         "dropout": signature.dropout,
         "dropout_block": BLOCK,
         "packed": signature.packed,
         "cuda": max(manifest.kernels[number].cuda for number in used),
         "captured": [_of_tensor(tensor) for tensor in captured],
+        "most_axes": max([4, *(len(tensor.dims) for tensor in captured)]),
         "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
         "learned": learned,
         "unlearned": ", ".join(every) if every and not learned else "",
         "sum_dtype": sums.dtype,
         "sum_bytes": sums.itemsize,
         "backward": bool(forms["backwards"]),
+        "most_launches": max((len(x["kernels"]) for x in forms["backwards"]), default=0),
         "softmax": softmax,
         # What kernels write to the place of the log-sum-exp.
         "lse": {"softmax": "natural log", "sum": "the sum of each row's weights"}.get(
@@ -124,8 +143,9 @@ def _fields(manifest: Manifest) -> Fields:
         "most_bytes": max(layout["bytes"] for layout in layouts.found),
         "narrow": _narrow(record),
         "archs": [_arch(arch) for arch in archs],
-        "sized": _sized(captured),
+        **_dimensions(captured),
         "positioned": [] if signature.packed else _positioned(captured),
+        "blocks": [] if signature.packed or record.layout is None else _blocks(record.layout),
         "position_limit": POSITION_LIMIT,
         "count_limit": COUNT_LIMIT,
     }
@@ -291,7 +311,7 @@ def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
         "row_bytes": of.row_bytes,
         "sums_tile": of.sums_tile or (0, 0),
         "grouped": any(param.name == "head_bits" for param in of.params),
-        "machine": [repr(float(each)) for each in machine[1:]],
+        "machine": [repr(float(each)) for each in machine],
         "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
         "layout": layouts.number(record),
     }
@@ -305,23 +325,46 @@ def _arch(arch: str) -> Fields:
 def _of_tensor(tensor: TensorArgument) -> Fields:
     dims, rank = ", ".join(map(str, tensor.dims)), len(tensor.dims)
     field, name, dtype = _c_argument(tensor.name), tensor.name, tensor.dtype
-    return {"name": name, "field": field, "dtype": dtype, "dims": dims, "rank": rank}
+    one = ", or of length 1" if any(isinstance(dim, str) for dim in tensor.dims) else ""
+    return {"name": name, "field": field, "dtype": dtype, "dims": dims, "rank": rank, "one": one}
 
 
-def _of_scalar(scalar: Any) -> Fields:
+_MOST_FLOAT = f"{FLOAT32_MAX!r}f"
+
+
+def _of_scalar(scalar: ScalarArgument) -> Fields:
+    """A scalar, with the values that a call may give it; any, for a bool."""
+    least, most = {"int32": (str(-SCALAR_LIMIT), str(SCALAR_LIMIT))}.get(
+        scalar.dtype, (f"-{_MOST_FLOAT}", _MOST_FLOAT)
+    )
+    low = scalar.minimum
+    if low is not None:
+        least = f"{float(low)!r}f" if scalar.dtype == "float32" else str(math.ceil(low))
+    bounds = {"least": "", "range": ": 0 or 1"}
+    if scalar.dtype != "bool":
+        end = f" to {most}" if scalar.dtype == "int32" else " on" if low is not None else ""
+        shown = f", from {least.removesuffix('f')}{end}" if end else ", finite"
+        bounds = {"least": least, "most": most, "range": shown}
     c_type = "float" if scalar.dtype == "float32" else "int32_t"
-    return {"name": scalar.name, "field": _c_argument(scalar.name), "c_type": c_type}
+    return {"name": scalar.name, "field": _c_argument(scalar.name), "c_type": c_type, **bounds}
 
 
-def _sized(captured: Sequence[TensorArgument]) -> list[Fields]:
-    """The dimensions of captured tensors that are a size of the call or a number."""
+def _dimensions(captured: Sequence[TensorArgument]) -> dict[str, list[Any]]:
+    """The dimensions of captured tensors that are a number, a size of the call, or have the name of
+    another one."""
     known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
-    return [
-        {"field": _c_argument(tensor.name), "axis": axis, "size": known.get(str(dim), dim)}
-        for tensor in captured
-        for axis, dim in enumerate(tensor.dims)
-        if dim in known or isinstance(dim, int)
-    ]
+    fixed, sized, named = [], [], defaultdict[str, list[Fields]](list)
+    for tensor in captured:
+        for axis, dim in enumerate(tensor.dims):
+            found = {"field": _c_argument(tensor.name), "axis": axis, "size": dim}
+            if isinstance(dim, int):
+                fixed.append(found)
+            elif dim in known:
+                sized.append({**found, "size": known[dim]})
+            elif dim not in ("seq_q", "seq_k"):
+                named[dim].append(found)
+    shared = [axes for axes in named.values() if len(axes) > 1]
+    return {"fixed": fixed, "sized": sized, "shared": shared}
 
 
 def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
@@ -332,6 +375,14 @@ def _positioned(captured: Sequence[TensorArgument]) -> list[Fields]:
         for tensor in captured
         for axis, dim in enumerate(tensor.dims)
         if dim in ends
+    ]
+
+
+def _blocks(layout: LayoutRecord) -> list[Fields]:
+    """The dimensions of a block layout that have a block for each position."""
+    return [
+        {"axis": 2, "of": "q", "size": layout.block_q},
+        {"axis": 3, "of": "k", "size": layout.block_k},
     ]
 
 

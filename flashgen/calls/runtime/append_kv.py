@@ -161,7 +161,7 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
                 ]
             ),
             operands.write_scales,
-            operands.k_scale is operands.v_scale,
+            operands.written_twice,
             rows,
             caches,
             backend,

@@ -129,11 +129,11 @@ class PreparedForward(PreparedCall):
         self._lse_model = q.new_empty((), dtype=torch.float32).expand(batch, heads, seq)
         if invariant and self._kernel_arch != path.arch and target.backend != "tiled":
             self._refuse_other_arithmetic(self._aligned_reason)
-        # Codes are copied 16 at once, or 8 where rows are no multiple of that.
+        # Codes are copied 16 at once, or 8 where rows of the tensor are no multiple of that.
         coded = q.element_size() != k.element_size()
-        self._narrower = 2 if coded and (q.shape[3] % 16 or v.shape[3] % 16) else 1
-        units = (16, 16 // self._narrower, 16 // self._narrower)
-        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), units)
+        self._narrower = tuple(2 if coded and x.shape[3] % 16 else 1 for x in (k, v))
+        self._units = (16, *(16 // narrower for narrower in self._narrower), 16)
+        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), self._units)
         self._obstacle = next((text for text in found if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
         self._splits: Splits | None = None
@@ -175,7 +175,8 @@ class PreparedForward(PreparedCall):
         maxima = self._like_lse(to_lse)
         at: tuple[int, ...]
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
-        if self._obstacle is None and not (at[0] | (at[1] | at[2]) * self._narrower | at[3]) % 16:
+        of_k, of_v = self._narrower
+        if self._obstacle is None and not (at[0] | at[1] * of_k | at[2] * of_v | at[3]) % 16:
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
@@ -283,8 +284,7 @@ class PreparedForward(PreparedCall):
         )
 
     def _unaligned_reason(self, *tensors: Tensor) -> str:
-        unit = 16 // self._narrower
-        bases = map(memory_layout.base_obstacle, _NAMES, tensors, (16, unit, unit, 16))
+        bases = map(memory_layout.base_obstacle, _NAMES, tensors, self._units)
         return self._obstacle or next(text for text in bases if text)
 
     def _without_scores(self, q: Tensor, captured: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -87,10 +87,10 @@ MOST_PARTS = 4
 def columns_of_parts(dim: int) -> Iterator[int]:
     """The columns of a part of ``dim`` columns of V, for two parts and more.
 
-    Each part begins at a multiple of 16 B, in codes of 8 bits too.
+    Each part begins at a multiple of 16 B, in codes of 8 bits too, and so 16 columns have no parts.
     """
-    for parts in range(2, MOST_PARTS + 1):
-        yield STEP * math.ceil(dim / parts / STEP)
+    widths = (STEP * math.ceil(dim / parts / STEP) for parts in range(2, MOST_PARTS + 1))
+    yield from (width for width in dict.fromkeys(widths) if width < dim)
 
 
 MOST_LEARNED = 64

@@ -136,12 +136,13 @@ def _seconds(spec: AttentionSpec, plans: Sequence[Plan]) -> float:
     mask = spec.mask if known else sympy.true
     assert spec.block_sparse is not None, "specs without a layout have no choice"
     positions = positions_of(spec.block_sparse)
+    scalars = {scalar.name: 0 for scalar in spec.scalars}  # of which the mask reads none
     total = gaps_between(plans)
     for plan in plans:
         if plan.of_captured:
             continue  # both paths have it
         sizes = (1, 1, 1, positions, positions)
-        call = CheckedCall(*sizes, spec.head_dim, plan.head_dim_v, 0, 0, 1.0, {})
+        call = CheckedCall(*sizes, spec.head_dim, plan.head_dim_v, 0, 0, 1.0, scalars)
         analysis = analyse_mask(mask, WalkedAxis(Q if plan.owns_keys else K))
         walks = [
             walk._replace(sizes=walk.sizes._replace(batch=HEADS))

@@ -86,8 +86,8 @@ _LETS: WeakValueDictionary[str, Let] = WeakValueDictionary()
 
 def _text(expr: sympy.Basic) -> str:
     """The whole expression, the same in every process; sympy.srepr takes ten times as long."""
-    if isinstance(expr, sympy.Symbol):
-        return f"{type(expr).__name__}:{expr.name}:{expr.is_integer}:{expr.is_real}"
+    if isinstance(expr, sympy.Symbol):  # of one name there are some of several dtypes and signs
+        return f"{type(expr).__name__}:{expr._hashable_content()}"
     if not expr.args:
         return str(sympy.srepr(expr))
     return f"{expr.func.__name__}({','.join(map(_text, expr.args))})"

@@ -230,10 +230,25 @@ class AppendOperands(NamedTuple):
         return self.k.shape[0] * self.k.shape[2]
 
     @property
+    def written_twice(self) -> str:
+        """The name of a tensor of values that is written where the one of keys is; "" for none.
+
+        Values that are the first columns of the keys are the same rows in the same cache.
+        """
+        scales = self.write_scales and _is_memory_of(self.k_scale, self.v_scale)
+        caches = _is_memory_of(self.k_cache, self.v_cache) and not _is_memory_of(self.k, self.v)
+        return "v_scale" if scales else "v_cache" if caches else ""
+
+    @property
     def is_empty(self) -> bool:
         """True where there is nothing to write."""
         no_sequence = self.slot_mapping is None and not self.sequences
         return no_sequence or not self.tokens or not self.k_cache.numel()
+
+
+def _is_memory_of(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors with memory begin at the same element."""
+    return one is not None and other is not None and one.data_ptr() == other.data_ptr() != 0
 
 
 def is_coded(cache: object) -> bool:
@@ -285,15 +300,7 @@ def _check_coded(operands: AppendOperands) -> None:
 
 
 def _check_written(operands: AppendOperands) -> None:
-    """Scales that a call writes have an element for each slot, which no other slot shares, and
-    those of keys are not those of values."""
-    if operands.k_scale is operands.v_scale:
-        refuse(
-            "one tensor is to be written with the scales of keys and with those of values",
-            "argument v_scale of append_kv",
-            "k_scale is v_scale, and write_scales=True",
-            "v_scale=torch.zeros(v_cache.shape[:3]), a tensor of its own",
-        )
+    """Scales that a call writes have an element for each slot, which no other slot shares."""
     for name, cache in (("k_scale", operands.k_cache), ("v_scale", operands.v_cache)):
         scale = getattr(operands, name)
         sizes = cache.shape[:3]
@@ -483,11 +490,21 @@ def _check_memory(name: str, tensor: Tensor) -> None:
 
 
 def check_limits(operands: AppendOperands) -> None:
-    """Checks that the numbers of a call, which are no symbols, fit the kernel's integers.
+    """Checks that the numbers of a call, which are no symbols, fit the kernel's integers, and that
+    its tensors, which have memory, are not the same.
 
     Raises:
-        InputError: there are too many rows, or too many slots.
+        InputError: there are too many rows, or too many slots; or values would replace keys.
     """
+    name = operands.written_twice
+    if name:
+        of_keys = name.replace("v", "k", 1)
+        refuse(
+            "what is written of the values would replace what is written of the keys",
+            f"argument {name} of append_kv",
+            f"{name} begins at the first element of {of_keys}",
+            f"{name}=torch.zeros_like({name}), a tensor of its own",
+        )
     pages, heads, page, _ = operands.k_cache.shape
     if page == 0:
         refuse(

@@ -22,7 +22,7 @@ from flashgen.shared.dtypes import (
     POSITION_LIMIT,
     dtype_name,
 )
-from flashgen.shared.signature import CallSignature, TensorArgument
+from flashgen.shared.signature import SCALE_NAMES, CallSignature, TensorArgument
 
 Tensor = torch.Tensor
 
@@ -359,12 +359,13 @@ def check_learned(signature: CallSignature, captured: Sequence[Any]) -> None:
     """Raises InputError for a tensor that requires a gradient and is declared without grad=True."""
     for tensor, value in zip(signature.tensors, captured, strict=True):
         if not tensor.grad and isinstance(value, Tensor) and value.requires_grad:
+            declared = f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True)"
+            learned = "" if tensor.name in SCALE_NAMES else f"{declared}, or "
             refuse(
                 f"{tensor.name} requires a gradient that the spec does not declare",
                 f"argument {tensor.name}",
                 f"requires_grad=True; spec {signature.name} has {tensor}",
-                f"fg.Tensor({tensor.name!r}, {tensor.dims!r}, {tensor.dtype!r}, grad=True), or "
-                f"{tensor.name}.detach()",
+                f"{learned}{tensor.name}.detach()",
             )
 
 
