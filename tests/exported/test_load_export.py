@@ -28,7 +28,7 @@ from flashgen.shared.call import CallRanges, CheckedCall
 from flashgen.shared.errors import FlashgenError, InputError, LaunchError, SpecError
 from flashgen.shared.paths import PATHS
 from flashgen.shared.signature import SPLIT
-from flashgen.shared.split_choice import ALL_SPLITS
+from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 from tests.support.examples import spec_path, values_of
 from tests.support.exports import exported, spec_of, with_portable_path
 from tests.support.fake_driver import FakeDriver
@@ -179,23 +179,24 @@ def test_all_runs_of_splits_have_the_bits_of_the_compiled_operator(
 def test_calls_of_an_export_have_the_runs_of_the_compiled_operator(
     arch: str, tmp_path: Path
 ) -> None:
+    """Where both have one tile: on the path sm_80 the operator has tiles of few rows as well."""
     spec = spec_of("causal", dtype="bfloat16").replace(head_dim=128)
     request = ExportRequest(spec=spec, archs=(arch,), calls=("split_size",))
     export(replace(request, heads_per_tile=(1, 4)), tmp_path / "export")
     op = fg.load_export(tmp_path / "export")
     target = Target("emulator", arch, torch.device("cpu"), 0)
+    programs = op.spec.split(), SpecProgram(spec).split()
     found = []
     for batch, heads, rows, keys in (
-        *((1, 32, 8192, 8192), (16, 4, 2048, 2048), (1, 32, 1, 131_072), (8, 32, 1, 4096)),
-        *((1, 4, 2048, 131_072), (64, 32, 1, 4096), (4, 32, 512, 16_384)),
+        *((1, 32, 8192, 8192), (16, 4, 2048, 2048), (1, 32, 64, 131_072), (8, 32, 128, 4096)),
+        *((1, 4, 2048, 131_072), (64, 32, 64, 4096), (4, 32, 512, 16_384)),
     ):
         sizes = batch, heads, heads // 4, rows, keys
         scalars, splits = {SPLIT: 1120}, -(-keys // 1120)
         call = CheckedCall(*sizes, 128, 128, keys - rows, 0, 1.0, scalars, splits=splits)
-        programs = op.spec.split(), SpecProgram(spec).split()
         found.append([program.run_of(target, call) for program in programs])
     assert all(exported == compiled for exported, compiled in found), found
-    assert ALL_SPLITS in {run for run, _ in found}
+    assert {ALL_SPLITS, *RUNS[1:]} & {run for run, _ in found} > {ALL_SPLITS}, found
 
 
 def test_an_export_names_what_has_tangents() -> None:
