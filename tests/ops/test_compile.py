@@ -436,3 +436,18 @@ def test_lengths_that_depend_on_data_are_traced():
         assert counter.frame_count == 1
     finally:
         torch._dynamo.config.capture_dynamic_output_shape_ops = False
+
+
+def test_reports_are_of_the_last_call_also_where_it_was_compiled() -> None:
+    op = fg.attention(fg.AttentionSpec(lambda b, h, q, k: q >= k, head_dim=16, name="reported"))
+    q, k, v = Case(16, 16, 1, 2, 1, "float16", 16).tensors(seed=3)
+    how = {"backend": "emulator", "arch": "sm_80"}
+    compiled = torch.compile(lambda *x: op(*x, **how), backend="aot_eager", fullgraph=True)
+    names = []
+    for _ in range(2):
+        compiled(q, k, v)
+        names.append(op.report.kernel.source.name)
+        op(q[:, 1:], k, v, h_offset=1, whole={"heads": 2}, **how)
+        names.append(op.report.kernel.source.name)
+    assert names == 2 * names[:2]
+    assert names[0] != names[1]

@@ -120,7 +120,7 @@ class Attention:
         self._shares_kv = self._operator.signature.shared_kv
         self._weighs = self._operator.signature.normalize != "softmax"
         self._draws = self._operator.signature.draws
-        self._used = self._operator
+        self._latest = self._operator.latest
         self._variants = SimpleNamespace()
         self._for_maxima: Attention | None = None
         self.is_exported = isinstance(spec, CallProgram)
@@ -143,6 +143,12 @@ class Attention:
     def name(self) -> str:
         """Name of the operator in torch.ops.flashgen."""
         return self._operator.name
+
+    @property
+    def _used(self) -> Operator:
+        """The operator of the last call: that of the spec, or of a variant."""
+        used: Operator = self._latest.used
+        return used
 
     @property
     def report(self) -> Report | None:
@@ -394,7 +400,7 @@ class Attention:
         else:
             captured = ()
         if not traced:
-            self._used = operator
+            self._latest.used = operator
             if operator.native is not None:
                 made: Tensor | tuple[Tensor, Tensor] | None
                 made = operator.native.call(q, k, v, rng, captured, *options, return_lse)
@@ -433,6 +439,7 @@ class Attention:
     def _name_of_variant(self, *fields: Any) -> str:
         """The name of a variant's operator, which becomes an attribute that Dynamo can guard."""
         operator = operator_of(_of_output(program_of(self.spec).variant(Variant(*fields))))
+        operator.latest = self._latest
         setattr(self._variants, operator.name, operator)
         return operator.name
 
@@ -445,7 +452,7 @@ class Attention:
         assert made is not None, "made above"
         results: Any = made(*operands, return_lse=True, **rest)
         if not torch.compiler.is_compiling():
-            self._used = made._used
+            self._latest.used = made._used
         out, lse, maxima = results
         return out, lse, maxima
 

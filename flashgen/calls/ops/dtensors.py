@@ -440,6 +440,7 @@ def _computed(
     results = called[backward](*local, **part.keywords)
     if done is not operator:  # whose reports users ask for
         operator.done, operator.done_backward = done.last_forward(), done.last_backward()
+        operator.latest.used = operator
     if part.specs:
         made = type(next(filter(is_dtensor, args)))
         pairs = zip(results, part.specs, strict=True)

@@ -7,6 +7,7 @@ checks and choices depend, so that a repeated call does little work before the l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,7 @@ class Operator:
         parts: what these rules found for calls of a kind.
         of_this_rank: ``overload`` for calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
+        latest: shared with the operators of its variants: ``used`` is that of the last call.
         native: the calls that need no Python; None before the first call on a GPU, where the
             native part is not used, and where calls have a third result.
     """
@@ -110,6 +112,7 @@ class Operator:
         self.done: tuple[Any, ...] | None = None
         self.done_backward: backward.BackwardOutcome | None = None
         self.native: NativeCalls | None = None
+        self.latest = SimpleNamespace(used=self)
         self._last: tuple[Any, Any] = (None, None)  # the key and the checked call used last
         self._forwards: dict[Any, forward.ForwardCall] = {}
         self._backwards: dict[Any, backward.BackwardCall] = {}
@@ -256,6 +259,7 @@ class Operator:
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
         *results, self.done = call.run(operands)
+        self.latest.used = self
         if self.native is not None:
             self.native.forget_forward()
         return tuple(results)
