@@ -437,6 +437,11 @@ def head_places(rows: int, heads: int) -> int:
     return heads if rows % heads == 0 else 1 << (heads - 1).bit_length()
 
 
+def fits_rows(rows: int, heads: int, seq_q: int) -> bool:
+    """Whether a tile of so many rows has all queries of the heads that share it."""
+    return heads <= rows and seq_q <= rows // head_places(rows, heads)
+
+
 def heads_of_fewest_rows(rows: Mapping[int, int], tiles: Mapping[int, int], gain: float) -> int:
     """The least number of heads per tile within a factor of the fewest computed rows.
 

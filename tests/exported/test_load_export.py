@@ -152,8 +152,10 @@ def test_weights_row_sinks_and_random_numbers_have_the_bits_of_the_compiled_oper
 def test_all_runs_of_splits_have_the_bits_of_the_compiled_operator(
     paged: bool, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """In tiles of few rows, as the operator has them."""
     spec = spec_of("causal", paged=paged)
-    export(ExportRequest(spec=spec, archs=(arch,), calls=("split_size",)), tmp_path / "export")
+    request = ExportRequest(spec=spec, archs=(arch,), calls=("split_size",))
+    export(replace(request, heads_per_tile=(1, 2)), tmp_path / "export")
     case = replace(CASE, seq_q=3, seq_k=200)
     q, k, v = case.tensors(4)
     given = {"backend": "emulator", "arch": arch, "return_lse": True}
@@ -167,11 +169,13 @@ def test_all_runs_of_splits_have_the_bits_of_the_compiled_operator(
     for size, (kind, run) in enumerate(kinds, 1):  # prepared calls are kept by their arguments
         for program in (ExportedProgram, SpecProgram):
             monkeypatch.setattr(program, "run_of", lambda *_, run=run: run)
-        found = []
+        found, rows = [], []
         for op in (fg.load_export(tmp_path / "export"), fg.attention(spec)):
             found.append(op(q, k, v, **given, split_size=16 * size))
             assert kind in op.report.kernel.facts.name
+            rows.append(op.report.kernel.facts.block_q)
         assert all(map(torch.equal, *found))
+        assert rows == [{"sm_80": 16, "sm_90a": 64}[arch]] * 2
 
 
 @pytest.mark.slow
@@ -179,7 +183,6 @@ def test_all_runs_of_splits_have_the_bits_of_the_compiled_operator(
 def test_calls_of_an_export_have_the_runs_of_the_compiled_operator(
     arch: str, tmp_path: Path
 ) -> None:
-    """Where both have one tile: on the path sm_80 the operator has tiles of few rows as well."""
     spec = spec_of("causal", dtype="bfloat16").replace(head_dim=128)
     request = ExportRequest(spec=spec, archs=(arch,), calls=("split_size",))
     export(replace(request, heads_per_tile=(1, 4)), tmp_path / "export")
@@ -188,7 +191,8 @@ def test_calls_of_an_export_have_the_runs_of_the_compiled_operator(
     programs = op.spec.split(), SpecProgram(spec).split()
     found = []
     for batch, heads, rows, keys in (
-        *((1, 32, 8192, 8192), (16, 4, 2048, 2048), (1, 32, 64, 131_072), (8, 32, 128, 4096)),
+        *((1, 32, 8192, 8192), (16, 4, 2048, 2048), (1, 32, 1, 131_072), (8, 32, 1, 4096)),
+        *((1, 32, 64, 131_072), (8, 32, 5, 4096), (1, 32, 12, 131_072), (64, 32, 1, 4096)),
         *((1, 4, 2048, 131_072), (64, 32, 64, 4096), (4, 32, 512, 16_384)),
     ):
         sizes = batch, heads, heads // 4, rows, keys

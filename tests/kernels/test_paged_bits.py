@@ -153,7 +153,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_batch(name: str, arch: str) 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_split_equals_unsplit(arch: str) -> None:
     call = paged("causal", DECODING, arch)
-    assert equal(call.run(split_size=512), call.run(split_size=None))
+    assert equal(call.run(split_size=512), call.run(split_size=0))
 
 
 def variants_of(spec: fg.AttentionSpec) -> list[fg.AttentionSpec]:

@@ -104,6 +104,17 @@ def test_a_jagged_tensor_is_attended_to_as_the_error_says() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["q_offset", "k_offset", "scale", "split_size", "rng"])
+def test_nested_tensors_are_no_numbers_either(name: str, layout: torch.layout) -> None:
+    q, k, v = operands(heads_kv=4, seq_k=5)
+    nested = torch.nested.nested_tensor([torch.ones(5, 16), torch.ones(3, 16)], layout=layout)
+    with pytest.raises(InputError) as caught:
+        fg.attention(SPEC)(q, k, v, **{name: nested})
+    assert caught.value.where == f"argument {name}"
+
+
 @pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*:UserWarning")
 def test_tensors_without_strides_are_refused_by_the_operator_too():
     q, k, v = operands(heads_kv=4, seq_k=5)

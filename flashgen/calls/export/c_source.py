@@ -190,7 +190,7 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
             how = {"arch": place, "fallback": fallback}
             for form in record.forward:
                 taken = portable(arch) if fallback else taken_by(arch, Pass(form.drops))
-                if form.arch == taken and form.heads == 1:
+                if form.arch == taken and form.heads == 1 and not form.few_rows:
                     forwards.append({**vars(form), **how})
             for each in record.backward:
                 of = Pass(each.drops, each.learns, True, each.deterministic)

@@ -28,7 +28,7 @@ from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.codegen.text import printable
 from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
 from flashgen.kernels.planner.duration import decoding_tile
-from flashgen.kernels.planner.schedule import why_walks_differ
+from flashgen.kernels.planner.schedule import counts_of_few_rows, why_walks_differ
 from flashgen.kernels.planner.split_keys import compares_positions
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, CallRanges
@@ -271,14 +271,28 @@ class Collection:
         for arch, (access, heads) in itertools.product(archs, dict.fromkeys(forms)):
             options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
             with _unless_needed(arch in whole and access == 16):
-                narrow = build(spec, arch, **options)
-                wide = build(spec, arch, **options, ranges=ranges)
-                builds.append(narrow)
-                for is_wide, made in enumerate((narrow, wide)[: 1 + (wide is not narrow)]):
-                    key = (of.drops, arch, access, heads, bool(is_wide))
-                    cost = made.plan.cost
-                    tile = decoding_tile(made.plan, cost, cost) if spec.split else None
-                    yield ForwardRecord(*key, self.add(made), tile)
+                few = self._few_rows(spec, build(spec, arch, **options)) if access == 16 else ()
+                for rows in (0, *few):
+                    options["few_rows"] = rows
+                    narrow = build(spec, arch, **options)
+                    wide = build(spec, arch, **options, ranges=ranges)
+                    builds.append(narrow)
+                    for is_wide, made in enumerate((narrow, wide)[: 1 + (wide is not narrow)]):
+                        key = (of.drops, arch, access, heads, bool(is_wide))
+                        cost = made.plan.cost
+                        tile = decoding_tile(made.plan, cost, cost) if spec.split else None
+                        yield ForwardRecord(*key, self.add(made), tile, rows)
+
+    def _few_rows(self, spec: AttentionSpec, of_all: Build) -> Iterator[int]:
+        """The numbers of rows that have kernels of their own, on the requested architectures.
+
+        Args:
+            of_all: the kernel of calls with any number of rows.
+        """
+        if of_all.plan.arch in self.request.archs:
+            for rows in counts_of_few_rows(spec, of_all.plan):
+                if of_all.plan.heads_per_tile <= rows:
+                    yield rows
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
         heads = tuple(sorted({1, *self.request.heads_per_tile}))

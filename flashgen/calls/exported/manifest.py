@@ -24,7 +24,7 @@ from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 
-FORMAT = 8
+FORMAT = 9
 """The version of the manifest; another one is refused."""
 
 RUNS_OF_PROGRAMS = (1, RUNS[-1], ALL_SPLITS)
@@ -100,6 +100,7 @@ class ForwardRecord:
         wide: whether integers of mask and score have 64 bits.
         kernel: its number in `Manifest.kernels`.
         tile: with split keys, its tile, which tells the time of a call; None without.
+        few_rows: the rows of served calls that it has a tile for; 0 for calls with any number.
     """
 
     drops: bool
@@ -109,6 +110,7 @@ class ForwardRecord:
     wide: bool
     kernel: int
     tile: DecodingTile | None = None
+    few_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import ExportError, InputError, SpecError, called_by_users
-from flashgen.shared.launch_facts import LaunchFacts, Sizes, heads_of_fewest_rows
+from flashgen.shared.launch_facts import LaunchFacts, Sizes, fits_rows, heads_of_fewest_rows
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
 from flashgen.shared.split_choice import (
     ALL_SPLITS,
@@ -276,7 +276,8 @@ class ExportedProgram(CallProgram):
         if path is not None and path.columns < split.record.signature.head_dim_v:
             split = split.of_columns(path.columns)
         arch = target.arch if path is None else path.taken
-        records = (r for r in split.record.forward if (r.arch, r.heads) == (arch, 1))
+        of_all = (arch, 1, 0)
+        records = (r for r in split.record.forward if (r.arch, r.heads, r.few_rows) == of_all)
         return self._kernel(min(records, key=lambda r: r.drops).kernel).facts
 
     def _path(self, target: Target, which: str) -> PathRecord | None:
@@ -312,8 +313,11 @@ class ExportedProgram(CallProgram):
             self._refuse_missing("forward kernel", request.arch, request.access_bytes, wide)
         layout = request.captured.get(LAYOUT)
         by_head = layout is not None and layout.shape[1] > 1
-        record, reason = self._of_heads(fitting, *request.call.sizes[:4], by_head=by_head)
-        return self._kernel(record.kernel), reason
+        call = request.call
+        record, reason = self._of_heads(fitting, *call.sizes[:4], by_head=by_head)
+        # Of packed queries, only those of plain decoding are known to be few in each sequence.
+        queries = 1 if self.signature.packed and call.seq_q <= call.batch else call.seq_q
+        return self._kernel(self._of_rows(record, queries).kernel), reason
 
     def _by_heads(self, arch: str, access_bytes: int, *, wide: bool) -> dict[int, ForwardRecord]:
         """The forward kernels for these calls, by query heads per tile."""
@@ -321,8 +325,18 @@ class ExportedProgram(CallProgram):
         return {
             x.heads: x
             for x in self.record.forward
-            if (x.drops, x.arch, x.access_bytes, x.wide) == key
+            if (x.drops, x.arch, x.access_bytes, x.wide) == key and not x.few_rows
         }
+
+    def _of_rows(self, of_all: ForwardRecord, seq_q: int) -> ForwardRecord:
+        """The kernel of the smallest tile in which the queries of a call fit; or that of all."""
+        found = [
+            x
+            for x in self.record.forward
+            if replace(x, kernel=of_all.kernel, tile=of_all.tile, few_rows=0) == of_all
+            and (not x.few_rows or fits_rows(x.few_rows, x.heads, seq_q))
+        ]
+        return min(found, key=lambda x: x.few_rows or math.inf)
 
     def _of_heads(
         self,
@@ -438,7 +452,9 @@ def _times_of_runs(
     if path is not None and path.columns < program.signature.head_dim_v:
         return {}
     arch = target.arch if path is None else path.taken
-    record, _ = program._of_heads(program._by_heads(arch, 16, wide=False), *sizes)
+    of_all, _ = program._of_heads(program._by_heads(arch, 16, wide=False), *sizes)
+    batch, *_, seq_q = sizes
+    record = program._of_rows(of_all, -(-seq_q // batch) if program.signature.packed else seq_q)
     assert record.tile is not None, "a manifest with split keys has their tiles"
     return times_of_runs(
         program._kernel(record.kernel).facts,

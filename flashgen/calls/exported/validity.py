@@ -146,6 +146,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         of_call = forward.heads, forward.access_bytes, 64 if forward.wide else of.integer_bits
         of_kernel = of.heads_per_tile, of.access_bytes, of.integer_bits
         _require(of_call == of_kernel and of.kernel == "forward", f"{forward} for {of.name}")
+        _require(0 <= forward.few_rows <= of.block_q, f"{forward} for {of.name}")
         for tile in (forward.tile, of.decoding) if signature.split else ():
             _require(tile is not None, f"no tile of {of.name}, whose keys are split")
             assert tile is not None
@@ -160,7 +161,7 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
         _require(backward.arch in served and backward.drops in drops, f"{backward}")
     _check_paths(program, manifest)
     for arch in {each.arch for each in program.forward}:
-        found = any((x.arch, x.heads) == (arch, 1) for x in program.forward)
+        found = any((x.arch, x.heads, x.few_rows) == (arch, 1, 0) for x in program.forward)
         _require(found, f"a program without kernels of one head for {arch}")
     for arch, numbers in program.tables.items():
         _check_kernels(numbers, arch, manifest)
@@ -205,7 +206,8 @@ def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
         learns = {(), tuple(x.name for x in program.signature.learned)}
         passes |= {Pass(*each) for each in product(drops, learns, (True,), (False, True))}
     _require(passes >= {path.of for path in program.paths}, "a choice for a pass of no call")
-    made = {(x.arch, Pass(x.drops)) for x in program.forward if x.heads == 1}
+    of_all = [x for x in program.forward if x.heads == 1 and not x.few_rows]
+    made = {(x.arch, Pass(x.drops)) for x in of_all}
     made |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
     if program.columns:
         passes &= {of for each in manifest.programs for of in each.widths.get(program.columns, ())}

@@ -25,6 +25,7 @@ work tiles. The counter must be 0 at each launch, which takes a launch of its ow
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashgen.kernels.planner.derivation import DerivationLine, line_of, printed_line
@@ -39,7 +40,7 @@ from flashgen.shared.arch import facts
 from flashgen.shared.launch_facts import (
     HeadsPerTile,
     LaunchBlocks,
-    head_places,
+    fits_rows,
     heads_of_fewest_rows,
 )
 from flashgen.spec.language.spec import AttentionSpec
@@ -140,12 +141,15 @@ def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
     Args:
         heads: query heads of a tile.
     """
+    return next((n for n in counts_of_few_rows(spec, plan) if fits_rows(n, heads, seq_q)), 0)
+
+
+def counts_of_few_rows(spec: AttentionSpec, plan: Plan) -> Iterator[int]:
+    """The numbers of rows, ascending, for which served calls have tiles smaller than a plan's."""
     rows = MMA_ROWS * plan.model.warps_of_few_rows
     while spec.is_served and 0 < rows < plan.block_q:
-        if heads <= rows and seq_q <= rows // head_places(rows, heads):
-            return rows
+        yield rows
         rows *= 2
-    return 0
 
 
 def _rows_to_share(plan: Plan, heads: int, *, dropout: bool) -> int:

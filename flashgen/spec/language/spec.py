@@ -27,6 +27,7 @@ from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.block_layout import check_names as check_layout_names
 from flashgen.spec.language.float_operations import FloatQuotient
+from flashgen.spec.language.lets import Let, lets_of
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec_options import check_options, name_of, option_mistakes
 from flashgen.spec.language.statistics import statistics_of
@@ -418,7 +419,9 @@ class AttentionSpec:
         ):
             if lines is not None:
                 state[mod] = PickledMod(TracedMod(expr, captures, lines))
-        return _restored, (state, None if self.is_softmax else self.score)
+        # Each Let before those that use it: the depth of a pickle does not grow with their number.
+        lets = lets_of(self.mask, self.modified, self.weight, self.score)
+        return _restored, (lets, state, None if self.is_softmax else self.score)
 
     @in_specs
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -455,7 +458,10 @@ def _traced(mod: Mod | None, trace: Callable[[Mod], TracedMod]) -> TracedMod | N
     return mod.trace if isinstance(mod, PickledMod) else trace(mod)
 
 
-def _restored(state: dict[str, Any], weighed: sympy.Expr | None) -> AttentionSpec:
+def _restored(
+    lets: tuple[Let, ...], state: dict[str, Any], weighed: sympy.Expr | None
+) -> AttentionSpec:
+    """A pickled spec, whose expressions share ``lets``."""
     spec = object.__new__(AttentionSpec)
     traces = {"mask": (state["mask_mod"], sympy.true), "score": (state["score_mod"], SCORE)}
     exprs = {name: x if mod is None else mod.trace.expr for name, (mod, x) in traces.items()}

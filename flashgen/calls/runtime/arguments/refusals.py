@@ -63,8 +63,10 @@ def refuse(what: str, where: str, numbers: str, way_out: str) -> NoReturn:
     raise InputError(what, where=where, numbers=numbers, way_out=way_out)
 
 
-def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+def shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     """The shape for the text of an error, in numbers where torch.compile traces symbols."""
+    if value.is_nested:  # torch has no numbers for the other dimensions
+        return (value.size(0), *["ragged"] * (value.dim() - 1))
     return tuple(map(operator.index, value.shape))
 
 
