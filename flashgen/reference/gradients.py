@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.oracle import added_weights, of_scores
+from flashgen.reference.oracle import added_weights, kept_sums, of_scores
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
@@ -264,8 +264,7 @@ def _of_weights(
     factor, d = torch.ones_like(weights[..., :1]), torch.zeros_like(weights[..., :1])
     if problem.spec.sums_weights:
         added = added_weights(problem, weights) if kept else weights
-        sums = added.sum(dim=-1, keepdim=True)
-        sums = sums.float().to(problem.work) if kept else sums
+        sums = kept_sums(problem, weights) if kept else weights.sum(dim=-1, keepdim=True)
         factor = torch.where(sums == 0, 0, 1 / sums)
         out = part.dropped(added * factor) @ part.v
         out = out.to(problem.q.dtype).to(problem.work) if kept else out

@@ -127,6 +127,11 @@ def added_weights(problem: OracleProblem, weights: Tensor) -> Tensor:
     return torch.where(rounded.isfinite(), rounded, weights)
 
 
+def kept_sums(problem: OracleProblem, weights: Tensor) -> Tensor:
+    """The sums of `added_weights`, [n, rows, 1], rounded to float32 as calls return them."""
+    return added_weights(problem, weights).sum(dim=-1, keepdim=True).float().to(weights.dtype)
+
+
 def softmax_times_v(
     scores: Tensor, v: Tensor, part: ScoreBlock, real: torch.dtype, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:

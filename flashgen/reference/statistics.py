@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.oracle import added_weights
+from flashgen.reference.oracle import kept_sums
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.aux_results import AuxRequest
 from flashgen.spec.language.spec import AttentionSpec
@@ -105,7 +105,7 @@ def _scores_and_weights(
 
     Args:
         rounded: whether the normaliser of each row is rounded to float32, and is that of
-            `added_weights`.
+            `kept_sums`.
     """
     spec = problem.spec
     products = (part.q @ part.k.transpose(1, 2)) * problem.factor
@@ -130,8 +130,6 @@ def _scores_and_weights(
         return scores, weights.masked_fill(~kept, 0), kept
     weights = problem.masked(problem.score(products, part), part)
     if spec.normalizer == "sum":
-        added = added_weights(problem, weights) if rounded else weights
-        total = added.sum(-1, keepdim=True)
-        total = total.float().to(weights.dtype) if rounded else total
+        total = kept_sums(problem, weights) if rounded else weights.sum(-1, keepdim=True)
         weights = (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
     return scores, weights, kept

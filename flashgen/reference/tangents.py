@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from flashgen.reference.oracle import added_weights, attention
+from flashgen.reference.oracle import attention, kept_sums
 from flashgen.reference.problem import OracleArguments, forward_mode, problem_of
 from flashgen.shared.call import ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
@@ -58,7 +58,7 @@ def kept_tangents(
 
     The rounding of LSE to float32 scales all P of a row, as in
     `flashgen.reference.gradients.gradients`. With other weights whose sum W divides the output,
-    O' = (X - W' O) / W with an O of the dtype of q and the sum W of `added_weights`; with the
+    O' = (X - W' O) / W with an O of the dtype of q and the W of `kept_sums`; with the
     softmax, a pass keeps the factor of O small by taking the tangents of scores relative to one of
     them. Arguments and errors are those of `tangents`.
     """
@@ -71,8 +71,7 @@ def kept_tangents(
         kept, problem = sums.clone(), problem_of(spec, q, k, v, exact=True, **call)
         for part in problem.blocks():
             here = (part.pairs, part.rows)
-            weights = added_weights(problem, problem.masked_scores(part))
-            kept[here] = weights.sum(dim=-1, keepdim=True).float().double()
+            kept[here] = kept_sums(problem, problem.masked_scores(part))
         error = (own.to(q.dtype).double() - own).flatten(0, 1)
         total = sums * out.flatten(0, 1) - moved * error
         return torch.where(kept == 0, 0, total / kept).view_as(out), lse

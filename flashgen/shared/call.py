@@ -177,6 +177,11 @@ class CheckedCall:
         """The query heads that share a key head; those of the call where it has no key head."""
         return self.heads_q // max(self.heads_kv, 1)
 
+    def queries_of_each(self, *, packed: bool) -> int:
+        """The most queries of a sequence. Of packed queries, only those of plain decoding are known
+        to be few in each."""
+        return 1 if packed and self.seq_q <= self.batch else self.seq_q
+
     @property
     def query_rows(self) -> int:
         """The query rows of the heads that share a key head."""

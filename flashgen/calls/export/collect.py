@@ -34,7 +34,7 @@ from flashgen.shared.arch import facts, portable
 from flashgen.shared.call import DEFAULT_LAUNCH, CallRanges
 from flashgen.shared.dtypes import COUNT_LIMIT, ITEMSIZE, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.shared.errors import InputError, PlanError, SpecError
-from flashgen.shared.launch_facts import LaunchFacts
+from flashgen.shared.launch_facts import LaunchFacts, fits_rows
 from flashgen.shared.signature import OFFSETS, SPLIT, WHOLE, CallSignature
 from flashgen.spec.language.signature import (
     joining,
@@ -277,8 +277,10 @@ class Collection:
                     narrow = build(spec, arch, **options)
                     wide = build(spec, arch, **options, ranges=ranges)
                     builds.append(narrow)
-                    for is_wide, made in enumerate((narrow, wide)[: 1 + (wide is not narrow)]):
-                        key = (of.drops, arch, access, heads, bool(is_wide))
+                    for is_wide, made in ((False, narrow), (True, wide)):
+                        if made is narrow and is_wide:
+                            continue  # no call needs it
+                        key = (of.drops, arch, access, heads, is_wide)
                         cost = made.plan.cost
                         tile = decoding_tile(made.plan, cost, cost) if spec.split else None
                         yield ForwardRecord(*key, self.add(made), tile, rows)
@@ -291,7 +293,7 @@ class Collection:
         """
         if of_all.plan.arch in self.request.archs:
             for rows in counts_of_few_rows(spec, of_all.plan):
-                if of_all.plan.heads_per_tile <= rows:
+                if fits_rows(rows, of_all.plan.heads_per_tile, 1):
                     yield rows
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:

@@ -315,8 +315,7 @@ class ExportedProgram(CallProgram):
         by_head = layout is not None and layout.shape[1] > 1
         call = request.call
         record, reason = self._of_heads(fitting, *call.sizes[:4], by_head=by_head)
-        # Of packed queries, only those of plain decoding are known to be few in each sequence.
-        queries = 1 if self.signature.packed and call.seq_q <= call.batch else call.seq_q
+        queries = call.queries_of_each(packed=self.signature.packed)
         return self._kernel(self._of_rows(record, queries).kernel), reason
 
     def _by_heads(self, arch: str, access_bytes: int, *, wide: bool) -> dict[int, ForwardRecord]:

@@ -207,8 +207,7 @@ def heads_of_call(
     gives = spec.block_sparse is not None and LAYOUT in captured
     layout_heads = captured[LAYOUT].shape[1] if gives else 1
     found = choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
-    # Of packed queries, only those of plain decoding are known to be few in each sequence.
-    queries = 1 if spec.packed and call.seq_q <= call.batch else call.seq_q
+    queries = call.queries_of_each(packed=spec.packed)
     return replace(
         found,
         few_rows=few_rows_of(spec, plan, found.heads, queries),
