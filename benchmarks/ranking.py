@@ -32,7 +32,6 @@ from rich.table import Table  # noqa: E402
 import flashgen as fg  # noqa: E402
 from flashgen.kernels.planner import Plan, feasible  # noqa: E402
 from flashgen.tools.profile.kernel_profile import Profile  # noqa: E402
-from flashgen.tools.profile.roofline import counted_cost  # noqa: E402
 from flashgen.tools.profile.run import profile_forward  # noqa: E402
 
 ARCH = "sm_80"
@@ -102,8 +101,25 @@ def _row(profile: Profile) -> Row:
     return Row(
         profile.plan,
         {**predicted, "cost": profile.plan.cost * scores},
-        {**{term: work[term].counted for term in TERMS}, "cost": counted_cost(profile)},
+        {**{term: work[term].counted for term in TERMS}, "cost": _counted_cost(profile)},
     )
+
+
+def _counted_cost(profile: Profile) -> float:
+    """Clocks of one SM for a launch, by the formula of the plan's own "cost".
+
+    The clocks of each resource and the barriers are counted. The plan's formulas add them up: the
+    clocks of the busiest resource, and those of the others that no other warp overlaps. PTX
+    instructions are counted, which the assembler translates to other ones.
+    """
+    plan = profile.plan
+    counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
+    at = {**plan.quantities, **counted}
+    at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
+    for formula in plan.model.cost_steps:
+        if formula.name in ("busiest", "alone", "pace", "cost"):
+            at[formula.name] = formula(at)
+    return float(at["cost"])
 
 
 def _line(plan: Plan, name: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashgen.kernels import codegen
 from flashgen.kernels.compile import override
 from flashgen.kernels.pipeline import Build, analysed, compiled
-from flashgen.kernels.planner import plan_append_codes, plan_append_kv
+from flashgen.kernels.planner import plan_rows
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.spec.language.spec import AttentionSpec
@@ -26,7 +26,7 @@ def build_append_kv(access_bytes: int, arch: str = DEFAULT_ARCH) -> Build:
         CompileError: NVRTC is missing or rejects the source.
     """
     spec = AttentionSpec(head_dim=64, name="append_kv")
-    source = codegen.append_kv(spec, plan_append_kv(spec, access_bytes, arch))
+    source = codegen.append_kv(spec, plan_rows("append_kv", spec, arch, access_bytes=access_bytes))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 
@@ -48,6 +48,7 @@ def build_append_codes(
         CompileError: NVRTC is missing or rejects the source.
     """
     spec = AttentionSpec(head_dim=64, dtype=dtype, name="append_codes")
-    plan = plan_append_codes(spec, 16 if aligned else ITEMSIZE[dtype], arch)
+    access_bytes = 16 if aligned else ITEMSIZE[dtype]
+    plan = plan_rows("append_codes", spec, arch, access_bytes=access_bytes)
     source = codegen.append_codes(spec, plan, kv_dtype, writes_scales)
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from flashgen.kernels import codegen
-from flashgen.kernels.built_kernel import Build, gradient_terms
+from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import Source
 from flashgen.kernels.compile import compile, override
 from flashgen.kernels.enough_registers import with_enough_registers
@@ -24,10 +24,9 @@ from flashgen.kernels.planner import (
     TangentPlanRequest,
     Tile,
     parts_pay,
-    plan_add_rows,
     plan_forward,
     plan_merge,
-    plan_minmax_table,
+    plan_rows,
     plan_schemes,
     plan_tangent,
     tangents_of,
@@ -44,7 +43,6 @@ from flashgen.spec.language.spec import AttentionSpec
 
 __all__ = [
     "Build",
-    "CallRanges",
     "Kernels",
     "analysed",
     "build",
@@ -53,7 +51,6 @@ __all__ = [
     "build_minmax_tables",
     "build_tangent",
     "emit",
-    "gradient_terms",
     "plan_backward_of_call",
 ]
 
@@ -171,7 +168,7 @@ def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
     walks = {codegen.walk_of_kernel(role) for role in ("forward", "dkdv")}
     read = {each for walk in walks for each in analysed(spec, walk).mask.minmax_tables}
     return tuple(
-        codegen.minmax_table(spec, tensor, axis, plan_minmax_table(spec, arch))
+        codegen.minmax_table(spec, tensor, axis, plan_rows("minmax_table", spec, arch))
         for tensor in spec.tensors
         for axis in range(len(tensor.dims))
         if (tensor.symbol, axis) in read
@@ -372,7 +369,7 @@ def build_add_rows(dtype: str, arch: str = DEFAULT_ARCH) -> Build:
         PlanError, RenderError, CompileError: as ``build``.
     """
     spec = AttentionSpec(head_dim=64, dtype=dtype, name="add_rows")
-    source = codegen.add_rows(spec, plan_add_rows(spec, arch))
+    source = codegen.add_rows(spec, plan_rows("add_rows", spec, arch))
     return compiled(source, analysed(spec, codegen.walk_of_kernel(source.role)))
 
 

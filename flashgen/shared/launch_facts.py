@@ -437,6 +437,11 @@ def head_places(rows: int, heads: int) -> int:
     return heads if rows % heads == 0 else 1 << (heads - 1).bit_length()
 
 
+def mean_length(rows: int, batch: int) -> int:
+    """The rows of each packed sequence, which count as equally long where a launch is planned."""
+    return -(-rows // max(batch, 1))
+
+
 def fits_rows(rows: int, heads: int, seq_q: int) -> bool:
     """Whether a tile of so many rows has all queries of the heads that share it."""
     return heads <= rows and seq_q <= rows // head_places(rows, heads)

@@ -348,10 +348,6 @@ class SplitPlan:
         run = fastest_run({run: float(each.time) for run, each in found.items()})
         return run, found[run]
 
-    def over_bound(self, load: Load) -> float:
-        """The least predicted time of a load over the time in which K, V, q and out move once."""
-        return float(self.fastest(load)[1].time) / self.kernel.bound(self.call_of(load))
-
     def call_of(self, load: Load) -> SplitCall:
         """The sizes of a load."""
         heads = load.batch * self.heads_kv

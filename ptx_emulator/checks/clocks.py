@@ -40,7 +40,7 @@ class Clocks:
     warps of all, and each of its ``ranks`` has slots for its named barriers.
     """
 
-    def __init__(self, blocks: int, warps: int, proxy: bool = False, ranks: int = 1) -> None:
+    def __init__(self, blocks: int, warps: int, proxy: bool, ranks: int) -> None:
         self.warps = warps
         # Number of columns in use; the arrays may have more.
         self.columns = 2 * warps if proxy else warps

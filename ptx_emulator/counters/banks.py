@@ -28,9 +28,7 @@ BANK_BYTES = 4
 ROW_BYTES = 16  # of a matrix that ldmatrix reads
 
 
-def wavefronts(
-    addresses: Array, active: Array | None, size: int, in_turn: bool = False
-) -> tuple[int, int]:
+def wavefronts(addresses: Array, active: Array | None, size: int, in_turn: bool) -> tuple[int, int]:
     """Wavefronts of accesses of warps, and the minimum for the same number of lanes and bytes.
 
     Args:

@@ -79,7 +79,7 @@ class Counters:
         recorded: the recorder of a launch with profile=True, else None.
     """
 
-    def __init__(self, program: PtxProgram, recorded: Recorder | None = None) -> None:
+    def __init__(self, program: PtxProgram, recorded: Recorder | None) -> None:
         self._program = program
         self.recorded = recorded
         self.segments: dict[tuple[int, int], int] = {}

@@ -238,7 +238,7 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
     dtype = DTYPE[to]
     value = g.read(ins.operands[1], DTYPE[source])
     if "f" not in source:
-        value = _from_integer(g, value, source, to, saturates, rounding)
+        value = _from_integer(value, source, to, saturates, rounding)
         g.write(ins.operands[0], value, dtype)
         return
     if clamps:
@@ -320,9 +320,7 @@ def _rounded(value: str, held: str, to: str, rounding: str) -> str:
     return value if held == dtype else f"{value}.astype({dtype})"
 
 
-def _from_integer(
-    g: Generator, value: str, source: str, to: str, saturates: bool, rounding: str
-) -> str:
+def _from_integer(value: str, source: str, to: str, saturates: bool, rounding: str) -> str:
     dtype = DTYPE[to]
     if "f" not in to:
         if saturates:

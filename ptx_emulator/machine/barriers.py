@@ -63,7 +63,7 @@ class Barriers:
         cohort.pc = pc + 1
         if m.shared_races:
             self._in_turn(here, blocks, ids)
-        if votes is None and blocking and self._whole_blocks(cohort, blocks, ids, counts):
+        if votes is None and blocking and self._whole_blocks(blocks, ids, counts):
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)
             return
@@ -113,7 +113,7 @@ class Barriers:
             way_out = "numbers are 0 to 15, counts multiples of 32; bar.arrive needs a count"
             self.machine.fail(EmulatorError, what, here.site(row), numbers, way_out)
 
-    def _whole_blocks(self, cohort: Cohort, blocks: Array, ids: Array, counts: Array) -> bool:
+    def _whole_blocks(self, blocks: Array, ids: Array, counts: Array) -> bool:
         """Whether all warps of the blocks arrive together at an idle barrier, the common case."""
         m = self.machine
         if (ids != ids[0]).any():
@@ -217,9 +217,9 @@ class Barriers:
         target = np.where(expected > 0, expected, m.live_warps[blocks][:, None] * 32)
         full = (arrived >= target) & (arrived > 0)
         for place, barrier in np.argwhere(full):
-            self._release(int(blocks[place]), int(barrier), arrived[place, barrier])
+            self._release(int(blocks[place]), int(barrier))
 
-    def _release(self, block: int, barrier: int, arrived: int) -> None:
+    def _release(self, block: int, barrier: int) -> None:
         m = self.machine
         self.arrived[block, barrier] = 0
         self.expected[block, barrier] = 0

@@ -67,7 +67,7 @@ class PtxProgram:
         constants: address of each module variable of .global and .const.
     """
 
-    def __init__(self, module: Module, name: str, ragged: bool = False) -> None:
+    def __init__(self, module: Module, name: str, ragged: bool) -> None:
         """``ragged``: the last warp of a block has fewer than 32 threads."""
         entry = module.functions.get(name)
         if entry is None or not entry.is_entry or not entry.has_body:

@@ -162,7 +162,7 @@ class WaitsForRegisters:
 
 
 def splice(
-    cohort: Cohort, part: Cohort, keep: Array, outputs: Sequence[int], lanes: Array | None = None
+    cohort: Cohort, part: Cohort, keep: Array, outputs: Sequence[int], lanes: Array | None
 ) -> None:
     """Copies the registers ``outputs`` of ``part`` back to the rows ``keep`` of ``cohort``.
 

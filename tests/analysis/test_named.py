@@ -13,12 +13,13 @@ import flashgen as fg
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import WalkedAxis
-from flashgen.spec.analysis.mask import analyse_mask, classify
+from flashgen.spec.analysis.mask import analyse_mask
 from flashgen.spec.language.spec_file import load
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, SEQ_K, SEQ_Q, H, K, Q
 from flashgen.spec.language.tracing import trace_mask
 from tests.support.paths import ROOT
 from tests.support.tiers import slow
+from tests.support.tile_class import classify
 
 SPECS = ROOT / "specs"
 

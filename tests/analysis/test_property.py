@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashgen.shared.errors import SpecError
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis
-from flashgen.spec.analysis.mask import analyse_mask, classify
+from flashgen.spec.analysis.mask import analyse_mask
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H, K, Q
 from flashgen.spec.language.tracing import trace_mask
 from tests.support.expr_trees import (
@@ -25,6 +25,7 @@ from tests.support.expr_trees import (
     direct,
     traced,
 )
+from tests.support.tile_class import classify
 
 SETTINGS = settings(
     derandomize=True,

@@ -17,6 +17,7 @@ from flashgen.shared.dropout import keep_mask
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.examples import SPECS, fitted, values_of
 from tests.support.judged import judge_forward
+from tests.support.masks import causal
 from tests.support.shapes import Case, covering
 from tests.support.tiers import one_in, slow
 from tests.support.tiled_calls import both, forward
@@ -30,10 +31,6 @@ def loaded(path: Path, case: Case) -> AttentionSpec:
     return fg.load(path).replace(
         dtype=case.dtype, head_dim=case.head_dim, head_dim_v=case.head_dim_v or case.head_dim
     )
-
-
-def causal(b, h, q, k):
-    return k <= q
 
 
 def spec_of(mask=causal, score=None, **options) -> AttentionSpec:

@@ -11,16 +11,13 @@ import torch
 
 import flashgen as fg
 from flashgen.spec.language.spec import AttentionSpec
+from tests.support.masks import causal
 from tests.support.shapes import Case
 from tests.support.tiers import one_in, slow
 from tests.support.tiled_calls import Tiled, arguments, gradients_are_derivatives
 
 Tensor = torch.Tensor
 STATE = (1234567, 89)
-
-
-def causal(b, h, q, k):
-    return k <= q
 
 
 window = fg.Scalar("window", "int32", minimum=1)

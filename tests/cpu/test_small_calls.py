@@ -9,15 +9,12 @@ import torch
 
 import flashgen as fg
 from flashgen.calls import cpu
-from flashgen.calls.cpu.parts import ChunkScores
+from flashgen.calls.cpu.parts import ChunkScores, parts_of
 from tests.support.judged import Call, judge_forward
+from tests.support.masks import causal
 from tests.support.shapes import DTYPES, Case
 
 Tensor = torch.Tensor
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 def by_head(b, h, q, k):
@@ -102,7 +99,7 @@ def test_scores_of_any_size_meet_the_error_rule_in_both_passes(factor: float) ->
 def test_only_small_scores_are_float32_products() -> None:
     arguments = cpu.TileArguments(0.25)
     q, k, _ = Case(300, 400, 1, 1, 1, "float32", 16).tensors()
-    (sequence,) = cpu.parts_of(spec_of(), q, k, arguments)
+    (sequence,) = parts_of(spec_of(), q, k, arguments)
     for factor, wanted in ((1.0, torch.float32), (30.0, torch.float64), (1e30, torch.float64)):
         assert sequence.problem.products(q[0] * factor, k[0]).dtype == wanted
     assert sequence.problem.products(q[0, :, :20], k[0, :, :20]).dtype == torch.float64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import returned_by, run_ranks
 from tests.support.tiers import slow
 
 CASES = "tests.support.invariant_ranks"
@@ -21,10 +21,7 @@ def group(world: int, cases: tuple[str, ...]) -> list[dict[str, tuple[Any, str]]
 
 
 def returned(world: int, case: str, cases: tuple[str, ...]) -> list[Any]:
-    results = [rank[f"{CASES}:{case}"] for rank in group(world, cases)]
-    for number, (_, error) in enumerate(results):
-        assert not error, f"rank {number}: {error}"
-    return [value for value, _ in results]
+    return returned_by(group(world, cases), f"{CASES}:{case}")
 
 
 @pytest.mark.parametrize("case", ["on_the_cpu", slow("on_sm_80"), slow("on_sm_90a")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import returned_by, run_ranks
 
 CASES = "tests.support.dtensor_cases"
 COMPARED = (
@@ -49,10 +49,7 @@ def group() -> list[dict[str, tuple[Any, str]]]:
 
 
 def returned(case: str) -> list[Any]:
-    results = [rank[f"{CASES}:{case}"] for rank in group()]
-    for number, (_, error) in enumerate(results):
-        assert not error, f"rank {number}: {error}"
-    return [value for value, _ in results]
+    return returned_by(group(), f"{CASES}:{case}")
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -69,9 +66,8 @@ def test_what_ranks_cannot_compute_by_themselves_is_refused(what: str) -> None:
 
 @pytest.mark.slow
 def test_a_mesh_of_two_dimensions_divides_batch_and_heads() -> None:
-    for rank, results in enumerate(run_ranks(4, [f"{CASES}:divided_by_two_dimensions"], 240)):
-        _, error = results[f"{CASES}:divided_by_two_dimensions"]
-        assert not error, f"rank {rank}: {error}"
+    case = f"{CASES}:divided_by_two_dimensions"
+    returned_by(run_ranks(4, [case], 240), case)
 
 
 @functools.cache
@@ -81,14 +77,9 @@ def slow_group() -> list[dict[str, tuple[Any, str]]]:
 
 @pytest.mark.slow
 def test_a_program_of_a_rank_is_not_cached_for_others() -> None:
-    for rank, results in enumerate(slow_group()):
-        saved, error = results[f"{CASES}:programs_of_the_rank"]
-        assert not error, f"rank {rank}: {error}"
-        assert saved == 0
+    assert returned_by(slow_group(), f"{CASES}:programs_of_the_rank") == [0, 0]
 
 
 @pytest.mark.slow
 def test_kernels_of_both_code_paths_compute_the_parts() -> None:
-    for rank, results in enumerate(slow_group()):
-        _, error = results[f"{CASES}:emulated"]
-        assert not error, f"rank {rank}: {error}"
+    returned_by(slow_group(), f"{CASES}:emulated")

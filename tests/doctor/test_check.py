@@ -136,9 +136,9 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, spoil: float) 
 # ---- the child process ---------------------------------------------------------------------------
 
 
-def events_of(runner: child.Runner, count: int = 2) -> list[dict[str, Any]]:
+def events_of(runner: child.Runner) -> list[dict[str, Any]]:
     out = io.StringIO()
-    child.report(PROBLEMS[:count], "sm_80", runner, out)
+    child.report(PROBLEMS[:2], "sm_80", runner, out)
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 

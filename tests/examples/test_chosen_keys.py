@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from types import ModuleType
 
@@ -13,12 +12,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
 FOLDER = ROOT / "examples"
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module("chosen_keys")
+EXAMPLE = "chosen_keys"
 
 
 @pytest.mark.parametrize("name", ["NSA", "DSA"])

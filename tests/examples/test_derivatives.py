@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -17,15 +15,7 @@ FOLDER = ROOT / "examples"
 NAMES = ("meanflow", "gradient_penalty")
 
 
-@pytest.fixture(params=NAMES)
-def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module(request.param)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
+@pytest.mark.parametrize("example", NAMES, indirect=True)
 def test_losses_are_those_of_attention_in_float64(example: ModuleType) -> None:
     points = importlib.import_module("point_sets")
     ours, theirs = (

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
 from flashgen.shared.paths import PATHS
-from tests.support.paths import ROOT
 
 Tensor = torch.Tensor
 
 
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        yield importlib.import_module("rl_parity")
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
+EXAMPLE = "rl_parity"
 
 
 @pytest.mark.parametrize("name", ["product", "norm", "log_softmax"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import run_python
 
 FOLDER = ROOT / "examples"
+EXAMPLE = "serve"
 
 Tensor = torch.Tensor
 
@@ -27,15 +26,6 @@ PROMPTS = (
     ("All:\nSpeak, speak.\n\nFirst Citizen:\nYou", 6),
     ("All:\nSpeak, speak.\n\nFirst Ci", 12),
 )
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("serve")
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture(scope="module")

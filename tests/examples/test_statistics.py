@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import pytest
 import torch
 
 import flashgen as fg
-from tests.support.paths import ROOT
-
-
-@pytest.fixture
-def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("example", ["qk_clip"], indirect=True)

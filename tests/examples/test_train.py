@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,17 +19,9 @@ from tests.support.processes import run_python
 pytest.importorskip("matplotlib", reason="the example plots: pip install matplotlib")
 
 FOLDER = ROOT / "examples"
+EXAMPLE = "train_char"
 
 Tensor = torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("train_char")
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

@@ -18,28 +18,12 @@ import flashgen as fg
 from flashgen import SpecError
 from flashgen.calls.ops import api
 from flashgen.frontends.flex import known_mods
-from tests.support.flex_mods import noise, operands, torch_answer
+from tests.support.flex_mods import compared, noise, operands
 
 Mod = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_kept", "_proved", "_settled_records", "_versions"):
-        monkeypatch.setattr(known_mods, name, type(getattr(known_mods, name))())
-
-
-def call(score_mod: Mod | None, mask_mod: Mod | None = None) -> torch.Tensor:
-    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
-    mask = None
-    if mask_mod is not None:
-        mask = torch.nn.attention.flex_attention.create_block_mask(
-            mask_mod, None, None, 8, 8, device="cpu"
-        )
-    out = fg.flex_attention(q, k, v, score_mod, mask)
-    wanted, _ = torch_answer(q, k, v, mask_mod, score_mod)
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    return out
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 def kernels(calls: Iterator[Any] | list[Any]) -> int:
@@ -67,15 +51,15 @@ NUMBERS: dict[str, Callable[[Any], Mod]] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_that_changes_costs_two_kernels(name: str) -> None:
     make = NUMBERS[name]
-    assert kernels(call(make(w / 4)) for w in range(1, 10, 2)) <= 2
-    assert kernels(call(make(w / 4)) for w in range(10, 2, -2)) == 0
+    assert kernels(compared(make(w / 4)) for w in range(1, 10, 2)) <= 2
+    assert kernels(compared(make(w / 4)) for w in range(10, 2, -2)) == 0
 
 
 def test_a_width_of_a_mask() -> None:
     def window(w: int) -> Mod:
         return lambda b, h, q, k: ((q - k).abs() <= w) & (q % w >= k % w)
 
-    assert kernels(call(None, window(w)) for w in range(1, 10)) == 2
+    assert kernels(compared(None, window(w)) for w in range(1, 10)) == 2
 
 
 def test_a_number_of_a_layer_as_an_index() -> None:
@@ -84,7 +68,7 @@ def test_a_number_of_a_layer_as_an_index() -> None:
     def layer(number: int) -> Mod:
         return lambda s, b, h, q, k: s + table[number, k]
 
-    assert kernels(call(layer(number)) for number in range(-4, 6)) == 2
+    assert kernels(compared(layer(number)) for number in range(-4, 6)) == 2
 
 
 BYTES = torch.tensor([0, 255, 128, 7, 200, 64, 1, 90], dtype=torch.uint8)
@@ -105,7 +89,7 @@ WRAPPED: dict[str, Callable[[Any], Mod]] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_number_that_changes_wraps_beside_narrow_integers(name: str) -> None:
-    assert kernels(call(WRAPPED[name](w)) for w in (1, 60, 7, 3, 11)) == 2
+    assert kernels(compared(WRAPPED[name](w)) for w in (1, 60, 7, 3, 11)) == 2
 
 
 def test_a_number_that_changes_in_a_quotient_of_narrow_integers_is_a_float() -> None:
@@ -118,8 +102,8 @@ def test_a_number_that_changes_in_a_quotient_of_narrow_integers_is_a_float() -> 
 
 def test_powers_of_integers_are_exact() -> None:
     for w in (2, 3, 4, 5, 0):
-        call(lambda s, b, h, q, k, w=w: s + (k % 8 + 300) ** w % 7)
-        call(lambda s, b, h, q, k, w=w: s + (BYTES[k] ** w) / 50)
+        compared(lambda s, b, h, q, k, w=w: s + (k % 8 + 300) ** w % 7)
+        compared(lambda s, b, h, q, k, w=w: s + (BYTES[k] ** w) / 50)
 
 
 def test_several_numbers_of_which_some_change() -> None:
@@ -127,16 +111,16 @@ def test_several_numbers_of_which_some_change() -> None:
         return lambda s, b_, h, q, k: a * torch.tanh(s / b) + c * (q - k)
 
     changes = [(1.0, 2.0, 3.0), (1.0, 2.0, 4.0), (1.0, 2.0, 5.0), (3.0, 2.0, 5.0), (4.0, 5.0, 6.0)]
-    assert kernels(call(mod(*each)) for each in changes) == 4
+    assert kernels(compared(mod(*each)) for each in changes) == 4
     later = [tuple(x / 7 for x in each) for each in changes]
-    assert kernels(call(mod(*each)) for each in later) == 0
+    assert kernels(compared(mod(*each)) for each in later) == 0
 
 
 def test_the_first_value_keeps_its_kernel_and_its_bits() -> None:
     make = NUMBERS["a cap"]
-    first = call(make(0.7))
-    call(make(0.9))
-    assert torch.equal(call(make(0.7)), first)
+    first = compared(make(0.7))
+    compared(make(0.9))
+    assert torch.equal(compared(make(0.7)), first)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +135,11 @@ def test_the_first_value_keeps_its_kernel_and_its_bits() -> None:
 )
 def test_the_eighth_constant_is_an_error(make: Callable[[int], Mod], operation: str) -> None:
     for w in range(7):
-        call(make(w))
+        compared(make(w))
     with pytest.raises(SpecError, match="value number 8") as caught:
-        call(make(7))
+        compared(make(7))
     assert "test_numbers_that_change.py" in caught.value.where
-    call(make(3))  # those that there are go on
+    compared(make(3))  # those that there are go on
 
 
 TABLE = noise(9, 2)
@@ -195,11 +179,11 @@ def test_the_versions_of_a_mod_are_limited(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(known_mods, "MOST_VERSIONS", 7)
     make = VERSIONS[name]
     for n in range(1, 8):
-        call(make(n))
+        compared(make(n))
     with pytest.raises(SpecError, match="version number 8") as caught:
-        call(make(8))
+        compared(make(8))
     assert "test_numbers_that_change.py" in caught.value.where
-    call(make(3))  # those that there are go on
+    compared(make(3))  # those that there are go on
 
 
 def test_the_versions_of_a_mod_without_operations_are_limited_too(
@@ -224,13 +208,13 @@ def test_lengths_that_change_no_expression_are_no_versions() -> None:
         return lambda s, b, h, q, k: s * weights(table, 0)[h] + ids[k]
 
     table = noise(2)
-    assert kernels(call(mod(table, noise(8 + n))) for n in range(12)) == 1
+    assert kernels(compared(mod(table, noise(8 + n))) for n in range(12)) == 1
 
 
 def test_the_same_lines_with_other_functions_are_other_mods() -> None:
     functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.abs, torch.erf, torch.sigmoid)
     for function in (*functions, torch.relu, torch.square):
-        call(lambda s, b, h, q, k, function=function: function(s))
+        compared(lambda s, b, h, q, k, function=function: function(s))
 
 
 def test_numbers_that_are_written_in_the_code_are_constants_of_deterministic_calls() -> None:
@@ -239,8 +223,8 @@ def test_numbers_that_are_written_in_the_code_are_constants_of_deterministic_cal
         bits = []
         for values in ([0.7, 0.9, 1.1], [1.1, 0.9, 0.7]):
             known_mods._kept.clear()
-            made = [call(NUMBERS["a cap"](w)) for w in values]
-            assert kernels(call(NUMBERS["a cap"](w)) for w in (0.3, 0.5)) == 0
+            made = [compared(NUMBERS["a cap"](w)) for w in values]
+            assert kernels(compared(NUMBERS["a cap"](w)) for w in (0.3, 0.5)) == 0
             bits.append(dict(zip(values, made, strict=True)))
         assert all(torch.equal(bits[0][w], bits[1][w]) for w in bits[0])
         sizes = known_mods.CallSizes(1, 2, 8, 8, torch.device("cpu"))
@@ -288,7 +272,7 @@ def drawn_next(numbers, s, b, h, q, k):
 def test_a_mod_that_draws_is_refused(name: str, known: bool) -> None:
     if known:  # kernels for such numbers
         for w in (1, 2, 3, 0.1, 0.2):
-            call(NUMBERS["a factor"](w))
+            compared(NUMBERS["a factor"](w))
     q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
     mod = DRAWS[name]()
     for _ in range(2):
@@ -303,11 +287,11 @@ def test_memory_does_not_grow_with_the_values() -> None:
 
     make = NUMBERS["a cap"]
     for w in range(1, 10):
-        call(make(w / 8))
+        compared(make(w / 8))
     gc.collect()
     tracemalloc.start()
     for w in range(10, 30):
-        call(make(w / 8))
+        compared(make(w / 8))
     gc.collect()
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

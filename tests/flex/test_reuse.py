@@ -15,7 +15,7 @@ import flashgen as fg
 from flashgen.calls.ops import api
 from flashgen.frontends.flex import known_mods, traced_mods
 from tests.support import flex_mods
-from tests.support.flex_mods import MAKERS, causal_mask, noise, operands, torch_answer
+from tests.support.flex_mods import MAKERS, causal_mask, compared, noise, operands, torch_answer
 from tests.support.paths import from_root
 
 WINDOW = 5
@@ -45,22 +45,11 @@ class Counts:
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
-    for name in ("_kept", "_proved", "_settled_records"):
-        monkeypatch.setattr(known_mods, name, type(known_mods._kept)())
+def counts(nothing_is_known: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     return Counts(monkeypatch)
 
 
-def call(score_mod=None, mask_mod=None, sizes=(2, 4, 24, 32)) -> torch.Tensor:
-    """flex_attention of these mods, which agrees with torch's."""
-    q, k, v = (x.detach() for x in operands(*sizes))
-    block_mask = None
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, sizes[0], sizes[1], *sizes[2:], device="cpu")
-    out = fg.flex_attention(q, k, v, score_mod, block_mask)
-    wanted, _ = torch_answer(q, k, v, mask_mod, score_mod)
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    return out
+call = functools.partial(compared, sizes=(2, 4, 24, 32))
 
 
 def test_other_lengths_batches_and_contents(counts: Counts) -> None:
@@ -77,7 +66,7 @@ def test_other_lengths_batches_and_contents(counts: Counts) -> None:
         length = max(sizes[2:])
         bias = noise(sizes[1], 2 * length, seed=seed)
         ids = (noise(sizes[0], length, seed=seed) > 0).int()
-        call(*biased(bias, ids), sizes)
+        call(*biased(bias, ids), sizes=sizes)
         assert counts.look() == ((1, 1) if seed == 0 else (0, 0))
 
 

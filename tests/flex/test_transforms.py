@@ -11,7 +11,6 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
-from flashgen.frontends.flex import known_mods
 from tests.support.flex_mods import noise, operands
 
 Tensor = torch.Tensor
@@ -20,10 +19,7 @@ Q, K, V = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
 BIAS = noise(2)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_kept", "_proved", "_settled_records"):
-        monkeypatch.setattr(known_mods, name, type(getattr(known_mods, name))())
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 def of_flashgen(q: Tensor, bias: Tensor) -> Tensor:

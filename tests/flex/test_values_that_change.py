@@ -16,22 +16,10 @@ from torch.overrides import TorchFunctionMode
 import flashgen as fg
 from flashgen.frontends.flex.proofs import prove
 from flashgen.shared.errors import SpecError
-from tests.support.flex_mods import operands, torch_answer
+from tests.support.flex_mods import compared, operands
 from tests.support.ways_to_read import WAYS, Get
 
 Mod = Callable[..., Any]
-
-
-def agrees(mod: Mod, mask_mod: Mod | None = None) -> None:
-    q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
-    mask = None
-    if mask_mod is not None:
-        mask = torch.nn.attention.flex_attention.create_block_mask(
-            mask_mod, None, None, 8, 8, device="cpu"
-        )
-    out = fg.flex_attention(q, k, v, mod, mask)
-    wanted, _ = torch_answer(q, k, v, mask_mod, mod)
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
 
 
 VALUES = (2, 5, 3)
@@ -51,7 +39,7 @@ def test_no_result_is_of_an_earlier_value(name: str) -> None:
     for value in VALUES:
         change(value)
         proofs.append(prove((None, get)))
-        agrees(score_mod, mask_mod)
+        compared(score_mod, mask_mod)
     proved = [proof.key for proof in proofs if proof is not None and not proof.tensors]
     assert len(set(proved)) == len(proved)
 
@@ -133,8 +121,8 @@ def test_random_compositions_of_ways(seed: int) -> None:
     for _ in range(5):
         change(generator.randint(1, 6))
         change_other(generator.randint(1, 6))
-        agrees(score_mod)
-        agrees(score_mod, mask_mod)
+        compared(score_mod)
+        compared(score_mod, mask_mod)
 
 
 def written_by_a_view(w: float) -> torch.Tensor:
@@ -185,7 +173,7 @@ def test_modes_around_a_call_leave_nothing_in_kernels() -> None:
     q, k, v = (x.detach() for x in operands(1, 2, 8, 8, dim=8))
     with Replaces():
         fg.flex_attention(q, k, v, score_mod)
-    agrees(score_mod)
+    compared(score_mod)
 
 
 def test_a_captured_tensor_is_shown_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support import gpu_device as gpu
 from tests.support.paged_caches import LAYOUTS, Appended, Cache, append_in_a_loop, cache_of, rows_of
 
 Tensor = torch.Tensor
+Call = Callable[[], tuple[Tensor, ...]]
 SHAPE, DIMS = (40, 4, 16), (128, 128)
 
 
@@ -69,6 +71,12 @@ def test_a_call_waits_for_nothing_and_a_replayed_graph_reads_tables_anew() -> No
         fg.append_kv(rows.k, rows.v, cache.k, cache.v, **rows.by_table, backend=gpu.BACKEND)
         return (cache.k,)
 
+    for length, pages in replayed(call, rows):
+        assert (cache.k[pages, :, length - 1] == length).all()
+
+
+def replayed(call: Call, rows: Appended) -> Iterator[tuple[int, Tensor]]:
+    """The lengths and pages of replays of a graph of a call, which waits for nothing."""
     call()
     gpu.synchronize()
     with gpu.no_waiting():
@@ -78,8 +86,7 @@ def test_a_call_waits_for_nothing_and_a_replayed_graph_reads_tables_anew() -> No
         rows.lengths.fill_(length)
         rows.k.fill_(length)
         graph.replay()
-        pages = rows.table[:, 0].long()
-        assert (cache.k[pages, :, length - 1] == length).all()
+        yield length, rows.table[:, 0].long()
 
 
 def coded(kv_dtype: str, device: torch.device | str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -121,15 +128,6 @@ def test_a_replayed_graph_writes_the_scales_of_new_rows() -> None:
         fg.append_kv(rows.k, rows.v, *caches, **given, backend=gpu.BACKEND)
         return (caches[0],)
 
-    call()
-    gpu.synchronize()
-    with gpu.no_waiting():
-        call()
-    graph = gpu.Graph(call)
-    for length in (7, 12):
-        rows.lengths.fill_(length)
-        rows.k.fill_(length)
-        graph.replay()
-        pages = rows.table[:, 0].long()
+    for length, pages in replayed(call, rows):
         assert (caches[0][pages, :, length - 1] == 127).all()
         assert (scales["k_scale"][pages, :, length - 1] * 127 - length).abs().max() < 1e-5

@@ -12,8 +12,9 @@ from flashgen import reference
 from flashgen.calls.ops import BackwardRun, ForwardRun, run_forward
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import Call
+from tests.support.masks import causal
 from tests.support.shapes import Case
-from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec
+from tests.support.sparse_layouts import by_position, random_layout, sparse_spec
 
 Tensor = torch.Tensor
 

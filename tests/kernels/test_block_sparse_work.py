@@ -12,8 +12,9 @@ from flashgen.calls.ops import run_backward, run_forward
 from flashgen.calls.runtime.reports import Report
 from flashgen.kernels.planner import plan
 from flashgen.spec.language.spec import AttentionSpec
+from tests.support.masks import causal
 from tests.support.shapes import Case
-from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec, touched
+from tests.support.sparse_layouts import by_position, random_layout, sparse_spec, touched
 
 Tensor = torch.Tensor
 

@@ -11,6 +11,7 @@ import torch
 
 import flashgen as fg
 from tests.support.judged import Call, dropping, sized
+from tests.support.masks import causal
 from tests.support.shapes import DTYPES, Case
 
 Tensor = torch.Tensor
@@ -21,10 +22,6 @@ ids = fg.Tensor("ids", ("batch", "seq_k"), "int32")
 length = fg.Tensor("length", ("batch",), "int64")
 bias = fg.Tensor("bias", ("batch", "heads", "seq_q", "seq_k"), "float32", grad=True)
 window = fg.Scalar("window", "int32")
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 def causal_window(b, h, q, k):

@@ -12,7 +12,8 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.calls.runtime.calls import check
 from flashgen.calls.runtime.learned_gradients import SUM_BITS, contributions_of, unit_of
-from flashgen.kernels.pipeline import build_backward, gradient_terms
+from flashgen.kernels.built_kernel import gradient_terms
+from flashgen.kernels.pipeline import build_backward
 from flashgen.kernels.planner import Plan, plan_backward
 from tests.support.examples import spec_path
 from tests.support.judged import Call, example

@@ -18,6 +18,7 @@ from flashgen.shared.paths import PATHS
 from flashgen.shared.signature import SPLIT
 from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 from flashgen.spec.language.signature import folded, in_runs, returning_maxima, split
+from tests.support.masks import causal
 from tests.support.planted import planted
 from tests.support.tiers import one_in
 
@@ -25,10 +26,6 @@ Tensor = torch.Tensor
 
 SIZE = 16  # keys of a split
 INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-def causal(b, h, q, k):  # type: ignore[no-untyped-def]
-    return k <= q
 
 
 def window(b, h, q, k):  # type: ignore[no-untyped-def]

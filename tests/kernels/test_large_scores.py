@@ -13,6 +13,7 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.calls.ops import run_backward, run_forward
 from tests.support.judged import dropping, normal
+from tests.support.masks import causal
 from tests.support.tiers import slow
 
 Tensor = torch.Tensor
@@ -23,10 +24,6 @@ LOWEST = torch.finfo(torch.float32).min
 # The backend and the architecture. float32 kernels take the path of sm_80 everywhere.
 PATHS = [("tiled", "sm_80"), ("emulator", "sm_80"), ("emulator", "sm_90a")]
 MAGNITUDES = [1.0, 3e2, 5e4, 2e5, 3e7, 5e9, 1e15, 1e30, 2e37]
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return k <= q
 
 
 SPECS: dict[str, dict[str, Any]] = {

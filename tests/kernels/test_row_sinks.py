@@ -13,6 +13,7 @@ from flashgen.calls.ops import run_forward
 from flashgen.shared.signature import BOUNDARIES
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import Call, dropping, normal
+from tests.support.masks import causal
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
@@ -27,10 +28,6 @@ DIMS: dict[str, tuple[str, ...]] = {
 CASE = Case(37, 45, 2, 4, 2, "float32", 16)
 SIZES = {"batch": 2, "heads": 4, "seq_q": 60}
 PATHS = [("tiled", None), slow("emulator", "sm_80"), slow("emulator", "sm_90a")]
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
 
 
 def spec_of(dims: str, case: Case = CASE, *, grad: bool = True, **options: Any) -> AttentionSpec:

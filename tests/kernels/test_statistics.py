@@ -18,6 +18,7 @@ from flashgen.shared.errors import InputError, SpecError
 from tests.support.planted import caught, planted
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow, take_turns
+from tests.support.weights import some_rows
 
 Tensor = torch.Tensor
 
@@ -26,10 +27,6 @@ ALL = fg.AuxRequest(max_scores=True, entropy=True, key_mass=True, block_mass=32)
 OF_WEIGHTS = fg.AuxRequest(max_scores=True, key_mass=True, block_mass=32)
 
 importance = fg.Tensor("importance", ("heads", "seq_k"))
-
-
-def some_rows(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return (q >= k) & (q % 7 > 0) & (k > 2)  # the other rows and keys are empty
 
 
 def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -22,10 +22,11 @@ from flashgen.kernels.planner.traffic import backward_traffic
 from flashgen.reference.gradients import gradients
 from flashgen.shared.errors import InputError, SpecError
 from tests.support.judged import Call, dropping
+from tests.support.masks import causal
 from tests.support.planted import planted
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow, take_turns
-from tests.support.weights import SPECS, captured_by, causal, dense, silu, spec_of
+from tests.support.weights import SPECS, captured_by, dense, silu, spec_of
 
 ARCHS = ("sm_80", "sm_90a")
 

@@ -210,43 +210,6 @@ def test_split_calls_in_shares_meet_the_error_rule(name: str, dims: tuple[int, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [4, 16, 64])
-@pytest.mark.parametrize("name", ["causal", "window", "softcap"])
-@pytest.mark.parametrize("dims", [(448, 448), (576, 512)])
-def test_paged_calls_in_shares_meet_the_error_rule(
-    name: str, dims: tuple[int, int], page: int
-) -> None:
-    spec = SERVED[name].replace(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16")
-    of = Sequences.of((2, 2), (130, 47), heads=(4, 1), dims=dims, dtype="bfloat16")
-    in_shares(Paged(spec, of, page, how={"arch": "sm_90a", "split_size": 64}).judged())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "sink"])
-def test_folded_splits_in_shares_have_the_bits_of_merged_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, found = wide(name, 1, "sm_90a", (512, 512)), []
-    for run in (1, 2, ALL_SPLITS):
-        monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
-        found.append(call.judged_forward(split_size=64))
-        assert found[-1].report.kernel is not None
-        assert found[-1].report.kernel.plan.column_warps == 2
-        assert found[-1].report.kernel.plan.folds == (run == ALL_SPLITS)
-        assert found[-1].report.kernel.binary.resources.spill_store_bytes == 0
-    assert equal(*found[:2])
-    assert equal(*found[1:])
-
-
-@pytest.mark.parametrize("dims", [(448, 448), slow((576, 512))])
-def test_keys_and_values_of_shares_are_read_once_as_predicted(dims: tuple[int, int]) -> None:
-    call = wide("causal", 1, "sm_90a", dims)
-    for profile in profile_forward(call.spec, *call.qkv, arch="sm_90a")[1]:
-        for tensor in profile.tensors:
-            assert tensor.issued.counted == tensor.issued.predicted, tensor.name
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "old", "new"),
     [
@@ -498,10 +461,16 @@ def test_split_calls_that_exchange_meet_the_error_rule(name: str, arch: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [4, 16, 64])
 @pytest.mark.parametrize("name", ["causal", "window", "softcap"])
-def test_paged_calls_that_exchange_meet_the_error_rule(name: str, page: int) -> None:
-    spec = SERVED[name].replace(head_dim=512, head_dim_v=448, dtype="bfloat16")
-    of = Sequences.of((2, 2), (130, 47), heads=(4, 1), dims=(512, 448), dtype="bfloat16")
-    exchanged(Paged(spec, of, page, how={"arch": "sm_80", "split_size": 64}).judged())
+@pytest.mark.parametrize(
+    ("arch", "dims"), [("sm_90a", (448, 448)), ("sm_90a", (576, 512)), ("sm_80", (512, 448))]
+)
+def test_paged_calls_in_one_launch_meet_the_error_rule(
+    name: str, arch: str, dims: tuple[int, int], page: int
+) -> None:
+    spec = SERVED[name].replace(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16")
+    of = Sequences.of((2, 2), (130, 47), heads=(4, 1), dims=dims, dtype="bfloat16")
+    run = Paged(spec, of, page, how={"arch": arch, "split_size": 64}).judged()
+    (in_shares if arch == "sm_90a" else exchanged)(run)
 
 
 @pytest.mark.slow
@@ -519,17 +488,26 @@ def test_codes_that_exchange_have_the_bits_of_elements(kv_dtype: str, queries: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "sink", "power"])
-def test_folded_splits_that_exchange_have_the_bits_of_merged_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "arch", "dims"),
+    [
+        *((name, "sm_90a", (512, 512)) for name in ("causal", "sink")),
+        *((name, "sm_80", (384, 384)) for name in ("causal", "sink", "power")),
+    ],
+)
+def test_folded_splits_have_the_bits_of_merged_ones(
+    name: str, arch: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, found = wide(name, 1, "sm_80", (384, 384)), []
+    call, found = wide(name, 1, arch, dims), []
     for run in (1, 2, ALL_SPLITS):
         monkeypatch.setattr(SpecProgram, "run_of", lambda *_, run=run: run)
         found.append(call.judged_forward(split_size=64))
         assert found[-1].report.kernel is not None
         plan = found[-1].report.kernel.plan
-        assert (plan.exchanges, plan.folds) == (True, run == ALL_SPLITS)
+        assert (plan.column_warps > 1, plan.folds) == (True, run == ALL_SPLITS)
+        assert plan.exchanges == (arch == "sm_80")
+        spilled = found[-1].report.kernel.binary.resources.spill_store_bytes
+        assert arch == "sm_80" or spilled == 0
     assert equal(*found[:2])
     assert equal(*found[1:])
 
@@ -566,12 +544,18 @@ def test_unaligned_operands_and_statistics_of_kernels_that_exchange() -> None:
     torch.testing.assert_close(aux.max_scores, aux_expected.max_scores, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("dims", [(384, 384), slow((576, 512))])
-def test_keys_and_values_that_are_copied_in_panels_are_read_once_as_predicted(
-    dims: tuple[int, int],
-) -> None:
-    call = wide("causal", 1, "sm_80", dims)
-    for profile in profile_forward(call.spec, *call.qkv, arch="sm_80")[1]:
+@pytest.mark.parametrize(
+    ("arch", "dims"),
+    [
+        ("sm_90a", (448, 448)),
+        slow("sm_90a", (576, 512)),
+        ("sm_80", (384, 384)),
+        slow("sm_80", (576, 512)),
+    ],
+)
+def test_keys_and_values_are_read_once_as_predicted(arch: str, dims: tuple[int, int]) -> None:
+    call = wide("causal", 1, arch, dims)
+    for profile in profile_forward(call.spec, *call.qkv, arch=arch)[1]:
         for tensor in profile.tensors:
             assert tensor.issued.counted == tensor.issued.predicted, tensor.name
 

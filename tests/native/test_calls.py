@@ -15,7 +15,8 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.launch.params import field_bytes
-from tests.support.native_driver import CAUSAL, NativeDriver, causal, native_gpu
+from tests.support.masks import causal
+from tests.support.native_driver import CAUSAL, NativeDriver, native_gpu
 from tests.support.parts_of_groups import divide_groups
 
 pytestmark = pytest.mark.slow

@@ -1,15 +1,21 @@
-"""A stand-in for a GPU, for the tests of what a call launches."""
+"""A stand-in for a GPU, for the tests of what a call launches; a torch that compiled nothing."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flashgen.calls import launch
 from flashgen.calls.runtime import backends, bound_kernel
 from flashgen.calls.trust import Decision
 from tests.support.fake_driver import FakeDriver
+
+
+@pytest.fixture
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ OVERLOAD = torch.ops.flashgen.append_kv.default
 SHAPE, DIMS = (12, 2, 4), (16, 16)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def rows_and_cache(layout: str = "hnd", **options: Any) -> tuple[Appended, Cache]:

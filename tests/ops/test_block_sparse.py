@@ -34,9 +34,10 @@ from flashgen.spec.analysis.tile_walk import (
 from flashgen.tools.cli.captured_tensors import tensor_values
 from flashgen.tools.cli.inputs import Shape
 from tests.support.examples import spec_path
+from tests.support.masks import causal
 from tests.support.opchecks import passes_opcheck
 from tests.support.paths import from_root
-from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec, touched
+from tests.support.sparse_layouts import by_position, random_layout, sparse_spec, touched
 from tests.support.tiers import slow
 from tests.support.tiled_calls import both
 
@@ -69,9 +70,7 @@ def halvings() -> Callable[[int], int]:
 halving = halvings()
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def operands(learned: bool = False) -> list[Tensor]:

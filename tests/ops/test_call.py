@@ -30,9 +30,7 @@ def operands() -> list[torch.Tensor]:
     return [torch.randn(2, 2, 24, 16, generator=generator) for _ in range(3)]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 # ---- the dispatcher ----------------------------------------------------------------------------

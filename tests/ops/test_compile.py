@@ -28,9 +28,7 @@ SPEC = fg.AttentionSpec(
 OP = fg.attention(SPEC)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def operands(seq=20, learnt=True):

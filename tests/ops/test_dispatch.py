@@ -12,16 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashgen as fg
 from flashgen.calls.ops.registration import operator_of
 from flashgen.shared.errors import InputError
+from tests.support.masks import causal
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
 from tests.support.tiers import one_in, slow
 
 WINDOW, SLOPE = fg.Scalar("window", "int32"), fg.Scalar("slope", "float32")
 FLIP = fg.Scalar("flip", "bool")
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 SPECS = {

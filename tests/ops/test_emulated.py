@@ -17,13 +17,9 @@ import ptx_emulator
 from flashgen.calls.ops import run_forward
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.judged import judge_forward
+from tests.support.masks import causal
 from tests.support.shapes import DTYPES, HEAD_DIMS, HEADS, LAYOUTS, LENGTHS, Case, covering
 from tests.support.tiers import one_in
-
-
-def causal(b, h, q, k):
-    return q >= k
-
 
 emulated = partial(run_forward, backend="emulator")
 

@@ -14,6 +14,7 @@ from flashgen.shared.errors import InputError
 from flashgen.shared.paths import PATHS
 from flashgen.spec.language.signature import at_offsets
 from tests.support.judged import Call
+from tests.support.masks import causal
 from tests.support.opchecks import passes_opcheck
 from tests.support.shapes import DTYPES, Case
 
@@ -24,10 +25,6 @@ bias = fg.Tensor("bias", ("distance",), grad=True)
 ARCHS = tuple(PATHS)
 AT_Q = torch.tensor([40, -3])
 AT_K = torch.tensor([-5, 17], dtype=torch.int32)
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 def windowed(b, h, q, k):

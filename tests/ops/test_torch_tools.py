@@ -10,12 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import flashgen as fg
 from flashgen.shared.errors import InputError
+from tests.support.masks import causal
 from tests.support.processes import run_python
-
-
-def causal(b, h, q, k):
-    return k <= q
-
 
 SPEC = fg.AttentionSpec(causal, head_dim=16, dtype="float32", name="counted")
 

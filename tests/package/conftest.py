@@ -10,13 +10,16 @@ import pytest
 from tests.support.processes import run_python
 
 
+def _built(target: str, ends: str, folder: Path) -> Path:
+    pytest.importorskip("hatchling", reason="the build back end, extra dev")
+    run_python("-m", "hatchling", "build", "-t", target, "-d", folder)
+    (path,) = folder.glob(f"flashgen-*{ends}")
+    return path
+
+
 @pytest.fixture(scope="session")
 def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="the build back end, extra dev")
-    folder = tmp_path_factory.mktemp("wheel")
-    run_python("-m", "hatchling", "build", "-t", "wheel", "-d", folder)
-    (path,) = folder.glob("flashgen-*-py3-none-any.whl")
-    return path
+    return _built("wheel", "-py3-none-any.whl", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
@@ -26,8 +29,4 @@ def wheel(wheel_file: Path) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="session")
 def sdist_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="the build back end, extra dev")
-    folder = tmp_path_factory.mktemp("sdist")
-    run_python("-m", "hatchling", "build", "-t", "sdist", "-d", folder)
-    (path,) = folder.glob("flashgen-*.tar.gz")
-    return path
+    return _built("sdist", ".tar.gz", tmp_path_factory.mktemp("sdist"))

@@ -254,9 +254,10 @@ def test_the_time_that_decides_on_splits_is_the_predicted_one(dim: int, load: Lo
     assert found.split_size == chosen.size
     assert found.predicted is not None
     ratio = found.predicted.seconds / found.bound_seconds
-    run, _ = chosen.fastest(load)
+    run, fastest = chosen.fastest(load)
     assert found.run == run
-    assert chosen.over_bound(load) == pytest.approx(ratio, rel=0.02)
+    bound = chosen.kernel.bound(chosen.call_of(load))
+    assert float(fastest.time) / bound == pytest.approx(ratio, rel=0.02)
 
 
 def test_one_query_takes_about_the_time_of_its_bytes() -> None:

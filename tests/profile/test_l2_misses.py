@@ -9,8 +9,8 @@ import pytest
 import flashgen as fg
 from flashgen.kernels.planner import Plan, plan_backward
 from flashgen.kernels.planner.traffic import LaunchSizes
-from flashgen.tools.profile.l2_misses import L2Misses, blocks_in_order, l2_misses
 from tests.support.examples import spec_path
+from tests.support.l2_misses import L2Misses, blocks_in_order, l2_misses
 from tests.support.tiers import slow
 
 GIB = 2**30

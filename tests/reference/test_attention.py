@@ -12,16 +12,13 @@ import flashgen as fg
 from flashgen import reference
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
+from tests.support.masks import causal
 from tests.support.plain_attention import doubles
 from tests.support.shapes import DTYPES, HEADS, LENGTHS, Case
 
 
 def spec_of(mask=None, score=None, **options) -> AttentionSpec:
     return AttentionSpec(mask_mod=mask, score_mod=score, **options)
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 @pytest.mark.parametrize("lengths", LENGTHS[:8], ids=str)

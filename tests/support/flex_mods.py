@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention.flex_attention import and_masks, or_masks
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
+
+import flashgen as fg
 
 Tensor = torch.Tensor
 Mod = Callable[..., Any] | None
@@ -417,3 +419,15 @@ def operands(
 ) -> list[Tensor]:
     shapes: Sequence[tuple[int, int]] = [(heads, seq_q), *[(heads_kv or heads, seq_k)] * 2]
     return [noise(batch, h, n, dim, seed=i).requires_grad_() for i, (h, n) in enumerate(shapes)]
+
+
+def compared(score_mod: Mod = None, mask_mod: Mod = None, sizes: Any = (1, 2, 8, 8, 8)) -> Tensor:
+    """The output of `fg.flex_attention` for operands of these sizes, which is torch's."""
+    q, k, v = (x.detach() for x in operands(*sizes))
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, sizes[0], sizes[1], *sizes[2:4], device="cpu")
+    out = fg.flex_attention(q, k, v, score_mod, mask)
+    wanted, _ = torch_answer(q, k, v, mask_mod, score_mod)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    return out

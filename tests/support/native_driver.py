@@ -27,14 +27,11 @@ from flashgen.calls.runtime import backends, bound_kernel, prepared_call
 from flashgen.calls.runtime.kernel_arguments import KernelArguments
 from flashgen.calls.trust import Decision
 from tests.support.fake_driver import FakeDriver, sizes_of
+from tests.support.masks import causal
 
 CONTEXT, STREAM = 0xC0, 77
 KEPT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "native"
 _SOURCE = Path(__file__).with_suffix(".c")
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
 
 
 CAUSAL = fg.AttentionSpec(mask_mod=causal, head_dim=64, name="native_causal")

@@ -10,8 +10,9 @@ import torch
 
 from flashgen import reference
 from flashgen.calls.ops import run_forward
-from flashgen.calls.runtime.backward import BackwardOutcome, prepare_queries
+from flashgen.calls.runtime.backward import prepare_queries
 from flashgen.calls.runtime.calls import _call_of
+from flashgen.calls.runtime.prepared_call import DerivativeOutcome
 from flashgen.shared.call import CallOptions, LaunchOptions, Operands, OutputGradients
 from tests.support.judged import normal
 from tests.support.paged_calls import Paged
@@ -54,7 +55,7 @@ class PagedGradient:
         seed: int = 0,
         launch: LaunchOptions | None = None,
         **how: Any,
-    ) -> tuple[Tensor, OutputGradients, BackwardOutcome]:
+    ) -> tuple[Tensor, OutputGradients, DerivativeOutcome]:
         """dq, the results with their gradients, and the record.
 
         Args:

@@ -38,6 +38,14 @@ def run_ranks(
         return [results_of(Path(name), number) for number in range(world)]
 
 
+def returned_by(ranks: Sequence[dict[str, tuple[Any, str]]], function: str) -> list[Any]:
+    """What each rank returned for a function; fails with the traceback of a rank."""
+    for number, results in enumerate(ranks):
+        _, error = results[function]
+        assert not error, f"rank {number}: {error}"
+    return [results[function][0] for results in ranks]
+
+
 def run_ranks_once(
     folder: Path, world: int, functions: Sequence[str]
 ) -> list[dict[str, tuple[Any, str]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (8, 40, 64, 96, 128, 256)
 LAYOUTS = ("contiguous", "sequence_major", "gaps")
 """Storage [B, H, N, D]; [B, N, H, D] seen as [B, H, N, D]; every row with elements after it."""
-
-
-def quarter_of_lengths(turn: int) -> tuple[tuple[int, tuple[int, int]], ...]:
-    """Every fourth length of `LENGTHS` with its index; the other quarters for the next values."""
-    return tuple(enumerate(LENGTHS))[turn % 4 :: 4]
 
 
 @dataclass(frozen=True)
@@ -104,14 +99,24 @@ def in_turn(number: int, turn: int, head_dim: int) -> tuple[Case, float]:
     return case, (0.0, 0.17)[turn // 3 % 2]
 
 
-def covering(
-    seed: int = 0,
-    *,
-    lengths: Sequence[tuple[int, int]] = LENGTHS,
-    dtypes: Sequence[str] = DTYPES,
-    head_dims: Sequence[int] = HEAD_DIMS,
-    most_scores: int | None = None,
-) -> list[Case]:
+def quarter_of_cases(turn: int, head_dim: int, most_scores: int) -> Iterator[tuple[int, Case]]:
+    """Cases of every fourth length, in which all factors take turns, with their turns.
+
+    Args:
+        turn: the next values have the other quarters of the lengths.
+        most_scores: batch and heads are 1 where a case would have more scores.
+    """
+    for number, lengths in tuple(enumerate(LENGTHS))[turn % 4 :: 4]:
+        at = turn + number
+        batch, heads = 3 if at % 4 == 0 else 1, HEADS[at % len(HEADS)]
+        layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
+        if batch * heads[0] * math.prod(lengths) > most_scores:
+            batch, heads = 1, (1, 1)
+        dtype = DTYPES[turn % len(DTYPES)]
+        yield at, Case(*lengths, batch, *heads, dtype, head_dim, None, layout)
+
+
+def covering(seed: int, *, most_scores: int | None) -> list[Case]:
     """Cases in which every pair of lengths, dtype, head dim, batch, heads and layout occurs.
 
     Args:
@@ -119,7 +124,7 @@ def covering(
         most_scores: batch and heads are reduced to 1 where a case would have more scores than
             this; the lengths are never left out.
     """
-    count = max(len(lengths), len(head_dims), len(dtypes), len(HEADS), len(LAYOUTS))
+    count = max(map(len, (LENGTHS, HEAD_DIMS, DTYPES, HEADS, LAYOUTS)))
     chance = random.Random(seed)
 
     def dealt(values: Sequence[Any]) -> list[Any]:
@@ -134,10 +139,10 @@ def covering(
         return replace(case, batch=1, heads_q=1, heads_kv=1)
 
     while True:
-        decks = map(dealt, (BATCHES, HEADS, dtypes, head_dims, LAYOUTS))
+        decks = map(dealt, (BATCHES, HEADS, DTYPES, HEAD_DIMS, LAYOUTS))
         cases = [
             reduced(
-                Case(*lengths[turn % len(lengths)], batch, *heads, dtype, head_dim, None, layout)
+                Case(*LENGTHS[turn % len(LENGTHS)], batch, *heads, dtype, head_dim, None, layout)
             )
             for turn, (batch, heads, dtype, head_dim, layout) in enumerate(zip(*decks, strict=True))
         ]

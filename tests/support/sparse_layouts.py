@@ -12,10 +12,6 @@ from flashgen.spec.language.spec import AttentionSpec
 Tensor = torch.Tensor
 
 
-def causal(b: object, h: object, q: object, k: object) -> object:
-    return q >= k
-
-
 def sparse_spec(
     block_q: int,
     block_k: int,

@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 import flashgen as fg
+from tests.support.masks import causal
 
 Tensor = torch.Tensor
 
 bias = fg.Tensor("bias", ("heads",), grad=True)
 decay = fg.Tensor("decay", ("heads",), grad=True)
 row = fg.Tensor("row", ("heads", "seq_q"), grad=True)
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
 
 
 def some_rows(b: Any, h: Any, q: Any, k: Any) -> Any:

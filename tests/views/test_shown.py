@@ -19,13 +19,10 @@ from flashgen.tools.views.render import html_of
 from flashgen.tools.views.svg import svg_of
 from flashgen.tools.views.tile_map import pairs_in_words
 from flashgen.tools.views.values import Page
+from tests.support.masks import causal
 from tests.support.processes import run_python
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return k <= q
 
 
 def cells(svg: str, style: str) -> np.ndarray:

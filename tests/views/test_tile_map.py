@@ -16,9 +16,10 @@ from flashgen.tools.views.tile_kinds import Kind
 from flashgen.tools.views.tile_map import TileMap
 from tests.support import flex_mods
 from tests.support.examples import SPECS, spec_path, values_of
+from tests.support.masks import causal
 from tests.support.random_mods import captures, random_mask
 from tests.support.shapes import Case
-from tests.support.sparse_layouts import causal, random_layout, sparse_spec
+from tests.support.sparse_layouts import random_layout, sparse_spec
 from tests.support.tiers import one_in
 from tests.support.tiles_visited import kept, visited
 

@@ -269,7 +269,7 @@ class Prepared:
                 gradients, record = back.run(given, of_out)
             self.run = lambda: back.run(given, of_out)
             self.found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-            reports = list(backward.reports(record))
+            reports = list(record.reports())
         device.synchronize()
         self.files = {report.kernel.source.filename for report in reports if report.kernel}
 

@@ -10,7 +10,6 @@ and the seed of dropout.
 from flashgen.calls.cpu.backward import backward
 from flashgen.calls.cpu.forward import forward
 from flashgen.calls.cpu.invariant import forward as invariant_forward
-from flashgen.calls.cpu.parts import parts_of
 from flashgen.calls.cpu.problem import TileArguments
 from flashgen.calls.cpu.second import backward_tangent
 from flashgen.calls.cpu.tangents import tangent
@@ -21,6 +20,5 @@ __all__ = [
     "backward_tangent",
     "forward",
     "invariant_forward",
-    "parts_of",
     "tangent",
 ]

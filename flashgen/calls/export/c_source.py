@@ -333,20 +333,23 @@ _MOST_FLOAT = f"{FLOAT32_MAX!r}f"
 
 
 def _of_scalar(scalar: ScalarArgument) -> Fields:
-    """A scalar, with the values that a call may give it; any, for a bool."""
-    least, most = {"int32": (str(-SCALAR_LIMIT), str(SCALAR_LIMIT))}.get(
-        scalar.dtype, (f"-{_MOST_FLOAT}", _MOST_FLOAT)
-    )
+    least, most = _bounds(scalar)
+    found = {"name": scalar.name, "field": _c_argument(scalar.name), "least": least, "most": most}
+    if scalar.dtype == "float32":
+        shown = ", finite" if scalar.minimum is None else f", from {least.removesuffix('f')} on"
+        return {**found, "c_type": "float", "range": shown}
+    shown = f", from {least} to {most}" if least else ": 0 or 1"
+    return {**found, "c_type": "int32_t", "range": shown}
+
+
+def _bounds(scalar: ScalarArgument) -> tuple[str, str]:
+    """The least and the largest value that a call may give a scalar, in C; "" for a bool."""
     low = scalar.minimum
-    if low is not None:
-        least = f"{float(low)!r}f" if scalar.dtype == "float32" else str(math.ceil(low))
-    bounds = {"least": "", "range": ": 0 or 1"}
-    if scalar.dtype != "bool":
-        end = f" to {most}" if scalar.dtype == "int32" else " on" if low is not None else ""
-        shown = f", from {least.removesuffix('f')}{end}" if end else ", finite"
-        bounds = {"least": least, "most": most, "range": shown}
-    c_type = "float" if scalar.dtype == "float32" else "int32_t"
-    return {"name": scalar.name, "field": _c_argument(scalar.name), "c_type": c_type, **bounds}
+    if scalar.dtype == "bool":
+        return "", ""
+    if scalar.dtype == "float32":
+        return f"-{_MOST_FLOAT}" if low is None else f"{float(low)!r}f", _MOST_FLOAT
+    return str(-SCALAR_LIMIT if low is None else math.ceil(low)), str(SCALAR_LIMIT)
 
 
 def _dimensions(captured: Sequence[TensorArgument]) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -30,7 +30,13 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH, GpuMemory, facts
 from flashgen.shared.call import CallRanges, CheckedCall, LaunchOptions
 from flashgen.shared.errors import ExportError, InputError, SpecError, called_by_users
-from flashgen.shared.launch_facts import LaunchFacts, Sizes, fits_rows, heads_of_fewest_rows
+from flashgen.shared.launch_facts import (
+    LaunchFacts,
+    Sizes,
+    fits_rows,
+    heads_of_fewest_rows,
+    mean_length,
+)
 from flashgen.shared.signature import LAYOUT, SPLIT, WHOLE, CallSignature
 from flashgen.shared.split_choice import (
     ALL_SPLITS,
@@ -49,6 +55,9 @@ class ExportedLayout:
     record: LayoutRecord
     live: bytes
     command: str
+    # Calls with lists, and layouts that depend on the batch entry or the head, are not exported.
+    chooses: ClassVar[bool] = False
+    by_head: ClassVar[bool] = False
 
     @property
     def block_q(self) -> int:
@@ -62,16 +71,6 @@ class ExportedLayout:
     def is_static(self) -> bool:
         """Whether the layout was a function, so that calls give no blocks."""
         return self.record.rows > 0
-
-    @property
-    def chooses(self) -> bool:
-        """False: calls with lists are not exported."""
-        return False
-
-    @property
-    def by_head(self) -> bool:
-        """False: layouts of this kind are not exported."""
-        return False
 
     def shape(self, batch: int, heads: int, q_end: int, k_end: int) -> tuple[int, int, int, int]:
         """The shape of the table for global positions below the ends."""
@@ -360,7 +359,7 @@ class ExportedProgram(CallProgram):
         rules = {heads: self._kernel(fitting[heads].kernel).facts for heads in usable}
         rows = {heads: rules[heads].block_q for heads in usable}
         if self.signature.packed:
-            seq_q = -(-seq_q // max(batch, 1))
+            seq_q = mean_length(seq_q, batch)
         sizes = batch, heads_q, heads_kv, seq_q, 1
         tiles = {heads: math.prod(rules[heads].grid(*sizes)) for heads in usable}
         chosen = heads_of_fewest_rows(rows, tiles, self.folder.manifest.heads_gain)
@@ -453,7 +452,8 @@ def _times_of_runs(
     arch = target.arch if path is None else path.taken
     of_all, _ = program._of_heads(program._by_heads(arch, 16, wide=False), *sizes)
     batch, *_, seq_q = sizes
-    record = program._of_rows(of_all, -(-seq_q // batch) if program.signature.packed else seq_q)
+    queries = mean_length(seq_q, batch) if program.signature.packed else seq_q
+    record = program._of_rows(of_all, queries)
     assert record.tile is not None, "a manifest with split keys has their tiles"
     return times_of_runs(
         program._kernel(record.kernel).facts,

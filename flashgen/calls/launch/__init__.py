@@ -36,7 +36,7 @@ from flashgen.calls.launch.device import (
     real_driver,
 )
 from flashgen.calls.launch.gpu import Gpu, gpu_facts, gpus
-from flashgen.calls.launch.params import ParamField, Value, encode, pack
+from flashgen.calls.launch.params import encode, pack
 from flashgen.kernels.compile import Binary
 from flashgen.shared.errors import LaunchError
 
@@ -44,8 +44,6 @@ __all__ = [
     "Gpu",
     "Kernel",
     "Launch",
-    "ParamField",
-    "Value",
     "available",
     "device_arch",
     "device_memory",

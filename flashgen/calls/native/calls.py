@@ -13,9 +13,10 @@ from flashgen.calls.launch.device import check, real_driver
 from flashgen.calls.launch.params import describe_map
 from flashgen.calls.native import build
 from flashgen.calls.native.record import NoPlan, Recorder, recording
-from flashgen.calls.runtime.backward import BackwardOutcome, PreparedBackward
+from flashgen.calls.runtime.backward import PreparedBackward
 from flashgen.calls.runtime.forward import ForwardOutcome, PreparedForward
 from flashgen.calls.runtime.minmax_tables import KernelRun
+from flashgen.calls.runtime.prepared_call import DerivativeOutcome
 from flashgen.shared import config
 from flashgen.shared.call import CallOptions, Operands, OutputGradients
 from flashgen.shared.errors import InputError
@@ -70,9 +71,9 @@ class NativeCalls:
         record: ForwardOutcome | None = self._calls.last_forward
         return record
 
-    def last_backward(self) -> BackwardOutcome | None:
+    def last_backward(self) -> DerivativeOutcome | None:
         """The record of the last backward call; None where that was made in Python."""
-        record: BackwardOutcome | None = self._calls.last_backward
+        record: DerivativeOutcome | None = self._calls.last_backward
         return record
 
     def forget_forward(self) -> None:

@@ -10,12 +10,10 @@ from flashgen.calls.runtime.arguments.options import scalar_value
 from flashgen.calls.runtime.block_layouts import Layout
 from flashgen.calls.runtime.calls import check, run_backward, run_forward
 from flashgen.calls.runtime.reports import BackwardRun, ForwardRun, Report
-from flashgen.shared.call import CheckedCall
 
 __all__ = [
     "Attention",
     "BackwardRun",
-    "CheckedCall",
     "ForwardRun",
     "Layout",
     "Report",

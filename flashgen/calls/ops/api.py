@@ -17,7 +17,7 @@ from flashgen.calls.ops.dtensors import refuse_drawn
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.ops.statistics import call_with_statistics
-from flashgen.calls.runtime import backward, forward
+from flashgen.calls.runtime import forward
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import (
     draw_rng,
@@ -160,7 +160,7 @@ class Attention:
     def backward_reports(self) -> tuple[Report, ...]:
         """A report for each kernel of the last backward pass; empty before the first pass."""
         done = self._used.last_backward()
-        return () if done is None else backward.reports(done)
+        return () if done is None else done.reports()
 
     @property
     def native_calls(self) -> str:

@@ -22,6 +22,7 @@ from flashgen.calls.runtime.arguments.options import (
     settled,
 )
 from flashgen.calls.runtime.arguments.refusals import runs_while_traced
+from flashgen.calls.runtime.prepared_call import DerivativeOutcome
 from flashgen.calls.runtime.programs import CallProgram, program_of
 from flashgen.kernels.compile import override
 from flashgen.shared import config
@@ -33,7 +34,6 @@ from flashgen.shared.call import (
     ResultTangents,
     Tangents,
 )
-from flashgen.shared.dtypes import FLOAT_DTYPES
 from flashgen.shared.errors import PlanError
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ NEEDED = "_needed"
 """The argument of the backward operator with a bool for each learned tensor: whether its gradient
 is needed; None for all. Other gradients are tensors without elements. No capture has this name."""
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
 _MAX_CACHED = 512
 """Checked calls that an operator caches; the cache is cleared when it is full."""
 
@@ -69,8 +67,6 @@ class Operator:
         arguments: the names of the scalars in torch's schema: "_self" for "self", because methods
             of torch that take the arguments of any operator have a "self" of their own.
         learned: indices of the learned tensors among the captured tensors.
-        reads_floats: whether a captured tensor holds floats.
-        takes_layout: whether each call gives the block layout.
         overload, overload_backward, overload_tangent, overload_backward_tangent: the operators in
             torch.ops; set by `registration`.
         kernels: what the overloads compute for ordinary tensors; set by `registration`.
@@ -104,13 +100,11 @@ class Operator:
         self.arguments = tuple("_self" if name == "self" else name for name in self.scalars)
         self.learned = tuple(i for i, tensor in enumerate(signature.tensors) if tensor.grad)
         self.numbers = tuple(name for name in NUMBERS if name not in signature.offsets)
-        self.reads_floats = any(x.dtype in FLOAT_DTYPES for x in signature.tensors)
         self.captures = bool(self.scalars or self.tensors)
-        self.takes_layout = signature.call_layout is not None
         self.serves_dtensors = False
         self.parts: dict[Any, Any] = {}
         self.done: tuple[Any, ...] | None = None
-        self.done_backward: backward.BackwardOutcome | None = None
+        self.done_backward: DerivativeOutcome | None = None
         self.native: NativeCalls | None = None
         self.latest = SimpleNamespace(used=self)
         self._last: tuple[Any, Any] = (None, None)  # the key and the checked call used last
@@ -184,7 +178,7 @@ class Operator:
         operands: Operands,
         gradients: OutputGradients,
         options: CallOptions,
-        needed: tuple[bool, ...] = (),
+        needed: tuple[bool, ...],
     ) -> tuple[Tensor, ...]:
         keywords = self.keywords(options)
         if not all(needed):
@@ -405,7 +399,7 @@ class Operator:
         """The record of the last forward call, for reports."""
         return (self.native and self.native.last_forward()) or self.done
 
-    def last_backward(self) -> backward.BackwardOutcome | None:
+    def last_backward(self) -> DerivativeOutcome | None:
         """The record of the last backward call, for reports."""
         return (self.native and self.native.last_backward()) or self.done_backward
 

@@ -25,7 +25,7 @@ def map_call(
     dims: Sequence[int | None],
     arguments: Sequence[Any],
     operands: int,
-    learns: bool = False,
+    learns: bool,
     mapped_results: int = 3,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Computes a mapped call of one of the operators of a spec.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,13 +37,13 @@ from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.calls.runtime.prepared_call import (
     CPU_REASON,
     EMPTY,
+    DerivativeOutcome,
     PreparedCall,
     parts_of,
     places_of,
     without_autocast,
 )
 from flashgen.calls.runtime.programs import CallProgram, program_of
-from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     INVARIANT,
@@ -70,16 +69,6 @@ _READ = {"q": "q", "k": "k", "v": "v", "o": "out", "do": "dout"}
 
 _GRADIENTS = {"": ("dq", "dk", "dv"), "queries": ("dq",), "keys": ("dk", "dv")}
 """The gradients of q, k and v that a call computes, by which it computes alone."""
-
-
-class BackwardOutcome(NamedTuple):
-    """The facts of one `PreparedBackward.run`, from which `reports` makes Reports on demand."""
-
-    call: PreparedBackward
-    reason: str
-    launches: tuple[KernelRun, ...] = ()
-    copies: tuple[str, ...] = ()
-    build_seconds: float = 0.0
 
 
 class PreparedBackward(PreparedCall):
@@ -129,7 +118,7 @@ class PreparedBackward(PreparedCall):
 
     def run(
         self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+    ) -> tuple[tuple[Tensor, ...], DerivativeOutcome]:
         """Returns dq, dk, dv and the needed gradients of learned tensors, and a record.
 
         Without those of the others where some are computed alone.
@@ -156,7 +145,7 @@ class PreparedBackward(PreparedCall):
         if self.call.is_empty:
             learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
             zeros = (gradient.zero_() for gradient in made.values())
-            return (*zeros, *sums.gradients()), BackwardOutcome(self, EMPTY)
+            return (*zeros, *sums.gradients()), DerivativeOutcome(self, EMPTY)
         copies = self._copy_unaligned(read)
         tensors: dict[str, Tensor | None] = {
             **read,
@@ -193,7 +182,9 @@ class PreparedBackward(PreparedCall):
             results = gradients.lse, rows
             learned_gradients.add_sink_of_rows(self.signature, sums, by_name, *results, self.call)
         built, self._built = self._built, 0.0
-        record = BackwardOutcome(self, self._reason, tuple(launches), tuple(copies.values()), built)
+        record = DerivativeOutcome(
+            self, self._reason, tuple(launches), tuple(copies.values()), built
+        )
         return (*made.values(), *sums.gradients()), record
 
     def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
@@ -268,7 +259,7 @@ class PreparedBackward(PreparedCall):
 
     def _on_cpu(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
-    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+    ) -> tuple[tuple[Tensor, ...], DerivativeOutcome]:
         from flashgen.calls import cpu
 
         start = time.perf_counter()
@@ -287,7 +278,7 @@ class PreparedBackward(PreparedCall):
                 *(gradient.contiguous() for gradient in found[3:]),
             )
         run = KernelRun(None, None, time.perf_counter() - start)
-        return results, BackwardOutcome(self, CPU_REASON, (run,))
+        return results, DerivativeOutcome(self, CPU_REASON, (run,))
 
     def _of_contiguous(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
@@ -360,11 +351,11 @@ class BackwardInParts(PreparedBackward):
 
     def run(
         self, operands: Operands, gradients: OutputGradients
-    ) -> tuple[tuple[Tensor, ...], BackwardOutcome]:
+    ) -> tuple[tuple[Tensor, ...], DerivativeOutcome]:
         names = _GRADIENTS[self._alone]
         dv = [empty_rows(operands.v, self.call.head_dim_v)] if "dv" in names else []
         sums: list[Tensor] = []
-        records: list[BackwardOutcome] = []
+        records: list[DerivativeOutcome] = []
         for part, at in zip(self._parts, places_of(self._parts), strict=True):
             given = operands._replace(v=operands.v[..., at]), of_columns(gradients, at)
             (*found,), record = part.run(*given)
@@ -372,11 +363,8 @@ class BackwardInParts(PreparedBackward):
             for of_columns_of_v in dv:
                 of_columns_of_v[..., at] = found.pop(len(names) - 1)
             sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
-        launches = tuple(run for record in records for run in record.launches)
-        copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
-        record = records[0]._replace(launches=launches, copies=copies)
         before = len(names) - len(dv)
-        return (*sums[:before], *dv, *sums[before:]), record
+        return (*sums[:before], *dv, *sums[before:]), DerivativeOutcome.of_parts(records)
 
 
 def of_columns(gradients: OutputGradients, at: slice) -> OutputGradients:
@@ -389,28 +377,6 @@ def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
     """The tensors that kernels read row by row, by their names in kernels."""
     q, k, v = operands[:3]
     return {"q": q, "k": k, "v": v, "o": gradients.out, "do": gradients.dout}
-
-
-def reports(record: BackwardOutcome) -> tuple[Report, ...]:
-    """The Reports of a backward call, one per launch."""
-    call, reason = record.call, record.reason
-    target, launches = call.target, record.launches
-    ran = Report(
-        target.backend if launches else "none",
-        target.arch,
-        16 if launches and reason is not CPU_REASON else 0,
-        reason,
-        build_seconds=record.build_seconds,
-        arch_reason=target.arch_reason,
-    )
-    ranges = ranges_of(call.call, call.signature)
-    return tuple(
-        replace(
-            ran.of_run(*run),
-            integers="" if run.build is None else run.build.integers(ranges),
-        )
-        for run in launches
-    ) or (ran,)
 
 
 def prepare(

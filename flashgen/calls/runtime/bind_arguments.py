@@ -117,7 +117,7 @@ def numbers_of_pages(k: torch.Tensor) -> dict[str, int]:
     }
 
 
-def box_rows_of(block_k: int, call: CheckedCall, page_size: int = 0) -> int:
+def box_rows_of(block_k: int, call: CheckedCall, page_size: int) -> int:
     """The keys that TMA copies at once; 0 where that would be so few that lanes copy every key.
 
     It is the largest number that divides a tile of keys, a split and a page. Tiles begin at the
@@ -170,26 +170,12 @@ def _parts(grid: Grid) -> Iterator[tuple[int, int, Grid]]:
             yield y, z, (tiles, min(heads - y, most), min(entries - z, most))
 
 
-def blocks_of_call(
-    plan: Plan,
-    call: CheckedCall,
-    *,
-    packed: bool = False,
-    sms: int | None = None,
-    given: int | None = None,
-) -> DerivedBlocks:
-    """The number of blocks of a persistent kernel, with the reason.
-
-    Args:
-        sms, given: the arguments sms and blocks of `bind`.
-
-    Raises:
-        PlanError: the given number is impossible.
-    """
+def blocks_of_call(plan: Plan, call: CheckedCall, *, packed: bool = False) -> DerivedBlocks:
+    """The number of blocks of a persistent kernel, with the reason."""
     from flashgen.kernels.planner.schedule import blocks_of
 
     grid = plan.grid(*call.sizes, packed=packed, splits=call.splits)
-    return blocks_of(plan, math.prod(grid), sms, given)
+    return blocks_of(plan, math.prod(grid))
 
 
 def heads_of_call(
@@ -219,8 +205,8 @@ def maps_of(
     facts: LaunchFacts,
     tensors: Tensors,
     *,
-    packed: bool = False,
-    boxes_of: Mapping[str, int] = NO_BOXES,
+    packed: bool,
+    boxes_of: Mapping[str, int],
 ) -> dict[str, TensorMapSpec]:
     """The tensor maps by the names of their tensors; empty on a path without TMA.
 

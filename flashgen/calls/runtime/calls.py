@@ -138,8 +138,9 @@ def run_backward(
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
     call = backward.prepare(program, operands, gradients, options, launch)
     (dq, dk, dv, *learned), record = call.run(operands, gradients)
-    reports = backward.reports(record)
-    return BackwardRun(dq, dk, dv, reports, record.copies, call.deterministic, tuple(learned))
+    return BackwardRun(
+        dq, dk, dv, record.reports(), record.copies, call.deterministic, tuple(learned)
+    )
 
 
 def run_tangent(
@@ -185,7 +186,7 @@ def run_tangent(
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
     call = tangent.prepare(program, operands, (out, lse), moving, options, launch)
     of_out, of_lse, record = call.run(operands, (out, lse), moving)
-    return TangentRun(of_out, of_lse, tangent.reports(record), record.copies)
+    return TangentRun(of_out, of_lse, record.reports(), record.copies)
 
 
 def check(

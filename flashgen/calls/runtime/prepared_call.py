@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from flashgen.calls.runtime.arguments.call import check_contents
 from flashgen.calls.runtime.backends import Target
+from flashgen.calls.runtime.bind_arguments import ranges_of
 from flashgen.calls.runtime.block_layouts import static_layout
 from flashgen.calls.runtime.kernel_arguments import named
+from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
+from flashgen.calls.runtime.reports import Report
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import CheckedCall, LaunchOptions
@@ -175,6 +178,42 @@ class PreparedCall:
             block_q=block_q,
             block_k=block_k,
         )
+
+
+class DerivativeOutcome(NamedTuple):
+    """The facts of one backward or tangent call, from which `reports` makes Reports on demand."""
+
+    call: PreparedCall
+    reason: str
+    launches: tuple[KernelRun, ...] = ()
+    copies: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[DerivativeOutcome]) -> DerivativeOutcome:
+        """That of a call from those of the calls that compute some columns of V each."""
+        launches = tuple(run for part in parts for run in part.launches)
+        copies = tuple(dict.fromkeys(text for part in parts for text in part.copies))
+        return parts[0]._replace(launches=launches, copies=copies)
+
+    def reports(self) -> tuple[Report, ...]:
+        """One per launch; one without a kernel where nothing was launched."""
+        target, launches = self.call.target, self.launches
+        ran = Report(
+            target.backend if launches else "none",
+            target.arch,
+            16 if launches and self.reason is not CPU_REASON else 0,
+            self.reason,
+            build_seconds=self.build_seconds,
+            arch_reason=target.arch_reason,
+        )
+        ranges = ranges_of(self.call.call, self.call.signature)
+        return tuple(
+            replace(
+                ran.of_run(*run), integers="" if run.build is None else run.build.integers(ranges)
+            )
+            for run in launches
+        ) or (ran,)
 
 
 def parts_of(

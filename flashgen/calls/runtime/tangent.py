@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,13 +27,13 @@ from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
 from flashgen.calls.runtime.prepared_call import (
     CPU_REASON,
     EMPTY,
+    DerivativeOutcome,
     PreparedCall,
     parts_of,
     places_of,
     without_autocast,
 )
 from flashgen.calls.runtime.programs import CallProgram, program_of
-from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     CallOptions,
@@ -51,16 +50,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 OPERANDS = ("q", "k", "v")
 SINK_ALONE = "nothing to launch: no score and no V has a tangent"
-
-
-class TangentOutcome(NamedTuple):
-    """The facts of one `PreparedTangent.run`, from which `reports` makes Reports on demand."""
-
-    call: PreparedTangent
-    reason: str
-    launches: tuple[KernelRun, ...] = ()
-    copies: tuple[str, ...] = ()
-    build_seconds: float = 0.0
 
 
 class PreparedTangent(PreparedCall):
@@ -87,7 +76,7 @@ class PreparedTangent(PreparedCall):
 
     def run(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
-    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+    ) -> tuple[Tensor, Tensor, DerivativeOutcome]:
         """The tangents of out and of lse, and a record.
 
         Args:
@@ -98,7 +87,7 @@ class PreparedTangent(PreparedCall):
         is_tiled = self.target.backend == "tiled"
         if self.call.is_empty or not (self._moves or is_tiled):
             reason = EMPTY if self.call.is_empty else SINK_ALONE
-            return *self._of_sink(operands, results, tangents), TangentOutcome(self, reason)
+            return *self._of_sink(operands, results, tangents), DerivativeOutcome(self, reason)
         if is_tiled:
             return self._on_cpu(operands, results, tangents)
         of_out = empty_rows(q, v.shape[3])
@@ -134,7 +123,7 @@ class PreparedTangent(PreparedCall):
         if factor is not None:
             of_out.mul_(factor)
             of_lse.mul_(factor)
-        return of_out, of_lse, TangentOutcome(self, reason, tuple(done), copies, built)
+        return of_out, of_lse, DerivativeOutcome(self, reason, tuple(done), copies, built)
 
     def _of_sink(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
@@ -156,7 +145,7 @@ class PreparedTangent(PreparedCall):
 
     def _on_cpu(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
-    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+    ) -> tuple[Tensor, Tensor, DerivativeOutcome]:
         from flashgen.calls import cpu
 
         start = time.perf_counter()
@@ -167,7 +156,7 @@ class PreparedTangent(PreparedCall):
             of_out, of_lse = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
             of_out = in_memory_order_of(q, of_out.to(q.dtype))
         run = KernelRun(None, None, time.perf_counter() - start)
-        return of_out, of_lse, TangentOutcome(self, CPU_REASON, (run,))
+        return of_out, of_lse, DerivativeOutcome(self, CPU_REASON, (run,))
 
     def _scaled(self, tangents: Tangents) -> tuple[Tangents, Tensor | None]:
         """The tangents, those of a float16 call divided by a power of two, and this power.
@@ -235,19 +224,17 @@ class TangentInParts(PreparedTangent):
 
     def run(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
-    ) -> tuple[Tensor, Tensor, TangentOutcome]:
+    ) -> tuple[Tensor, Tensor, DerivativeOutcome]:
         of_out = empty_rows(operands.q, self.call.head_dim_v)
         of_rows: list[Tensor] = []
-        records: list[TangentOutcome] = []
+        records: list[DerivativeOutcome] = []
         for part, at in zip(self._parts, places_of(self._parts), strict=True):
             of_out[..., at], of_lse, record = part.run(
                 *_of_columns(operands, results, tangents, at)
             )
             of_rows.append(of_lse)
             records.append(record)
-        launches = tuple(run for record in records for run in record.launches)
-        copies = tuple(dict.fromkeys(text for record in records for text in record.copies))
-        return of_out, of_rows[0], records[0]._replace(launches=launches, copies=copies)
+        return of_out, of_rows[0], DerivativeOutcome.of_parts(records)
 
 
 def _of_columns(
@@ -283,24 +270,6 @@ def names_of(signature: CallSignature, tangents: Tangents) -> tuple[str, ...]:
         *(name for name in OPERANDS if getattr(tangents, name) is not None),
         *(tensor.name for tensor, given in learned if given is not None),
     )
-
-
-def reports(record: TangentOutcome) -> tuple[Report, ...]:
-    """The Reports of a call, one per launch."""
-    target, launches = record.call.target, record.launches
-    ran = Report(
-        target.backend if launches else "none",
-        target.arch,
-        16 if launches and record.reason is not CPU_REASON else 0,
-        record.reason,
-        build_seconds=record.build_seconds,
-        arch_reason=target.arch_reason,
-    )
-    ranges = ranges_of(record.call.call, record.call.signature)
-    return tuple(
-        replace(ran.of_run(*run), integers="" if run.build is None else run.build.integers(ranges))
-        for run in launches
-    ) or (ran,)
 
 
 def prepare(

@@ -10,7 +10,6 @@ float64 reference. The verdict is remembered for the GPU's model, the driver, NV
 templates.
 """
 
-from flashgen.calls.trust.decision import Decision, TrustWarning, decide, forget, standing
-from flashgen.calls.trust.verdicts import PathVerdict, Subject
+from flashgen.calls.trust.decision import Decision, TrustWarning, decide, forget
 
-__all__ = ["Decision", "PathVerdict", "Subject", "TrustWarning", "decide", "forget", "standing"]
+__all__ = ["Decision", "TrustWarning", "decide", "forget"]

@@ -79,8 +79,8 @@ def banner(
     spec: AttentionSpec,
     plan: Plan,
     template: str,
-    outlined: tuple[tuple[str, int], ...] = (),
-    appends: str = "",
+    outlined: tuple[tuple[str, int], ...],
+    appends: str,
 ) -> list[str]:
     """The first lines of an emitted file: C++ comments of at most 100 columns.
 
@@ -191,7 +191,7 @@ def banner(
         " so that registers are kept on a stack around each call"
         for name, count in outlined
     ]
-    return comments([*lines, "", *_choice(plan), *launch], indent="    ")
+    return comments([*lines, "", *_choice(plan), *launch])
 
 
 def _choice(plan: Plan) -> list[str]:

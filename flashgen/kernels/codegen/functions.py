@@ -101,6 +101,16 @@ class Direction:
         return self.owned_lo is K_LO
 
 
+def _ends(lo: sympy.Symbol, hi: sympy.Symbol, unit: str) -> dict[sympy.Symbol, str]:
+    """The declarations of the first and the last position of a walked tile, or box, by its unit."""
+    axis = unit[-1].lower()
+    first, end = f"p.{axis}_offset", f"p.seq_{axis}"
+    return {
+        lo: f"const int {axis}_lo = {first} + tile * {unit};",
+        hi: f"const int {axis}_hi = {first} + min(tile * {unit} + {unit}, {end}) - 1;",
+    }
+
+
 KEYS = Direction(
     walk=WalkedAxis(K),
     counts="keys",
@@ -113,18 +123,9 @@ KEYS = Direction(
     length=SEQ_K,
     owned_lo=Q_LO,
     owned_hi=Q_HI,
-    ends={
-        K_LO: "const int k_lo = p.k_offset + tile * BLOCK_K;",
-        K_HI: "const int k_hi = p.k_offset + min(tile * BLOCK_K + BLOCK_K, p.seq_k) - 1;",
-    },
+    ends=_ends(K_LO, K_HI, "BLOCK_K"),
 )
-GATHERED_KEYS = replace(
-    KEYS,
-    ends={
-        K_LO: "const int k_lo = p.k_offset + tile * BOX_K;",
-        K_HI: "const int k_hi = p.k_offset + min(tile * BOX_K + BOX_K, p.seq_k) - 1;",
-    },
-)
+GATHERED_KEYS = replace(KEYS, ends=_ends(K_LO, K_HI, "BOX_K"))
 """The walk over boxes of keys that are gathered to tiles, where `tile` is the number of a box."""
 
 QUERIES = Direction(
@@ -139,19 +140,10 @@ QUERIES = Direction(
     length=SEQ_Q,
     owned_lo=K_LO,
     owned_hi=K_HI,
-    ends={
-        Q_LO: "const int q_lo = p.q_offset + tile * BLOCK_Q;",
-        Q_HI: "const int q_hi = p.q_offset + min(tile * BLOCK_Q + BLOCK_Q, p.seq_q) - 1;",
-    },
+    ends=_ends(Q_LO, Q_HI, "BLOCK_Q"),
 )
 
-GATHERED_QUERIES = replace(
-    QUERIES,
-    ends={
-        Q_LO: "const int q_lo = p.q_offset + tile * BOX_Q;",
-        Q_HI: "const int q_hi = p.q_offset + min(tile * BOX_Q + BOX_Q, p.seq_q) - 1;",
-    },
-)
+GATHERED_QUERIES = replace(QUERIES, ends=_ends(Q_LO, Q_HI, "BOX_Q"))
 """The walk over boxes of queries that are gathered to tiles."""
 
 
@@ -248,7 +240,7 @@ class SpecFunctions:
         code = folded.code if folded else self.score.value
         return self._scoring("score_mod", "float", why, code)
 
-    def score_mod_and_slope(self, folded: FoldedScore | None = None) -> FunctionInParts:
+    def score_mod_and_slope(self, folded: FoldedScore | None) -> FunctionInParts:
         """score_mod with its derivative; common subexpressions are computed once."""
         derived = comment(f"Derivative by the score: {python_text(self.score.derivative)}")
         why = [*self._source(self.spec.score_line), *_notes(folded), *derived]
@@ -442,6 +434,4 @@ class SpecFunctions:
     def _source(self, lines: SourceLines | None) -> list[str]:
         if lines is None:
             return []
-        return comments(
-            [str(lines), *textwrap.indent(lines.text.rstrip(), "  ").splitlines()], "    "
-        )
+        return comments([str(lines), *textwrap.indent(lines.text.rstrip(), "  ").splitlines()])

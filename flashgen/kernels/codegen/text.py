@@ -74,9 +74,9 @@ def comment(text: str, indent: str = "") -> list[str]:
     return [f"// {one_line(line)}".rstrip() for line in lines] or ["//"]
 
 
-def comments(lines: list[str], indent: str = "") -> list[str]:
-    """Each line as a separate C++ line comment, in order; long lines are wrapped."""
-    return [wrapped for line in lines for wrapped in comment(line, indent)]
+def comments(lines: list[str]) -> list[str]:
+    """Each line as a separate C++ line comment, in order; long lines are wrapped and indented."""
+    return [wrapped for line in lines for wrapped in comment(line, " " * 4)]
 
 
 # Operators from the loosest to the tightest, each with whether its operands get separate lines.

@@ -5,9 +5,10 @@ predicted cost, and gives the reasons: ``print(plan(spec, "sm_80"))``.
 """
 
 from flashgen.kernels.planner.api import feasible, plan, plan_backward, plan_forward
+from flashgen.kernels.planner.backward_plan import BackwardPlan
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.column_parts import columns_of_launch
-from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.parts_of_groups import parts_pay, times_of_parts
 from flashgen.kernels.planner.requests import (
     NO_TILES,
@@ -24,11 +25,8 @@ from flashgen.kernels.planner.split_keys import (
     split_of_call,
 )
 from flashgen.kernels.planner.streaming_kernels import (
-    plan_add_rows,
-    plan_append_codes,
-    plan_append_kv,
     plan_merge,
-    plan_minmax_table,
+    plan_rows,
 )
 from flashgen.kernels.planner.tangent_pass import moves, plan_tangent
 from flashgen.kernels.planner.tile_problem import Tile
@@ -56,13 +54,10 @@ __all__ = [
     "moves",
     "parts_pay",
     "plan",
-    "plan_add_rows",
-    "plan_append_codes",
-    "plan_append_kv",
     "plan_backward",
     "plan_forward",
     "plan_merge",
-    "plan_minmax_table",
+    "plan_rows",
     "plan_schemes",
     "plan_splits",
     "plan_tangent",

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from flashgen.kernels.planner import paper_policy
+from flashgen.kernels.planner.backward_plan import BackwardPlan
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.duration import decoding_tile
-from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.codes_sm80 import quantities_of
 from flashgen.kernels.planner.models.spec_terms import (
     most_registers_served,

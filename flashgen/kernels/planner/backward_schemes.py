@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.backward_plan import BackwardPlan
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile
 from flashgen.kernels.planner.requests import BackwardPlanRequest

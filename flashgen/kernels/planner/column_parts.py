@@ -12,8 +12,9 @@ import math
 from typing import NamedTuple
 
 from flashgen.kernels.planner.api import plan_backward, plan_forward
+from flashgen.kernels.planner.backward_plan import BackwardPlan
 from flashgen.kernels.planner.backward_schemes import plan_schemes
-from flashgen.kernels.planner.kernel_plan import BackwardPlan, Plan
+from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.layout_share import share_of_scores
 from flashgen.kernels.planner.plan_errors import columns_of_parts
 from flashgen.kernels.planner.requests import (

@@ -1,4 +1,4 @@
-"""The plan of a kernel, and of a backward pass: frozen values that print their derivation."""
+"""The plan of a kernel: a frozen value that prints its derivation."""
 
 from __future__ import annotations
 
@@ -614,7 +614,7 @@ class Plan(LaunchRules):
         for name, what in (("smem", "B of shared memory"), ("registers", "registers a thread")):
             if name in needs:
                 used.append(f"{needs[name].value:,} of {needs[name].limit:,} {what}")
-        binding = dict.fromkeys(line.name for line in self.derivation if line.binding)
+        binding = dict.fromkeys(self.binding)
         limits = [QUANTITIES[name].partition(",")[0] for name in binding if name != "cost"]
         limits += ["the cost of other tiles"] if "cost" in binding or not limits else []
         return (
@@ -641,57 +641,3 @@ class Plan(LaunchRules):
         if self.cluster > 1:
             parts.append(f"cluster {self.cluster}")
         return "  ".join([*parts, f"blocks per SM {self.blocks_per_sm}"])
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """The kernels of a backward pass, and the reasons for the choice.
-
-    Attributes:
-        scheme: "fused": one kernel computes dK, dV and dQ and sums dQ by atomic additions in
-            float32, which another kernel converts; "split": dQ has a kernel of its own, whose sums
-            have a fixed order. "queries": only dQ is computed. "keys": only dK and dV are.
-        deterministic: whether gradients must be bitwise reproducible: only "split" is, and of the
-            kernels for learned tensors only "captured_exact".
-        kernels: in launch order: ("delta", "dq") for queries alone, ("delta", "dkdv") for keys, or
-            ("delta", "fused", "convert_dq") or ("delta", "dkdv", "dq"),
-            followed by "captured" or "captured_exact" where the score reads learned tensors.
-        notes: the predicted costs of both schemes, and the reason for the choice.
-    """
-
-    scheme: str
-    deterministic: bool
-    kernels: tuple[Plan, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def cost(self) -> float:
-        """Predicted clocks of one SM per score element, without kernels whose cost is per row."""
-        return sum(each.cost * each.launches for each in self.kernels if not each.streams)
-
-    @property
-    def of_keys(self) -> Plan:
-        """The plan of the kernel that computes dK and dV: "fused" or "dkdv"."""
-        return next(each for each in self.kernels if each.owns_keys)
-
-    def kernel(self, name: str) -> Plan:
-        """The plan of one kernel.
-
-        Raises:
-            KeyError: this scheme has no kernel of that name.
-        """
-        for each in self.kernels:
-            if each.kernel == name:
-                return each
-        raise KeyError(name)
-
-    def __str__(self) -> str:
-        """The choice of the scheme, then each kernel's derivation; at most 97 columns."""
-        return self.explain(details=False)
-
-    def explain(self, *, details: bool = True) -> str:
-        """The choice of the scheme and the derivations; ``details`` adds intermediate steps."""
-        lines = [f"backward  scheme {self.scheme}"]
-        for note in self.notes:
-            lines += wrapped(note)
-        return "\n".join([*lines, *(each.explain(details=details) for each in self.kernels)])

@@ -19,7 +19,7 @@ from flashgen.kernels.planner.kernel_plan import Plan
 from flashgen.kernels.planner.models.fitted_common import OVERLAP_GAP_US
 from flashgen.kernels.planner.traffic import SUM_BYTES
 from flashgen.shared.arch import GpuMemory, facts
-from flashgen.shared.launch_facts import Sizes
+from flashgen.shared.launch_facts import Sizes, mean_length
 
 
 class TimesOfParts(NamedTuple):
@@ -44,7 +44,7 @@ def times_of_parts(plan: Plan, sizes: Sizes, memory: GpuMemory, *, packed: bool)
     """
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
     if packed:
-        seq_q, seq_k = (-(-length // max(1, batch)) for length in (seq_q, seq_k))
+        seq_q, seq_k = mean_length(seq_q, batch), mean_length(seq_k, batch)
     group, gpu, columns = heads_q // heads_kv, facts(plan.arch), plan.head_dim + plan.head_dim_v
     tiles = batch * heads_kv * -(-seq_k // plan.block_k)
     running = max(1, min(tiles, gpu.sms * plan.blocks_per_sm))

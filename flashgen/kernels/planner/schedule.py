@@ -42,6 +42,7 @@ from flashgen.shared.launch_facts import (
     LaunchBlocks,
     fits_rows,
     heads_of_fewest_rows,
+    mean_length,
 )
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import H
@@ -84,7 +85,7 @@ def choose_heads(
         return HeadsPerTile(1, "")
     of = f"of {group} that share K and V"
     if spec.packed:
-        seq_q = -(-seq_q // max(batch, 1))
+        seq_q = mean_length(seq_q, batch)
     obstacle = why_walks_differ(spec, layout_heads)
     if obstacle:
         return HeadsPerTile(1, f"{of}: {obstacle}")

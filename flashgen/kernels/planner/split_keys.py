@@ -21,6 +21,7 @@ from flashgen.shared import split_choice
 from flashgen.shared.arch import facts
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.errors import PlanError
+from flashgen.shared.launch_facts import mean_length
 from flashgen.shared.signature import SPLIT
 from flashgen.shared.split_choice import SplitPlan, choose_split, fastest_run, usual_heads_kv
 from flashgen.spec.language.signature import split, with_columns, without_dropout
@@ -132,7 +133,7 @@ def _plan_of_heads(
     """The plan of a call, whose tiles have rows of several heads where these share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
-    queries = -(-seq_q // batch) if spec.packed else seq_q
+    queries = mean_length(seq_q, batch) if spec.packed else seq_q
     few = few_rows_of(spec, plan, heads, queries)
     return plan_forward(PlanRequest(spec, arch, heads_per_tile=heads, few_rows=few))
 

@@ -150,8 +150,8 @@ def split_traffic(
     rows: int,
     keys: int,
     *,
-    box_rows: int = 0,
-    page_size: int = 0,
+    box_rows: int,
+    page_size: int,
 ) -> SplitTraffic:
     """The bytes of the launches of a call.
 

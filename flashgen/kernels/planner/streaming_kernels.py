@@ -155,74 +155,38 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     return _plan("merge", spec, arch, at, formulas, note, path=path, block_q=1)
 
 
-def plan_append_kv(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that copies new keys and values to the pages of a cache.
+NOTES = {
+    "append_kv": "Bound by memory: each byte of a new row is read once and written once. The call "
+    "decides how many lanes share a row.",
+    "append_codes": "Each element is read from memory once and each code is written once. For many "
+    "rows the instructions, about 40 for an element, take about twice the time of its bytes.",
+    "add_rows": "Bound by memory: each row is read once, and sums that have rows are read and "
+    "written once. The call decides how many lanes share a row.",
+    "minmax_table": "One block per line of the tensor. Bound by memory: each element is read once, "
+    "and each level of the table is made from the level below.",
+}
+"""The kernels of `plan_rows`: what their time depends on."""
+
+
+def plan_rows(kernel: str, spec: AttentionSpec, arch: str, **fields: Any) -> Plan:
+    """The plan of a kernel that writes rows to a paged cache ("append_kv", or "append_codes" of 8
+    bits), adds rows to float32 sums in a fixed order or makes a captured tensor's min/max table.
 
     Args:
-        spec: nothing of it is read: the kernel copies bytes.
-        access_bytes: the bytes that a lane copies at once.
+        spec: only its dtype, that of the rows, is read; nothing for "append_kv", which copies
+            bytes, and "minmax_table".
+        fields: `access_bytes` of kernels that append: the bytes that a lane copies at once; for
+            codes 16 where rows are aligned to it and codes to 8 bytes, else the itemsize.
 
     Raises:
         PlanError: the architecture is unknown.
     """
-    note = (
-        "Bound by memory: each byte of a new row is read once and written once. The call decides "
-        "how many lanes share a row."
-    )
-    formulas = (REGISTER_LIMIT,)
-    return _plan("append_kv", spec, arch, {}, formulas, note, access_bytes=access_bytes)
-
-
-def plan_append_codes(spec: AttentionSpec, access_bytes: int, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that writes new keys and values to a paged cache as codes of 8 bits.
-
-    Args:
-        spec: only its dtype, that of the new rows, is read.
-        access_bytes: 16 where rows are aligned to it and codes to 8 bytes, else the itemsize.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    note = (
-        "Each element is read from memory once and each code is written once. For many rows the "
-        "instructions, about 40 for an element, take about twice the time of its bytes."
-    )
-    formulas = (REGISTER_LIMIT,)
-    return _plan("append_codes", spec, arch, {}, formulas, note, access_bytes=access_bytes)
-
-
-def plan_add_rows(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that adds rows to sums in float32, in a fixed order.
-
-    Args:
-        spec: only its dtype, that of the rows, is read.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    note = (
-        "Bound by memory: each row is read once, and sums that have rows are read and written "
-        "once. The call decides how many lanes share a row."
-    )
-    return _plan("add_rows", spec, arch, {}, (REGISTER_LIMIT,), note)
+    return _plan(kernel, spec, arch, {}, (REGISTER_LIMIT,), NOTES[kernel], **fields)
 
 
 def lane_bits_of_append(vectors: int) -> int:
     """Logarithm to base 2 of the lanes that copy a row, given its length in vectors."""
     return lanes_of_row(min(vectors, MOST_VECTORS_AT_ONCE)).bit_length() - 1
-
-
-def plan_minmax_table(spec: AttentionSpec, arch: str = "sm_80") -> Plan:
-    """The plan of the kernel that makes a captured tensor's min/max table.
-
-    Raises:
-        PlanError: the architecture is unknown.
-    """
-    note = (
-        "One block per line of the tensor. Bound by memory: each element is read once, and each "
-        "level of the table is made from the level below."
-    )
-    return _plan("minmax_table", spec, arch, {}, (REGISTER_LIMIT,), note)
 
 
 def _plan(

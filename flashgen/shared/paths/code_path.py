@@ -39,8 +39,6 @@ class CodePath:
         tensor_rate: the field of `flashgen.shared.arch.Arch` with the rate of its matrix products.
         group_rows: query rows that one instruction or one box of TMA takes together, at least: the
             rows that a forward tile has of one head, or whole numbers of heads, divide them.
-        has_panels: whether tiles in shared memory are panels as wide as a swizzle, padded with
-            zeros, instead of whole rows.
         fragment: C++ of the accumulators of scores n, [2 rows][2 columns] of a lane.
         dq_sums: the order of the float32 sums of dQ in global memory, in words.
         dq_strips: whether these are strips of dQ^T, 16 columns of dQ each, the last one padded.
@@ -60,7 +58,6 @@ class CodePath:
     dependents: tuple[tuple[str, str], ...]
     tensor_rate: str
     group_rows: int
-    has_panels: bool
     fragment: str
     dq_sums: str
     dq_strips: bool

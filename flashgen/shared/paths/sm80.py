@@ -19,7 +19,6 @@ PATH = CodePath(
     dependents=(),
     tensor_rate="mma_16bit",
     group_rows=16,
-    has_panels=False,
     fragment="s[g][n]",
     dq_sums="[batch, heads_q, rows / 16, HEAD_DIM / 8, 4, 32], unscaled, whole tiles of rows",
     dq_strips=False,

@@ -23,7 +23,6 @@ PATH = CodePath(
     ),
     tensor_rate="tensor_16bit",
     group_rows=64,
-    has_panels=True,
     fragment="s[n]",
     dq_sums="[batch, heads_q, rows / DQ_QUERIES, DQ_STRIPS, DQ_QUERIES / 8, 128], unscaled",
     dq_strips=True,

@@ -60,7 +60,7 @@ def natural_positions(mask: sympy.Basic, positions: Facts) -> Facts:
     return frozenset(needed)
 
 
-def code_of_mask(mask: sympy.Basic, positions: Facts = frozenset()) -> LeveledCode:
+def code_of_mask(mask: sympy.Basic, positions: Facts) -> LeveledCode:
     """The code of a mask, whose first let is `APART` where it divides the distance.
 
     Args:

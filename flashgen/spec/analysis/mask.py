@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import sympy
 
-from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.intervals import Interval, WalkedAxis, full, reach, row_interval
 from flashgen.spec.analysis.tile_classes import may, must
 from flashgen.spec.language.lets import atoms_of
@@ -100,25 +97,3 @@ def analyse_mask(mask: sympy.Basic, walk: WalkedAxis | None = None) -> MaskAnaly
         must=must(mask),
         row=row_interval(mask, walk),
     )
-
-
-TileClass = Literal["empty", "full", "mixed"]
-
-
-def classify(
-    mask: MaskAnalysis,
-    env: Mapping[sympy.Symbol, Any],
-    q_range: tuple[int, int],
-    k_range: tuple[int, int],
-) -> TileClass:
-    """The class of one tile.
-
-    Args:
-        env: values of b, h, the sizes, scalars and tensors (numpy arrays) that the mask uses.
-        q_range, k_range: first and last global position, both inclusive.
-    """
-    corners = {Q_LO: q_range[0], Q_HI: q_range[1], K_LO: k_range[0], K_HI: k_range[1]}
-    values = {**env, **corners}
-    if not evaluate(mask.may, values):
-        return "empty"
-    return "full" if evaluate(mask.must, values) else "mixed"

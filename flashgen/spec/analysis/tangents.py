@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 import sympy
 
 from flashgen.shared.signature import tangent_names
-from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
+from flashgen.spec.analysis.invariants import LeveledCode, leveled
 from flashgen.spec.analysis.score import derivative, derivatives
 from flashgen.spec.language.lets import elements_of, named
 from flashgen.spec.language.spec import AttentionSpec
@@ -85,17 +85,6 @@ class TangentAnalysis:
     def value_and_tangent(self) -> LeveledCode:
         """Code for (t, t'), which the tangent of the forward pass needs."""
         return leveled(self.score, self.tangent)
-
-    @cached_property
-    def of_backward(self) -> LeveledCode:
-        """Code for (t, f_s, t', f_s'), which the tangent of the backward pass needs."""
-        return leveled(self.score, self.slope, self.tangent, self.slope_tangent)
-
-    @cached_property
-    def partials(self) -> LeveledCode:
-        """Code for f_th and f_th' of each of `learned`, one after the other."""
-        both = [x for _, *of_element in self.learned for x in of_element]
-        return leveled(*both, levels=(Level.HEAD, Level.QUERY))
 
 
 def analyse_tangents(spec: AttentionSpec, directions: Directions | None = None) -> TangentAnalysis:

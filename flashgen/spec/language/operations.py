@@ -28,7 +28,7 @@ LARGEST_REPEATED = 64
 repeated squaring (half a unit for each factor) exceed those of powf."""
 
 
-def operations(exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic] = ()) -> int:
+def operations(exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic]) -> int:
     """The instructions of expressions; equal subexpressions are computed once.
 
     Args:

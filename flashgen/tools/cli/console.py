@@ -99,7 +99,7 @@ def busy(doing: str) -> Iterator[Callable[[], None]]:
         stop()
 
 
-def print_error(error: FlashgenError, cause: BaseException | None = None) -> None:
+def print_error(error: FlashgenError, cause: BaseException | None) -> None:
     """Prints the four lines of an error on stderr, below the traceback of ``cause``."""
     err = console(stderr=True)
     if cause is not None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS
-from flashgen.kernels.planner.quantities import Number
 from flashgen.shared.arch import SCHEDULERS, SPECIAL_PER_CLOCK, Arch
 from flashgen.shared.errors import InputError
 from flashgen.shared.paths import PATHS
@@ -77,24 +76,6 @@ def roofline(
         ridge=2.0 * arch.tensor_rate(path) * chip / arch.hbm_bytes_per_s,
         bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
     )
-
-
-def counted_cost(profile: Profile) -> float:
-    """Clocks of one SM for a launch, by the formula of the plan's own "cost".
-
-    The clocks of each resource and the barriers are counted. The plan's formulas add them up: the
-    clocks of the busiest resource, and those of the others that no other warp overlaps. PTX
-    instructions are counted, which the assembler translates to other ones.
-    """
-    plan = profile.plan
-    counted = {each.name: each.counted for each in profile.work if each.unit == "clk"}
-    at: dict[str, Number] = dict(plan.quantities)
-    at |= counted
-    at["barriers"] = profile.totals.barriers / plan.warps * at["barrier"] / plan.blocks_per_sm
-    for formula in plan.model.cost_steps:
-        if formula.name in ("busiest", "alone", "pace", "cost"):
-            at[formula.name] = formula(at)
-    return float(at["cost"])
 
 
 def check_plot(path: Path, option: str = "--plot") -> None:

@@ -69,7 +69,7 @@ def side_of(
     results: CallResults,
     title: str,
     call: Sequence[Row],
-    spec_file: PythonText | None = None,
+    spec_file: PythonText | None,
 ) -> Side:
     """The report of a call.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _COLUMNS = 97  # of text
+_MOST_CELLS = 32  # rows and columns of a grid as text
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -164,13 +165,13 @@ def percent(part: int, whole: int) -> str:
     return f"{share:.2f} %" if 0 < share < 1 else f"{share:.1f} %"
 
 
-def text_of(drawing: Drawing, most: int = 32) -> str:
-    """The drawing as lines of text, grids with at most ``most`` rows and columns."""
+def text_of(drawing: Drawing) -> str:
+    """The drawing as lines of text, grids with at most `_MOST_CELLS` rows and columns."""
     marks = {entry.code: entry.mark for entry in drawing.legend}
     lines = [drawing.title, *drawing.lines]
     every = []
     for grid in drawing.grids:
-        found = joined(grid.cells, most)
+        found = joined(grid.cells, _MOST_CELLS)
         every.append(found)
         (q, q_end), (k, k_end) = grid.queries, grid.keys
         lines += ["", grid.label] if grid.label else [""]

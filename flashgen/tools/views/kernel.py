@@ -22,7 +22,7 @@ QUANTISATION = "times as long as if all SMs were busy"
 def pane_of(
     build: Build,
     title: str,
-    counted: Sequence[PtxLine] | None = None,
+    counted: Sequence[PtxLine] | None,
     spec_file: PythonText | None = None,
 ) -> KernelPane:
     """A kernel's texts, plan, shared memory and registers.
@@ -98,7 +98,7 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
     )
 
 
-def with_duration(pane: KernelPane, duration: Duration, shape: str, note: str = "") -> KernelPane:
+def with_duration(pane: KernelPane, duration: Duration, shape: str, note: str) -> KernelPane:
     """The pane with the predicted duration and schedule of a launch of another shape, and with a
     note on it."""
     figures = tuple(each for each in pane.figures if each.name not in ("duration", QUANTISATION))

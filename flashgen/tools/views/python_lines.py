@@ -63,7 +63,7 @@ def python_of(source: Source, whole: PythonText | None) -> tuple[PythonText, tup
     for start, (_, lines) in quoted.items():
         homes[start] = _reached(whole, start, len(lines))
     first = min(homes, default=0)
-    kinds = _kinds(functions, first)
+    kinds = _kinds(functions)
     found = []
     for function in functions:
         reader = _READER.match(function.name)
@@ -124,7 +124,7 @@ def _kind(name: str) -> str:
     return "score" if _OF_SCORE.match(name) else "mask"
 
 
-def _kinds(functions: Sequence[_Function], first: int) -> dict[str, int]:
+def _kinds(functions: Sequence[_Function]) -> dict[str, int]:
     """For the functions of masks and of scores, the first line of the mod."""
     found: dict[str, int] = {}
     for function in functions:

@@ -1,7 +1,7 @@
 """The emitted backward kernels meet the error rule, executed by the emulator with all its checkers.
 
-test_every_spec.py has every spec once in `make test`. Here every spec at every head dim, with half
-of the lengths and the other factors in turn, is `slow`.
+test_every_spec.py has every spec once in `make test`. Here every spec at every head dim, with a
+quarter of the lengths and the other factors in turn, is `slow`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from tests.support.judged import example, plain
 from tests.support.shapes import (
     DTYPES,
     HEAD_DIMS,
-    HEADS,
-    LAYOUTS,
     Case,
-    quarter_of_lengths,
+    quarter_of_cases,
 )
 
 ROWS = 256
@@ -154,13 +152,5 @@ def test_atomics_differ_between_orders_by_rounding_only_and_only_in_dq() -> None
 def test_gradients_meet_the_error_rule_at_every_head_dim(path: Path, head_dim: int) -> None:
     """A quarter of the lengths; all factors take turns, so that specs together meet all pairs."""
     turn = SPECS.index(path) + HEAD_DIMS.index(head_dim)
-    dtype = DTYPES[turn % len(DTYPES)]
-    for number, (seq_q, seq_k) in quarter_of_lengths(turn):
-        heads_q, heads_kv = HEADS[(turn + number) % len(HEADS)]
-        batch = 3 if (turn + number) % 4 == 0 else 1
-        layout = LAYOUTS[(turn + number // 2) % len(LAYOUTS)]
-        if batch * heads_q * seq_q * seq_k > 200_000:
-            batch, heads_q, heads_kv = 1, 1, 1
-        case = Case(seq_q, seq_k, batch, heads_q, heads_kv, dtype, head_dim, None, layout)
-        dropout_p, fixed = turns(turn + number)
-        check_gradients(path, with_rows(case), dropout_p, fixed)
+    for number, case in quarter_of_cases(turn, head_dim, 200_000):
+        check_gradients(path, with_rows(case), *turns(number))

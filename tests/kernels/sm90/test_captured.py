@@ -19,6 +19,7 @@ from flashgen.kernels.planner import Plan, Tile, plan_backward
 from flashgen.tools.profile.run import profile_backward
 from tests.support.examples import SPECS, spec_path
 from tests.support.judged import Call, check_gates, dropping, example
+from tests.support.masks import causal
 from tests.support.shapes import HEADS, LAYOUTS, Case
 from tests.support.tiers import slow
 
@@ -66,10 +67,6 @@ def test_every_spec_meets_the_error_rule_at_every_head_dim(path: Path, head_dim:
     run = example(path, case, dropout_p, arch=ARCH).judged_backward(deterministic=deterministic)
     kinds = [plan.kernel for plan in captured_of(run)]
     assert kinds == (["captured_exact"] * 2 if deterministic else ["captured"])
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
 
 
 def comb(b: Any, h: Any, q: Any, k: Any) -> Any:

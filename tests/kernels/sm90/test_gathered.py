@@ -18,9 +18,10 @@ from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.examples import spec_path
 from tests.support.judged import Call
+from tests.support.masks import causal
 from tests.support.planted import planted
 from tests.support.shapes import Case
-from tests.support.sparse_layouts import by_position, causal, random_layout, sparse_spec
+from tests.support.sparse_layouts import by_position, random_layout, sparse_spec
 from tests.support.tiers import slow
 from tests.support.tiles_visited import visited
 

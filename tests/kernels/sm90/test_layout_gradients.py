@@ -13,9 +13,10 @@ import flashgen as fg
 from flashgen.kernels.planner import Tile
 from tests.kernels.sm90.test_gathered import BLOCKS, MODS, shaped
 from tests.support.judged import Call
+from tests.support.masks import causal
 from tests.support.planted import planted
 from tests.support.shapes import Case
-from tests.support.sparse_layouts import causal, random_layout, sparse_spec
+from tests.support.sparse_layouts import random_layout, sparse_spec
 from tests.support.tiers import slow
 from tests.support.tiles_visited import visited
 

@@ -205,7 +205,7 @@ def check(signature: CallSignature, operands: Operands, options: CallOptions) ->
     return replace(call, batch=sizes["batch"]) if signature.packed else call
 
 
-def check_traced(signature: CallSignature, operands: Operands, scalars: Sequence[Any] = ()) -> None:
+def check_traced(signature: CallSignature, operands: Operands, scalars: Sequence[Any]) -> None:
     """Checks operands while a graph is traced: sizes are symbols, and numbers are unknown.
 
     Sizes are compared only where they must be equal, so that a traced graph serves other

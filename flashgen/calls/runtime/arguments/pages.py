@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.runtime.arguments.positions import tensors_named
+from flashgen.calls.runtime.arguments.positions import entries_of, tensors_named
 from flashgen.calls.runtime.arguments.refusals import (
     check_ascending,
     check_is_tensor,
@@ -123,9 +123,7 @@ def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) ->
         InputError: they and the queries are of different numbers of sequences.
     """
     table, lengths = tensors_named(signature, captured, PAGE_NAMES)
-    sequences = q.shape[0]
-    if signature.packed:
-        sequences = tensors_named(signature, captured, signature.boundaries)[0].shape[0] - 1
+    sequences = entries_of(signature, q, captured)
     for name, tensor in zip(PAGE_NAMES, (table, lengths), strict=True):
         if known(tensor.shape[0] != sequences):
             refuse(

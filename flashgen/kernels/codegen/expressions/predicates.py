@@ -49,7 +49,7 @@ def lets_of_integers(block: CodeBlock) -> set[sympy.Symbol]:
     return found
 
 
-def is_of_integers(expr: sympy.Basic, known: Set[sympy.Symbol] = frozenset()) -> bool:
+def is_of_integers(expr: sympy.Basic, known: Set[sympy.Symbol]) -> bool:
     """Whether an expression depends on no float of a call, whose size may be anything.
 
     Args:

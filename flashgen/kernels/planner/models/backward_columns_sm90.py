@@ -29,7 +29,14 @@ from flashgen.kernels.planner.models.forward_sm90 import (
     PRODUCER,
     PRODUCER_WARPS,
 )
-from flashgen.kernels.planner.models.kernel_model import KernelModel, rates, sum_of, time_alone
+from flashgen.kernels.planner.models.kernel_model import (
+    PRODUCT_CLOCKS,
+    SPACE,
+    KernelModel,
+    rates,
+    sum_of,
+    time_alone,
+)
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, WARP
@@ -42,7 +49,6 @@ PASS_UNIT = 8  # keys: columns of an accumulator that four lanes hold
 
 # ---- what a tile needs ---------------------------------------------------------------------------
 
-_ROOM = "min(M, M_sm/blocks - reserved)"
 # Besides K and V, for each query: dO, P and dS; and for each buffer Q, LSE and delta.
 _OF_QUERY = f"e*depth_v + stages*(e*depth + {ROW_BYTES})"
 _BARRIERS = f"stages*{TILE_BYTES} + 8*(2 + 2*stages)"
@@ -66,7 +72,7 @@ SMEM, PARTS = sum_of(
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
-    f"({_ROOM} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
+    f"({SPACE} - block_q*({_OF_QUERY}) - ({_BARRIERS}))/(e*(depth + depth_v + 2*block_q))",
 )
 
 
@@ -101,7 +107,6 @@ def _registers(kernel: str) -> tuple[Formula, Formula]:
 
 # The last pass ends with the keys of its warpgroup, so that it may compute scores once more.
 REPEATS = Formula("repeats", "passes*pass_keys*warps/(4*block_k)")
-TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
 
 
 def time_of_step(kernel: str, waits: str = "") -> tuple[Formula, ...]:
@@ -153,7 +158,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
             f"*{WARP}*warps/(block_q*block_k)",
         ),
         Formula("rest", rest),
-        TENSOR,
+        PRODUCT_CLOCKS,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
         *time_of_step(kernel),

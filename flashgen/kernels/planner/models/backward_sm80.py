@@ -34,6 +34,7 @@ from flashgen.kernels.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, 
 from flashgen.kernels.planner.models.kernel_model import (
     LEARNED_KERNELS,
     MMA_ROWS,
+    SPACE,
     KernelModel,
     rates,
     sides,
@@ -117,7 +118,7 @@ def _smem(kernel: str) -> tuple[Formula, tuple[Formula, ...], Formula]:
     if kernel in LEARNED_KERNELS:
         parts["smem_windows"] = "warps*windows"
         kept += " - warps*windows"
-    bound = Formula(walked, f"(min(M, M_sm/blocks - reserved) - {kept})/({per_row})")
+    bound = Formula(walked, f"({SPACE} - {kept})/({per_row})")
     return (*sum_of(parts), bound)
 
 

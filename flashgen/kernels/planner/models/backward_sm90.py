@@ -37,6 +37,8 @@ from flashgen.kernels.planner.models.forward_sm90 import (
 )
 from flashgen.kernels.planner.models.kernel_model import (
     LEARNED_KERNELS,
+    PRODUCT_CLOCKS,
+    SPACE,
     KernelModel,
     rates,
     sides,
@@ -78,7 +80,6 @@ SIZES = {
 def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
     """Stages, shared memory of a block and its parts, and the walked block size that it allows."""
     owned, walked = sides(kernel)
-    room = "min(M, M_sm/blocks - reserved)"
     # K and V, or Q and dO, which the block owns.
     mine = f"e*{owned}*(depth + depth_v)"
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
@@ -112,10 +113,10 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
         else:
             del parts["smem_ds"], parts["sums of dQ"]
     resident = "" if kernel in KEY_KERNELS else " - 8"
-    left = f"{room}{resident} - {mine}" + (f" - block_q*({kept})" if kept else "")
+    left = f"{SPACE}{resident} - {mine}" + (f" - block_q*({kept})" if kept else "")
     stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {step} + 32))))"
     per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
-    bound = f"({room} - {mine} - stages*({step}) - {parts['mbarriers']})/({per_row})"
+    bound = f"({SPACE} - {mine} - stages*({step}) - {parts['mbarriers']})/({per_row})"
     return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))
 
 
@@ -146,8 +147,6 @@ AHEAD_GAIN = f" - {fitted.AHEAD_CLOCKS}*ahead/(block_q*block_k)"
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
-TENSOR = Formula("tensor", "macs/tensor_rate", "clk")
-
 
 def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     """The formulas of the cost of one kernel."""
@@ -177,7 +176,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         # A step has walked*64 scores of a warpgroup, walked/2 of each of its 128 threads.
         Formula("products", f"({per_step} + {per_wgmma}*macs/{DEPTH_STEP})/({walked}/2)"),
         Formula("rest", rest),
-        TENSOR,
+        PRODUCT_CLOCKS,
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *rates(kernel),
         # With one buffer, a step waits for its Q (where a block owns queries: for its K) to arrive.

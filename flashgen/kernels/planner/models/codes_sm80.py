@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner.formulas import Formula
-from flashgen.kernels.planner.models.kernel_model import STEP, VECTOR, KernelModel
+from flashgen.kernels.planner.models.kernel_model import SPACE, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.quantities import Number
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK, version_of
 from flashgen.shared.dtypes import CACHE_DTYPES
@@ -35,9 +35,7 @@ PARTS = (
     Formula("smem_k", "stages*block_k*k_row"),
     Formula("smem_v", "stages*block_k*v_row"),
 )
-BLOCK_K_BY_SMEM = Formula(
-    "block_k", "(min(M, M_sm/blocks - reserved) - e*block_q*d_qk)/(stages*(k_row + v_row))"
-)
+BLOCK_K_BY_SMEM = Formula("block_k", f"({SPACE} - e*block_q*d_qk)/(stages*(k_row + v_row))")
 
 # ---- instructions of a warp, counted in machine code (benchmarks/NOTES.md) -----------------------
 

@@ -25,6 +25,7 @@ from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm80 as fitted
 from flashgen.kernels.planner.models.kernel_model import (
     ONE_TENSOR,
+    SPACE,
     TWO_TENSORS,
     Columns,
     KernelModel,
@@ -46,9 +47,7 @@ PARTS = (
     Formula("smem_k", "e*stages*block_k*d_qk"),
     Formula("smem_v", "e*stages*block_k*d_v"),
 )
-BLOCK_K_BY_SMEM = Formula(
-    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*(d_qk + d_v))"
-)
+BLOCK_K_BY_SMEM = Formula("block_k", f"({SPACE}/e - block_q*d_qk)/(stages*(d_qk + d_v))")
 
 
 # ---- what a tile costs: clocks per score element of one SM with its resident blocks --------------
@@ -58,9 +57,7 @@ SUSTAINED = f"tensor/{fitted.SUSTAINED_SHARE}"
 ALONE = time_alone(SUSTAINED)
 # Where keys and values are one tile, which has two buffers.
 ONE_SMEM, ONE_PARTS = sum_of({"smem_q": "e*block_q*d_qk", "smem_k": "e*stages*block_k*d_qk"})
-ONE_BLOCK_K_BY_SMEM = Formula(
-    "block_k", "(min(M, M_sm/blocks - reserved)/e - block_q*d_qk)/(stages*d_qk)"
-)
+ONE_BLOCK_K_BY_SMEM = Formula("block_k", f"({SPACE}/e - block_q*d_qk)/(stages*d_qk)")
 COLUMN_WARPS = (1, 2, 4)
 # Warps that are out of step with it fill the time that it leaves idle: those of other blocks
 # always; those of the same block, which meet at two barriers in each step, half of the time.
@@ -91,12 +88,11 @@ def _products(itemsize: int, d_qk: str) -> str:
 PANEL = 64  # columns: 128 bytes, after which the order of vectors in shared memory repeats
 WIDER_THAN = 320  # columns of V; the kernels of fewer have each row in one warp
 EXCHANGES = ((2, 2), (4, 4))  # a warp has at least 16 columns of a panel
-_ROOM = "min(M, M_sm/blocks - reserved)"
 # Q, over which O is staged, P, and a number of each warp of a row.
 _OWNED = "e*block_q*(max(d_qk, d_v) + block_k) + 4*block_q*column_warps"
 PANELS_AT_ONCE = Formula(
     "panels",
-    f"max(1, min(max(d_qk, d_v)/{PANEL}, floor(({_ROOM} - ({_OWNED}))/({2 * PANEL}*e*block_k))))",
+    f"max(1, min(max(d_qk, d_v)/{PANEL}, floor(({SPACE} - ({_OWNED}))/({2 * PANEL}*e*block_k))))",
 )
 _RING = f"{2 * PANEL}*e*panels*block_k"
 EXCHANGED_PARTS = (
@@ -131,7 +127,7 @@ def _exchanging(form: KernelModel) -> KernelModel:
         parts=EXCHANGED_PARTS,
         smem_bound=Formula(
             "block_k",
-            f"({_ROOM} - block_q*(e*max(d_qk, d_v) + 4*column_warps))"
+            f"({SPACE} - block_q*(e*max(d_qk, d_v) + 4*column_warps))"
             f"/(e*(block_q + {2 * PANEL}*panels))",
         ),
         registers=Formula("registers", f"{_OF_EXCHANGE} + {_OWN_OF_EXCHANGE}"),

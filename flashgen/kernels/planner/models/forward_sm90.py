@@ -16,6 +16,7 @@ from dataclasses import replace
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm90 as fitted
 from flashgen.kernels.planner.models.kernel_model import (
+    SPACE,
     KernelModel,
     rates,
     sum_of,
@@ -48,8 +49,7 @@ SMEM, PARTS = sum_of(
 )
 BLOCK_K_BY_SMEM = Formula(
     "block_k",
-    f"((min(M, M_sm/blocks - reserved) - ({_BARRIERS}))/e - block_q*depth)"
-    "/(stages*(depth + depth_v))",
+    f"(({SPACE} - ({_BARRIERS}))/e - block_q*depth)/(stages*(depth + depth_v))",
 )
 
 
@@ -179,7 +179,7 @@ _MORE = (
     f"max(0, {_OF_OUTPUT} - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
 )
 _WIDE_BARRIERS = f"{BARRIER_BYTES}*(3 + 4*stages) + floor(2*warps/column_warps) + records"
-_WIDE_ROOM = f"min(M, M_sm/blocks - reserved) - ({_WIDE_BARRIERS})"
+_WIDE_ROOM = f"{SPACE} - ({_WIDE_BARRIERS})"
 STAGES_V = Formula(
     "stages_v",
     f"max(1, min(stages, floor((({_WIDE_ROOM} - ({SENT}))/e - block_q*depth - stages*block_k*depth)"
@@ -251,7 +251,7 @@ ONE = replace(
     parts=ONE_PARTS,
     smem_bound=Formula(
         "block_k",
-        f"((min(M, M_sm/blocks - reserved) - ({_ONE_BARRIERS}) - {FACTORS})/e - block_q*depth)"
+        f"(({SPACE} - ({_ONE_BARRIERS}) - {FACTORS})/e - block_q*depth)"
         f"/(stages*depth + {_SENDS}*block_q)",
     ),
     registers=Formula("registers", f"block_k*{_PER_KEY} + {_OF_OUTPUT}/2 + {_OWN} + extra"),

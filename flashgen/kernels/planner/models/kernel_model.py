@@ -45,6 +45,8 @@ LEARNED_KERNELS = ("captured", "captured_exact")
 
 # ---- formulas that several kernels share ---------------------------------------------------------
 
+# The bytes of shared memory that a block may have beside the others of its SM.
+SPACE = "min(M, M_sm/blocks - reserved)"
 SMEM_OF_SM = Formula("smem_sm", "blocks*(smem + reserved)", "B")
 
 # The launch bounds limit each thread to this number, so that `blocks` blocks are resident. Each
@@ -54,6 +56,10 @@ REGISTER_LIMIT = Formula(
     f"min({MAX_REGISTERS}, {REGISTER_STEP}*floor(R/{REGISTER_STEP * WARP * SCHEDULERS}"
     f"/ceil(blocks*warps/{SCHEDULERS})))",
 )
+
+
+# Where each multiply-add is one product of the tensor cores.
+PRODUCT_CLOCKS = Formula("tensor", "macs/tensor_rate", "clk")
 
 
 def sides(kernel: str) -> tuple[str, str]:

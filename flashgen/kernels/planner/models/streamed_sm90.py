@@ -31,6 +31,8 @@ from flashgen.kernels.planner.models.forward_sm90 import (
     PRODUCER_WARPS,
 )
 from flashgen.kernels.planner.models.kernel_model import (
+    PRODUCT_CLOCKS,
+    SPACE,
     KernelModel,
     rates,
     sides,
@@ -73,7 +75,7 @@ def _model(kernel: str) -> KernelModel:
     if by_keys:
         told = f"stages*({ROW_BYTES}*{walked} + {TILE_BYTES})"
     barriers = f"{BARRIER_BYTES}*(1 + 2*stages"
-    room = f"min(M, M_sm/blocks - reserved) - {mine} - {told} - {barriers})"
+    room = f"{SPACE} - {mine} - {told} - {barriers})"
     # At most two steps, and at least a panel more than those that are kept.
     ring = Formula(
         "ring",
@@ -90,7 +92,7 @@ def _model(kernel: str) -> KernelModel:
             "mbarriers": f"{barriers} + 2*ring)",
         }
     )
-    fixed = f"min(M, M_sm/blocks - reserved) - {mine} - stages*{TILE_BYTES} - {barriers} + 2*ring)"
+    fixed = f"{SPACE} - {mine} - stages*{TILE_BYTES} - {barriers} + 2*ring)"
     per_row = f"e*{owned} + ring*e*{GROUP_ROWS}" + (f" + stages*{ROW_BYTES}" if by_keys else "")
     # S and dP of half of a step, and dS of both halves.
     own = f"{fitted.STREAMED_REGISTERS} + extra + columns/2"
@@ -170,7 +172,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
             f"*{WARP}*warps/(block_q*block_k)",
         ),
         Formula("rest", f"{walks}*({rest})" if walks > 1 else rest),
-        Formula("tensor", "macs/tensor_rate", "clk"),
+        PRODUCT_CLOCKS,
         Formula("shared", f"(reads + {walks}*({moved}))/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *shared_v,
         *rates(

@@ -18,6 +18,7 @@ from flashgen.kernels.planner.models import fitted_sm80 as fitted
 from flashgen.kernels.planner.models.backward_sm80 import BARRIERS, PRODUCTS, TENSOR
 from flashgen.kernels.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, OVERLAP, SUSTAINED
 from flashgen.kernels.planner.models.kernel_model import (
+    SPACE,
     KernelModel,
     rates,
     solved_registers,
@@ -43,7 +44,7 @@ PARTS = OPERANDS | {
 }
 BOUND = Formula(
     "block_k",
-    f"(min(M, M_sm/blocks - reserved)/e - block_q*d_qk*(1 + q_moves))/({OF_STEP})",
+    f"({SPACE}/e - block_q*d_qk*(1 + q_moves))/({OF_STEP})",
 )
 COLUMNS = Formula("columns", "16*ceil(d_v/(16*column_warps))")
 

@@ -22,6 +22,8 @@ from flashgen.kernels.planner.models.forward_sm90 import (
     PRODUCER_WARPS,
 )
 from flashgen.kernels.planner.models.kernel_model import (
+    PRODUCT_CLOCKS,
+    SPACE,
     KernelModel,
     rates,
     solved_registers,
@@ -32,12 +34,11 @@ from flashgen.kernels.planner.models.spec_terms import registers_sm90
 from flashgen.kernels.planner.models.tangent_sm80 import OF_RESULTS, OF_SCORES, OF_STEP
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK
 
-_ROOM = "min(M, M_sm/blocks - reserved)"
 _OWNED = "e*block_q*depth*(1 + q_moves)"
 _OF_KEY = f"e*(depth*(1 + k_moves) + depth_v*{OF_RESULTS})"
 STAGES = Formula(
     "stages",
-    f"max(1, min(2, floor(({_ROOM} - 8 - {_OWNED})/(block_k*{_OF_KEY} + {TILE_BYTES} + 32))))",
+    f"max(1, min(2, floor(({SPACE} - 8 - {_OWNED})/(block_k*{_OF_KEY} + {TILE_BYTES} + 32))))",
 )
 PARTS = {
     "smem_q": "e*block_q*depth",
@@ -52,7 +53,7 @@ PARTS = {
 }
 BOUND = Formula(
     "block_k",
-    f"({_ROOM} - {_OWNED} - {TILE_BYTES}*stages - {PARTS['mbarriers']})/(stages*{_OF_KEY})",
+    f"({SPACE} - {_OWNED} - {TILE_BYTES}*stages - {PARTS['mbarriers']})/(stages*{_OF_KEY})",
 )
 _OWN = f"{fitted.TANGENT_REGISTERS} + d_v/{fitted.TANGENT_COLUMNS_PER_REGISTER} + extra + d_v/2"
 
@@ -71,7 +72,7 @@ COST_STEPS = (
         f"*macs/{DEPTH_STEP})/(block_k/2)",
     ),
     Formula("rest", f"{fitted.TANGENT_INSTRUCTIONS} + score_ops + dropout_ops"),
-    Formula("tensor", "macs/tensor_rate", "clk"),
+    PRODUCT_CLOCKS,
     Formula("shared", f"(reads + {_OF_KEY}/block_q)/{SMEM_BYTES_PER_CLOCK}", "clk"),
     *rates("tangent", of_step=OF_STEP),
     # With one buffer, a step waits for its keys to arrive.
