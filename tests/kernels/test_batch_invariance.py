@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from flashgen.shared.paths import PATHS
 from flashgen.spec.language.signature import at_offsets, packed_queries, split
 from tests.support.examples import SPECS
 from tests.support.judged import judge_forward
-from tests.support.tiers import slow
+from tests.support.tiers import case_id, every_share, one_in, slow
 
 Tensor = torch.Tensor
 
@@ -209,21 +211,26 @@ def test_the_split_of_a_usual_model_is_that_of_every_rank_and_gpu(arch: str) -> 
     assert len(free) > 1, "the free choice depends on both"
 
 
-@pytest.mark.parametrize("arch", PATHS)
-def test_all_kinds_of_calls_have_one_split_and_one_tile(arch: str) -> None:
-    for path in SPECS:
-        spec = fg.load(path)
-        if spec.packed or (spec.block_sparse is not None and spec.block_sparse.is_static):
-            continue
-        plain = spec.replace(dropout=False)
-        over_pages = plain.replace(paged=True)
-        kinds = [
-            *(plain, over_pages, packed_queries(over_pages), plain.replace(packed=True)),
-            at_offsets(plain, (("q_offset", "int32"), ("k_offset", "int32"))),
-        ]
-        assert len({fg.plan(split(each), arch).tile for each in kinds}) == 1, path.stem
-        sizes = {invariant_splits(each, arch).size for each in (spec, *kinds)}
-        assert len(sizes) == 1, path.stem
+def divisible(path: Path) -> bool:
+    """Whether calls of all kinds take the spec: no packed one, and none with a static layout."""
+    spec = fg.load(path)
+    return not (spec.packed or (spec.block_sparse is not None and spec.block_sparse.is_static))
+
+
+@every_share
+@pytest.mark.parametrize(
+    ("path", "arch"), one_in(9, product(filter(divisible, SPECS), PATHS)), ids=case_id
+)
+def test_all_kinds_of_calls_have_one_split_and_one_tile(path: Path, arch: str) -> None:
+    spec = fg.load(path)
+    plain = spec.replace(dropout=False)
+    over_pages = plain.replace(paged=True)
+    kinds = [
+        *(plain, over_pages, packed_queries(over_pages), plain.replace(packed=True)),
+        at_offsets(plain, (("q_offset", "int32"), ("k_offset", "int32"))),
+    ]
+    assert len({fg.plan(split(each), arch).tile for each in kinds}) == 1
+    assert len({invariant_splits(each, arch).size for each in (spec, *kinds)}) == 1
 
 
 @pytest.mark.slow

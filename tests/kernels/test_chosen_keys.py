@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flashgen.shared.paths import PATHS
 from tests.support.chosen_lists import call_of, spec_of
 from tests.support.judged import check_gates, equal, normal
 from tests.support.planted import planted
-from tests.support.tiers import slow
+from tests.support.tiers import one_in, slow
 
 Tensor = torch.Tensor
 
@@ -40,8 +41,7 @@ BLOCKS = ((1, 16), (1, 64), (4, 32), (3, 1), (1, 128), (64, 64))
 SIZES = (1, 4, 2, 9, 100)
 
 
-@pytest.mark.parametrize("arch", PATHS)
-@pytest.mark.parametrize("blocks", [BLOCKS[0], BLOCKS[3], *map(slow, BLOCKS[1:3] + BLOCKS[4:])])
+@pytest.mark.parametrize(("blocks", "arch"), one_in(6, product(BLOCKS, PATHS)))
 def test_blocks_of_any_size_meet_the_error_rule(blocks: tuple[int, int], arch: str) -> None:
     most = 1 if blocks[1] > 64 else 2 if blocks[1] > 16 else 5 if blocks[1] > 1 else 40
     judged(spec_of(*blocks, head_dim=64), SIZES, arch, most)
@@ -237,8 +237,7 @@ def test_groups_without_blocks_are_rows_without_keys() -> None:
     assert not any(x.any() for x in (gradients.dq, gradients.dk, gradients.dv))
 
 
-@pytest.mark.parametrize("block_k", [1, 16])
-@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize(("arch", "block_k"), one_in(2, product(PATHS, (1, 16))))
 def test_gradients_have_the_same_bits_in_every_order_of_blocks(arch: str, block_k: int) -> None:
     call = call_of(spec_of(1, block_k, head_dim=64), (1, 4, 2, 30, 64), arch)
     run = call.forward()

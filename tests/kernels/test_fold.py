@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from flashgen.shared.split_choice import ALL_SPLITS, RUNS
 from flashgen.spec.language.signature import folded, in_runs, returning_maxima, split
 from tests.support.masks import causal
 from tests.support.planted import planted
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 
 Tensor = torch.Tensor
 
@@ -120,7 +121,7 @@ def drawn(of: fg.AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize(
     ("name", "arch", "shape"),
-    one_in(8, [(name, arch, shape) for name in CASES for arch in PATHS for shape in SHAPES]),
+    one_in(16, [(name, arch, shape) for name in CASES for arch in PATHS for shape in SHAPES]),
 )
 def test_runs_of_splits_have_the_bits_of_parts_of_one(
     name: str, arch: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -146,11 +147,11 @@ def test_runs_of_splits_have_the_bits_of_parts_of_one(
     ("dims", "shape"),
     [
         ((64, 64), (1, 2, 1, 65, 97)),
-        pytest.param((576, 512), (1, 16, 1, 2, 97), marks=pytest.mark.slow),
-        pytest.param((576, 512), (2, 3, 1, 30, 70), marks=pytest.mark.slow),
+        slow((576, 512), (1, 16, 1, 2, 97)),
+        slow((576, 512), (2, 3, 1, 30, 70)),
     ],
 )
-@pytest.mark.parametrize("arch", PATHS)
+@pytest.mark.parametrize("arch", one_in(2, PATHS))
 def test_values_inside_keys_have_these_bits_whatever_warps_share_their_columns(
     arch: str, dims: tuple[int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,10 +161,9 @@ def test_values_inside_keys_have_these_bits_whatever_warps_share_their_columns(
     assert (parts.report.kernel.plan.column_warps > 1) == (dims[1] == 512)
 
 
-@pytest.mark.parametrize("arch", [*PATHS])
-@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(("arch", "paged"), one_in(4, product(PATHS, (True, False))))
 def test_packed_rows_over_sequences_and_pages_have_these_bits(
-    paged: bool, arch: str, monkeypatch: pytest.MonkeyPatch
+    arch: str, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, counts = (70, 5, 101), (40, 5, 101)
     base = spec(window, capped, sink=True)

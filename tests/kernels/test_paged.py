@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashgen.shared.paths import PATHS
-from tests.support.judged import check_gates
+from tests.support.judged import check_few_spills, check_gates
 from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import CAUSAL, DECODING, MIXED, VERIFYING, paged
 from tests.support.tiers import slow
@@ -75,7 +75,7 @@ def test_head_dims_and_dtypes(arch: str, dims: tuple[int, int], dtype: str) -> N
     spec = CAUSAL.replace(head_dim=dims[0], head_dim_v=dims[1], dtype=dtype)
     of = Sequences.of((2, 2), (130, 47), dims=dims, dtype=dtype)
     run = Paged(spec, of, 16, how={"arch": arch, "split_size": 64}).judged()
-    check_gates(run.report.kernel)
+    (check_few_spills if dims[0] == 256 else check_gates)(run.report.kernel)
 
 
 def test_the_cpu_path_computes_the_same() -> None:

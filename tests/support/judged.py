@@ -42,6 +42,12 @@ def check_gates(built: Build) -> None:
     assert resources.static_smem_bytes == 0, "all shared memory is the plan's dynamic part"
 
 
+def check_few_spills(built: Build) -> None:
+    """Registers within the plan, and at most `FEW_BYTES` of them spilled."""
+    assert built.binary.resources.spill_store_bytes <= FEW_BYTES
+    assert built.binary.resources.registers <= built.plan.registers
+
+
 def equal(found: ForwardRun, expected: ForwardRun) -> bool:
     return torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
 

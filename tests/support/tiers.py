@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,28 @@ def slow(*values: object, id: str | None = None) -> Any:
 
 
 def one_in(number: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
-    """The cases, each a value or a tuple; all but every ``number``-th are in the slow tier."""
+    """The cases, each a value or a tuple; all but one in ``number`` are in the slow tier.
+
+    Of every ``number`` cases from ``first`` on, the fast tier has the first, or the next one whose
+    values it has less often: so it has each value of every axis as evenly as its number allows.
+    """
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    names = [[(axis, _name(value)) for axis, value in enumerate(each)] for each in values]
+    seen: Counter[tuple[int, object]] = Counter()
+    fast: list[int] = []
+    for place in range(first, len(values), number):
+        rest = [other for other in [*range(place, len(values)), *range(place)] if other not in fast]
+        fast.append(min(rest, key=lambda other: sum(seen[name] for name in names[other])))
+        seen.update(names[fast[-1]])
     return [
-        pytest.param(*each, marks=[] if place % number == first else pytest.mark.slow)
+        pytest.param(*each, marks=[] if place in fast else pytest.mark.slow)
         for place, each in enumerate(values)
     ]
+
+
+def _name(value: object) -> object:
+    """What tells a value from others of its axis."""
+    return value if isinstance(value, Hashable) else id(value)
 
 
 every_share = pytest.mark.every_share
