@@ -34,6 +34,8 @@ MASKS: dict[str, Any] = {
     "xor": lambda q, k: (q ^ k) < 8,
     "shifts": lambda q, k: (q >> (k & 3)) == (1 << (k & 2)),
     "far shifts": lambda q, k: ((q * 2**30 + 5) >> (k & 63)) < 9,
+    "far bits": lambda q, k: (1 << (k & 63)) & (q * 2**30) != 0,
+    "far bits of few": lambda q, k: ((k & 3) << (q & 63)) > (1 << (k & 63)),
     "not": lambda q, k: (~q & 7) == (k & 7),
     "large divisor": lambda q, k: k // fg.maximum(q, 1) == 1,
 }

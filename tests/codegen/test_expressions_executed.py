@@ -108,6 +108,7 @@ def test_random_expressions_run_to_their_value(trees: list[Any], seed: int) -> N
 def test_bounds_of_bits_run_to_their_value() -> None:
     operations = [("popcount", ("^", "q", "k")), ("|", ("&", "q", 24), "k"), ("^", "q", "k")]
     shifts = [(sign, x, n) for sign in ("<<", ">>") for x, n in (("q", "h"), ("k", "step"))]
+    shifts += [("&", ("<<", 1, ("minimum", ("&", "k", 63), 60)), ("*", "q", 2**30))]
     check([("<", x, y) for x in (*operations, *shifts) for y in (5, "width")], seed=3)
 
 

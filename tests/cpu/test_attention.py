@@ -240,6 +240,35 @@ def test_rows_of_very_low_and_very_high_scores_keep_their_softmax():
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
 
 
+ODDS = fg.Tensor("odds", ("keys",), "int64")
+COMPOSED = {
+    "an angle to a choice": lambda s, b, h, q, k: fg.atan2(
+        fg.maximum(s, k - 9), 1 + fg.abs(fg.clamp(fg.clamp(-0.5, -1, 1.5), -1, 1.5))
+    ),
+    "angles of signs": lambda s, b, h, q, k: (
+        fg.atan2(fg.sigmoid(fg.sign(h) * 0.05), 1 + fg.abs(fg.exp(-fg.abs(s))))
+        / (1.5 + fg.abs(fg.clamp(fg.tanh(s), -1, 1.5)))
+    ),
+    "a power of a choice": lambda s, b, h, q, k: (
+        (1 + fg.abs(fg.clamp(fg.clamp(-0.5, -1, 1.5), -1, 1.5))) ** fg.maximum(s, fg.minimum(s, 2))
+    ),
+    "a shift of an element of 64 bits": lambda s, b, h, q, k: s + (ODDS[k] << (k & 3)) * 0.03,
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_choices_inside_of_functions_and_shifts_inside_of_scores_are_differentiated(name: str):
+    q, k, v = (x.double() for x in Case(12, 30, 1, 2, 2, "float32", 8).tensors())
+    spec = spec_of(score=COMPOSED[name], dropout=False)
+    captured = {"tensors": {"odds": torch.arange(-15, 15)}} if "shift" in name else {}
+    dout = gradient_of(q, 8, 3)
+    got = both(spec, q, k, v, dout, **captured)
+    exact = reference.attention(spec, q, k, v, **captured)
+    exact += reference.gradients(spec, q, k, v, dout, **captured)
+    for found, expected in zip(got, exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_heads_batch_sizes_and_scalars_are_those_of_the_call():
     slope = fg.Scalar("slope", "float32")
     width = fg.Scalar("width", "int32")

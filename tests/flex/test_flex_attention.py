@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashgen as fg
@@ -66,6 +67,36 @@ def check(what: str, given: Tensor, same: Tensor, exact: Tensor, factor: float) 
         return (x.double() - exact.double()).masked_fill(lost, 0).abs().max().item()
 
     assert error(given) <= factor * error(same) + 1e-5, what
+
+
+def test_vectors_of_captured_tensors_have_gradients() -> None:
+    """A network from distances to biases, and learned places, whose vectors torch cannot batch."""
+    first, second = flex_mods.noise(5, 2), flex_mods.noise(4, 5)
+    places, mixed = flex_mods.noise(56, 2), flex_mods.noise(4, 2, 2)
+    captured = [x.requires_grad_() for x in (first, second, places, mixed)]
+
+    def learned(score, b, h, q_idx, kv_idx):
+        features = torch.stack([(q_idx - kv_idx) / 9, (q_idx + kv_idx) / 90])
+        hidden = functional.gelu(functional.linear(features, first))
+        x, y = places[q_idx] - places[kv_idx] + 0.25
+        turned = torch.einsum("ij,j->i", mixed[h], places[q_idx])
+        similar = functional.cosine_similarity(turned, places[kv_idx], dim=0)
+        return score + (second @ hidden)[h] - torch.hypot(x, y) + similar
+
+    q, k, v = operands(*SIZES)
+    weigh = flex_mods.noise(*q.shape, seed=7)
+    found = fg.flex_attention(q, k, v, learned)
+    scores = q.double() @ k.double().mT / 4
+    at = [torch.arange(size) for size in SIZES]
+    scores = torch_flex._vmap_for_bhqkv(learned, prefix=(0,))(scores, *at)
+    exact = scores.softmax(-1) @ v.double()
+    leaves = [q, k, v, *captured]
+    for x, y in zip(
+        [found, *torch.autograd.grad((found * weigh).sum(), leaves)],
+        [exact, *torch.autograd.grad((exact * weigh).sum(), leaves)],
+        strict=True,
+    ):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", one_in(3, ["causal", "softcap", "alibi", "document", "natten"]))

@@ -68,9 +68,14 @@ SCORES: dict[str, Callable] = {
     "sqrt": lambda s, b, h, q, k: torch.sqrt(k) + torch.rsqrt(s * s + 1),
     "trigonometry": lambda s, b, h, q, k: torch.sin(s) + torch.cos(q) + torch.tan(s),
     "hyperbolic": lambda s, b, h, q, k: torch.tanh(s) + torch.sinh(s) + torch.cosh(s),
+    "arcs": lambda s, b, h, q, k: torch.asin(s / 3) + torch.acos(-s / 3) + torch.atanh(s / 3),
+    "areas": lambda s, b, h, q, k: torch.asinh(s * 9) + torch.asinh(-k) + torch.acosh(s * s + 1),
+    "hypot": lambda s, b, h, q, k: torch.hypot(s, q - k) + torch.hypot(k * 1e30, q * 1e30) / 1e30,
+    "copysign": lambda s, b, h, q, k: torch.copysign(s, q - k) + torch.signbit(odd[3:6][k % 3]),
     "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s) + s.sigmoid(),
     "floor": lambda s, b, h, q, k: torch.floor(s) + torch.ceil(s) + torch.trunc(s),
     "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2),
+    "round to decimals": lambda s, b, h, q, k: torch.round(s * 1.01, decimals=1) + (q * 9).round(),
     "frac": lambda s, b, h, q, k: torch.frac(s),
     "relu": lambda s, b, h, q, k: F.relu(s) + torch.relu(q - k),
     "softplus": lambda s, b, h, q, k: F.softplus(s),
@@ -114,6 +119,7 @@ SCORES: dict[str, Callable] = {
     # Captured tensors.
     "cat of tensors": lambda s, b, h, q, k: s + torch.cat([square, square.T], -1)[q, k - SIZE],
     "cat beside nothing": lambda s, b, h, q, k: s + torch.cat([table[:0], table])[k],
+    "block_diag": lambda s, b, h, q, k: s + torch.block_diag(table[None], table[None])[q % 2, k],
     "element": lambda s, b, h, q, k: s + table[q] * factor + small[k],
     "elements": lambda s, b, h, q, k: s + square[q, k] + square[k][q] + square[2, k],
     "element of element": lambda s, b, h, q, k: s + table[ids[q]] + table[ids[k] + 1],
@@ -147,10 +153,71 @@ SCORES: dict[str, Callable] = {
     ),
     "dot": lambda s, b, h, q, k: torch.dot(square[q], square[k]),
     "flags": lambda s, b, h, q, k: torch.where(flags[q] & ~flags[k], s, 2),
+    # Products of matrices.
+    "matmul": lambda s, b, h, q, k: s + square[q] @ (square @ square[k]) + (square[q] @ square)[k],
+    "mm": lambda s, b, h, q, k: s + (square @ square.T)[q, k] + torch.outer(table, table)[k, q],
+    "bmm": lambda s, b, h, q, k: s + torch.bmm(square[None], square.T[None])[0, q, k],
+    "einsum": lambda s, b, h, q, k: (
+        torch.einsum("i,ij,j->", square[q], square, square[k])
+        + torch.einsum("qi,ki->qk", square, square)[q, k]
+    ),
+    "linear": lambda s, b, h, q, k: s + F.linear(square[q], square, table)[k],
+    # Parts of few elements.
+    "places of extrema": lambda s, b, h, q, k: (
+        torch.argmax(square[q] * table) + square.T[k].argmin(keepdim=True)[0] * 10
+    ),
+    "places of NaN and ties": lambda s, b, h, q, k: s + odd[1:].argmax() + ids.argmax() * 10,
+    "extrema with places": lambda s, b, h, q, k: square[q].max(0).values + square[k].min(-1)[1],
+    "extremum of all": lambda s, b, h, q, k: torch.max(square[q]) + torch.stack((q, k)).min(),
+    "gather": lambda s, b, h, q, k: (
+        square[q].gather(0, ids)[k] + torch.take_along_dim(square, ids[:, None], 1)[k, 0]
+    ),
+    "take": lambda s, b, h, q, k: s + square.take((q * SIZE + k).long()) + table.take(-k.long()),
+    "parts": lambda s, b, h, q, k: square[q].split(3)[1].sum() + table.chunk(2)[1][k % 3],
+    "diagonal": lambda s, b, h, q, k: torch.diagonal(square, 1)[k % 6] + square.trace(),
+    "variance": lambda s, b, h, q, k: square[q].var() + torch.std(square[k], unbiased=False),
+    "layer_norm": lambda s, b, h, q, k: F.layer_norm(square[q], (SIZE,), table)[k],
+    "rms_norm": lambda s, b, h, q, k: F.rms_norm(square[q], (SIZE,), table)[k],
+    "softmax": lambda s, b, h, q, k: F.softmax(square[q], -1)[k] + torch.logsumexp(table, 0),
+    "cosine_similarity": lambda s, b, h, q, k: F.cosine_similarity(square[q], table + k, dim=0),
+    "normalize": lambda s, b, h, q, k: F.normalize(square[q], dim=-1)[k],
+    "grid of places": lambda s, b, h, q, k: (
+        torch.cartesian_prod(torch.arange(3), torch.arange(3))[q, 1]
+        + torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")[0].flatten()[k]
+    ),
+    "in place of several": lambda s, b, h, q, k: (square[q] * 2).add_(table).clamp_(min=0)[k],
+    "before it is changed": lambda s, b, h, q, k: changed_later(square[q] * 2)[k],
+    # Minus infinity.
+    "functions of minus infinity": lambda s, b, h, q, k: (
+        torch.exp(without_past(s, q, k)) + 3 * torch.tanh(without_past(s, q, k) / 3)
+    ),
+    "clamp of minus infinity": lambda s, b, h, q, k: without_past(s, q, k).clamp(-1, 1),
+    "minus infinity compared": lambda s, b, h, q, k: torch.where(
+        without_past(s, q, k) == -torch.inf, -5.0, s
+    ),
+    "larger than minus infinity": lambda s, b, h, q, k: torch.maximum(
+        without_past(s, q, k), torch.minimum(without_past(s, k, q), q - 2)
+    ),
+    "isneginf": lambda s, b, h, q, k: (
+        torch.isneginf(without_past(s, q, k)) + torch.isinf(without_past(s, k, q)) * 2
+    ),
+    "nan_to_num": lambda s, b, h, q, k: torch.nan_to_num(without_past(s, q, k), neginf=-4.0),
+    "logaddexp": lambda s, b, h, q, k: torch.logaddexp(without_past(s, q, k), s),
     # Integers as bits.
     "bits": lambda s, b, h, q, k: (q & 5) + ((q - k) & 6) + (k | 4) + (q ^ 3) + ~k,
     "shifts": lambda s, b, h, q, k: (q - k) // 2 + ((q - k) >> 1) + (k << 2),
 }
+
+
+def without_past(score, q, k):
+    return torch.where(q > k, score, -torch.inf)
+
+
+def changed_later(x):
+    before = x + 1
+    x += 5
+    return before * x
+
 
 MASKS: dict[str, Callable] = {
     "comparisons": lambda b, h, q, k: (q > k) | (q <= 2) & (k != 3) | (q == 5) ^ (k >= 4),
@@ -190,6 +257,9 @@ MASKS: dict[str, Callable] = {
     "cast of uint8": lambda b, h, q, k: bytes_[q].int() + bytes_[k].long() > 300,
     "shift of int16": lambda b, h, q, k: (bytes_[q].to(torch.int16) << 8) > k,
     "far bits of int64": lambda b, h, q, k: (words[q] >> (k * 9)) % 2 == 1,
+    "a bit of a word": lambda b, h, q, k: words[q] & (torch.tensor(1) << k * 9) != 0,
+    "all bits shifted out": lambda b, h, q, k: torch.tensor(1) << (k - 3) * 25 > q,
+    "shift back": lambda b, h, q, k: (words[q] >> (k - 3)) % 2 == 1,
     "bool of int": lambda b, h, q, k: ((q > k).int() * (k > 1).int()).bool(),
 }
 
@@ -293,18 +363,27 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda s, b, h, q, k: s + torch.rand_like(s),
         "random numbers: torch.rand_like",
     ),
+    "random inside": (
+        lambda s, b, h, q, k: s + F.gumbel_softmax(square[k])[q],
+        "random numbers: torch.exponential_",
+    ),
+    "random of captured tensors": (
+        lambda s, b, h, q, k: s + F.dropout1d(square[None])[0, q, k],
+        "random numbers: torch.bernoulli_",
+    ),
+    "a part that is written": (
+        lambda s, b, h, q, k: s + F.pad(table, (1, 1))[q],
+        "torch.constant_pad_nd cannot be expressed",
+    ),
+    "a shape that changes": (lambda s, b, h, q, k: s.clone().unsqueeze_(0)[0], "unsqueeze_"),
     "write": (lambda s, b, h, q, k: table.add_(1)[q], "writes into a tensor: torch.add_"),
     "mask index": (lambda s, b, h, q, k: table[table > 0][q], "indexed by a mask"),
-    "infinity": (
-        lambda s, b, h, q, k: torch.exp(torch.where(q > k, s, -torch.inf)),
-        "torch.exp of minus infinity",
-    ),
     "detach": (lambda s, b, h, q, k: s * torch.tanh(s).detach(), "detach\\(\\)"),
     "complex": (
         lambda s, b, h, q, k: s + table.to(torch.complex64)[q].real,
         "complex|cannot be expressed",
     ),
-    "shift beyond 31": (lambda s, b, h, q, k: s + (q << 32), "not from 0 to 31"),
+    "shift beyond 60": (lambda s, b, h, q, k: s + (q << 61), "not from 0 to 60"),
     "division by 0": (lambda s, b, h, q, k: s + k % h, "% by positions that can be 0"),
     "large reduction": (
         lambda s, b, h, q, k: s + torch.ones(2).expand(500, 2)[:, q % 2].sum(),

@@ -101,6 +101,19 @@ def without(context: Any, active: Callable[[], int]) -> bool:
         return active() == 0
 
 
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError
+
+
+def squeezed(context: Any) -> bool:
+    wrapper = torch.Tensor._make_wrapper_subclass(Refusing, (1, 3))
+    with context():
+        wrapper.squeeze_()
+    return wrapper.shape == (3,)
+
+
 def counted_modes(modes: Any) -> bool:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -254,6 +267,9 @@ USES = {
     "torch.ops.higher_order.flex_attention._cacheable": Use(FLEX, lambda given: given in (0, 1)),
     "torch.ops.higher_order.flex_attention._dispatch_cache.clear": Use(FLEX, callable),
     "torch.overrides._pop_mode_temporarily": Use(ALONE, popped),
+    "torch.utils._mode_utils.no_dispatch": Use(
+        "changes the shape of a mod's tensor in place", squeezed
+    ),
     "torch.utils._python_dispatch.TorchDispatchMode": Use(RECORDS, callable),
     "torch.utils._python_dispatch._disable_current_modes": Use(
         ALONE, lambda disable: without(disable, C._len_torch_dispatch_stack)

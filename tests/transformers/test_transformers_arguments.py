@@ -341,6 +341,55 @@ def test_operators_show_the_spec_and_the_last_call_of_each_kind_of_layer() -> No
     assert op.report.backend == "tiled"
 
 
+@pytest.mark.parametrize("seq_q", [1, 7])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_chosen_keys_are_those_that_a_query_attends_to(seq_q: int, with_mask: bool) -> None:
+    q, k, v = qkv(seq_q, 19)
+    generator = torch.Generator().manual_seed(8)
+    chosen = torch.randint(19, (2, seq_q, 5), dtype=torch.int32, generator=generator)
+    keep = torch.zeros(2, 1, seq_q, 19, dtype=torch.bool)
+    keep[:, 0].scatter_(-1, chosen.long(), True)
+    mask = make_mask(2, seq_q, 19, q_offset=9) if with_mask else None
+    if with_mask:
+        keep &= torch.ones(19, 19, dtype=torch.bool).tril()[9 : 9 + seq_q]
+    out, _ = attention(Layer(), q, k, v, mask, indices=chosen)
+    torch.testing.assert_close(out, dense(q, k, v, keep))
+
+
+def test_a_model_whose_layers_choose_keys_generates_as_with_eager_attention() -> None:
+    config = hf.DeepseekV32Config(
+        vocab_size=50, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2,
+        num_experts_per_tok=1, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, index_topk=4,
+        index_n_heads=2, index_head_dim=16, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    integration.register()
+    ids = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(2))
+    padding = torch.ones_like(ids)
+    padding[0, :3] = 0
+    given: dict[str, Any] = {"attention_mask": padding, "max_new_tokens": 4, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for name in ("eager", "fg"):
+        torch.manual_seed(0)
+        model = hf.DeepseekV32ForCausalLM._from_config(config, attn_implementation=name).eval()
+        found.append(torch.stack(model.generate(ids, **given).logits))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_differ_between_layers_need_no_plan() -> None:
+    class Differing(hf.LlamaConfig):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "num_key_value_heads" and "closed" in vars(self):
+                raise RuntimeError("may vary across layers")
+            return super().__getattribute__(name)
+
+    config = Differing(hidden_size=48, num_attention_heads=4)
+    config.closed = True
+    assert make_mask(1, 4, 4, config=config)
+
+
 # ---- refusals
 
 
@@ -382,6 +431,15 @@ def refused(what: str, **options: Any) -> FlashgenError:
 def test_arguments_without_a_counterpart_are_refused(option: str, value: Any) -> None:
     error = refused("no kernel", **{option: value})
     assert option in error.where
+    assert "eager" in error.way_out
+
+
+@pytest.mark.parametrize(
+    "chosen", [torch.zeros(2, 6, 3, dtype=torch.int32), torch.zeros(2, 7, 3), [0]]
+)
+def test_chosen_keys_of_other_sizes_are_refused(chosen: Any) -> None:
+    error = refused("the chosen keys are no integers", indices=chosen)
+    assert "indices" in error.where
     assert "eager" in error.way_out
 
 

@@ -105,6 +105,34 @@ def test_a_mask_is_cut_to_the_first_keys() -> None:
         torch.testing.assert_close(out, expected(q, k, v, keep))
 
 
+@pytest.mark.parametrize("q_offset", [0, 5, torch.tensor(5)], ids=["0", "5", "tensor"])
+def test_the_mask_of_its_one_head_can_be_negated(q_offset: int | Tensor) -> None:
+    """A layer that chooses keys by scores of its own leaves out those that no query sees."""
+    padding = torch.ones(2, LENGTH, dtype=torch.bool)
+    padding[1, :4] = False
+    mask = make_mask(2, 3, LENGTH, q_offset, attention_mask=padding)
+    at = int(q_offset)
+    if isinstance(q_offset, Tensor):
+        q_offset += 3  # as a static cache does before the first layer reads it
+    kept = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[at : at + 3] & padding[:, None]
+    assert mask[:, 0].dtype == torch.bool
+    assert torch.equal(~mask[:, 0, :, :], ~kept)
+    assert torch.equal(~mask[..., :9][:, 0], ~kept[..., :9])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(lambda mask: mask + 1.0, lambda mask: mask[0], lambda mask: torch.zeros(4, 4) + mask),
+        *(lambda mask: mask < 0, lambda mask: mask == 0, lambda mask: mask.float()),
+        lambda mask: torch.zeros(4, 4).masked_fill(mask, 0.0),
+    ],
+)
+def test_all_else_of_a_mask_of_one_head_is_refused(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(MaskError, match="the model computes with its mask"):
+        use(make_mask(2, 4, 4)[:, 0])
+
+
 @pytest.mark.parametrize(
     "use",
     [

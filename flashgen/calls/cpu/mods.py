@@ -212,7 +212,7 @@ class _Compiler:
         if expr.is_number and not is_condition(expr):
             number = math.inf if expr is sympy.zoo else float(evaluate(expr, {}))
             return self._constant(number, self.dtype)
-        if is_int(expr) and fits(expr):
+        if is_int(expr) and (fits(expr) or isinstance(expr, BitFunction)):
             return self._step(partial(Tensor.to, dtype=self.dtype), self.integer(expr))
         if isinstance(expr, sympy.Symbol):
             return self._symbol(expr)

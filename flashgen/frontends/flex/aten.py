@@ -6,12 +6,14 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
-from flashgen.frontends.flex.operation_results import refuse_value, refuse_write
+from flashgen.frontends.flex.composed_rules import RULES as COMPOSED
+from flashgen.frontends.flex.operation_results import refuse_random, refuse_value, refuse_write
 from flashgen.frontends.flex.pointwise_rules import RULES as POINTWISE
 from flashgen.frontends.flex.search_rules import RULES as SEARCHES
 from flashgen.frontends.flex.traced_array import Entry, Result, TracedArray, literal, number
@@ -33,7 +35,11 @@ def run(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     """
     args, kwargs = pytree.tree_map_only(torch.Tensor, tracer.operand, (tuple(args), kwargs))
     try:
-        return _Operation(tracer, func, args, kwargs).result()
+        operation = _Operation(tracer, func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            refuse_random(operation.name)
+        # A decomposition may make tensors, which others then fill, also with random numbers.
+        return pytree.tree_map_only(torch.Tensor, tracer.constant, operation.result())
     except SpecError as error:  # functions of flashgen name no line of the mod
         raise SpecError(
             error.what, where=tracer.where, numbers=error.numbers, way_out=error.way_out
@@ -63,20 +69,29 @@ class _Operation:
         if all(leaf.array.data is not None for leaf in leaves if isinstance(leaf, TracedTensor)):
             args, kwargs = self._mapped(lambda t: t.array.data)
             computed = self.func(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, self.tracer.constant, computed)
+            return self._views(pytree.tree_map_only(torch.Tensor, self.tracer.constant, computed))
         on_arrays = STRUCTURE.get(self.name) or SEARCHES.get(self.name)
         if on_arrays is not None:
             args, kwargs = self._mapped(lambda t: t.array)
-            made = on_arrays(self._announced(), *args, **kwargs)
-            return pytree.tree_map_only(TracedArray, self.tracer.wrap, made)
+            arrays = on_arrays(self._announced(), *args, **kwargs)
+            return self._views(pytree.tree_map_only(TracedArray, self.tracer.wrap, arrays))
         if self.name in POINTWISE:
             return self._elementwise(POINTWISE[self.name])
         if self.name in _REDUCTIONS:
             return self._reduced(POINTWISE[_REDUCTIONS[self.name]])
-        if self.name == "dot":
-            self._announced()  # raises torch's errors
-            return torch.ops.aten.sum.default(self.args[0] * self.args[1])
+        composed = COMPOSED.get(self.func._schema.name)
+        if composed is not None:
+            to = self._announced()  # raises torch's errors
+            made = composed(*self.args, **self.kwargs)
+            return made if isinstance(made, tuple) else made.to(to.dtype)
         return self._decomposed()
+
+    def _views(self, made: Any) -> Any:
+        """The results, which may be views of the first operand."""
+        if any(each.alias_info is not None for each in self.func._schema.returns):
+            for tensor in (self.args[0], *pytree.tree_leaves(made)):
+                tensor.has_views = True
+        return made
 
     def _mapped(self, function: Callable[[TracedTensor], Any]) -> Any:
         """The arguments with something else in place of each traced tensor."""
@@ -85,10 +100,16 @@ class _Operation:
     def _in_place(self) -> Any:
         """``x += y`` as ``x = x + y``, for a value that the mod itself computed."""
         target = self.args[0]
+        if torch.Tag.inplace_view in self.func.tags:  # x.squeeze_() in products of matrices
+            target.array = getattr(torch.ops.aten, self.name.removesuffix("_"))(*self.args).array
+            with no_dispatch():
+                return self.func(*self.args, **self.kwargs)
         plain = getattr(torch.ops.aten, self.name.removesuffix("_"), None)
         overload = getattr(plain, self.func._overloadname, None)
         captured = any(self.tracer.traced(x.tensor) is target for x in self.tracer.sources)
-        if not self.name.endswith("_") or overload is None or captured or target.dim():
+        if overload is None or captured or target.has_views or not self.name.endswith("_"):
+            if self.tracer.decomposed:
+                self._refuse(self.tracer.decomposed, f"torch.{self.name} into a tensor")
             refuse_write(self.name)
         result = overload(*self.args, **self.kwargs)
         target.array = torch.ops.aten._to_copy(result, dtype=target.dtype).array
@@ -110,8 +131,8 @@ class _Operation:
                 numbers=f"aten.{self.func.__name__}",
                 way_out="real numbers",
             )
-        leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
-        arrays = [leaf.array for leaf in leaves if isinstance(leaf, TracedTensor)]
+        leaves, tree = pytree.tree_flatten(self._mapped(lambda t: t.array))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, TracedArray)]
         full = [array for array in arrays if array.shape]
         if any(array.shape != to.shapes[0] for array in full):
             self.tracer.rigid = True
@@ -125,8 +146,8 @@ class _Operation:
 
         def at(indices: tuple[Any, ...]) -> Entry:
             given = [
-                leaf.array.at(leaf.array.broadcast(indices))
-                if isinstance(leaf, TracedTensor)
+                leaf.at(leaf.broadcast(indices))
+                if isinstance(leaf, TracedArray)
                 else _within(narrow, literal(leaf))
                 if isinstance(leaf, bool | int | float)
                 else leaf
@@ -175,6 +196,8 @@ class _Operation:
         from torch._decomp import decomposition_table
 
         shown = f"aten.{self.func.__name__}"
+        whole = self.tracer.decomposed
+        self.tracer.decomposed = whole or self.name
         try:
             if self.func in decomposition_table:
                 return decomposition_table[self.func](*self.args, **self.kwargs)
@@ -185,8 +208,13 @@ class _Operation:
             raise
         except Exception as error:
             shown += f"; its decomposition raised {type(error).__name__}: {error}"
+        finally:
+            self.tracer.decomposed = whole
+        self._refuse(self.name, shown)
+
+    def _refuse(self, name: str, shown: str) -> NoReturn:
         self.tracer.refuse(
-            f"torch.{self.name} cannot be expressed in a kernel",
+            f"torch.{name} cannot be expressed in a kernel",
             numbers=shown,
             way_out="arithmetic, comparisons, torch.where, minimum, maximum, clamp, abs, exp, log, "
             "sqrt, sin, cos, tanh, sigmoid, floor and what is made of them; or a captured tensor",

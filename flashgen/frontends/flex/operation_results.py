@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -23,10 +24,6 @@ _VALUE_READERS = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"),
         "__contains__",
     )
-)
-_RANDOM = (
-    *("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout"),
-    *("uniform", "exponential", "cauchy", "log_normal", "geometric"),
 )
 _NAMES = (
     *("add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "rsub"),
@@ -164,14 +161,21 @@ def checked_name(func: Any) -> str:
             "computed outside of the mod, as a captured tensor",
         )
     name = name_of(func)
-    if name.startswith(_RANDOM):
-        refuse(
-            f"a mod cannot draw random numbers: torch.{name}",
-            numbers="an operation of a mod",
-            way_out="dropout=True of fg.AttentionSpec for dropout, and fg.rand in its mods; a "
-            "captured tensor of noise",
-        )
+    tags = _tags(name)
+    if torch.Tag.nondeterministic_seeded in tags:
+        refuse_random(name)
+    if torch.Tag.inplace_view in tags:
+        refuse_write(name)
     return name
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _tags(name: str) -> frozenset[torch.Tag]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return frozenset()
+    overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    return frozenset(tag for each in overloads for tag in getattr(packet, each).tags)
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -286,6 +290,16 @@ def refuse_value(name: str) -> NoReturn:
         numbers=f"torch.{name}",
         way_out="torch.where to choose, & | ~ or torch.logical_and to combine conditions, "
         "functions of torch for those of math",
+    )
+
+
+def refuse_random(name: str) -> NoReturn:
+    """Raises SpecError for an operation that draws random numbers."""
+    refuse(
+        f"a mod cannot draw random numbers: torch.{name}",
+        numbers="an operation of a mod",
+        way_out="dropout=True of fg.AttentionSpec for dropout, and fg.rand in its mods; a "
+        "captured tensor of noise",
     )
 
 

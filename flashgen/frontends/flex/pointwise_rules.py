@@ -17,7 +17,7 @@ import flashgen.spec.language.mod_functions as fg
 from flashgen.frontends.flex.traced_array import Entry, Result, condition, either, number
 from flashgen.spec.language.float_functions import FUNCTIONS, Log
 from flashgen.spec.language.float_operations import AsFloat
-from flashgen.spec.language.integer_limits import fits
+from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import SCORE, is_int
@@ -31,26 +31,26 @@ LN_10 = Value(Log(sympy.Integer(10)))
 LARGEST_FACTOR = 2**40
 
 
-def _plain(name: str, function: Callable[..., Traced]) -> Rule:
-    """A rule for numbers: conditions count as 0 and 1, and minus infinity is an error."""
+def _plain(function: Callable[..., Traced]) -> Rule:
+    """A rule for numbers: conditions count as 0 and 1."""
 
     def rule(to: Result, /, *args: Any, **kwargs: Any) -> Entry:
-        given = [to.number(name, x) if isinstance(x, Entry) else x for x in args]
+        given = [number(x.whole) if isinstance(x, Entry) else x for x in args]
         return Entry(function(*given, **kwargs))
 
     return rule
 
 
-def _conditions(name: str, function: Callable[..., Traced]) -> Rule:
+def _conditions(function: Callable[..., Traced]) -> Rule:
     def rule(to: Result, /, *args: Entry) -> Entry:
-        return Entry(function(*(condition(to.finite(name, x)) for x in args)))
+        return Entry(function(*(condition(x.whole) for x in args)))
 
     return rule
 
 
 def _comparison(function: Callable[[Traced, Traced], Traced]) -> Rule:
     def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        x, y = to.finite("comparison", a), to.finite("comparison", b)
+        x, y = a.whole, b.whole
         if not (x.is_condition and y.is_condition and function in (operator.eq, operator.ne)):
             x, y = number(x), number(y)
         return Entry(function(x, y))
@@ -58,11 +58,11 @@ def _comparison(function: Callable[[Traced, Traced], Traced]) -> Rule:
     return rule
 
 
-# Operations that accept minus infinity.
+# Operations whose results are minus infinity where operands are.
 
 
 def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
-    chosen = condition(to.finite("where", test))
+    chosen = condition(test.whole)
     lost = None
     for side, holds in ((yes, chosen), (no, ~chosen)):
         if side.lost is not None:
@@ -77,7 +77,7 @@ def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
 
 def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
     if to.dtype == torch.bool:
-        return _conditions("add", operator.or_)(to, a, b)
+        return _conditions(operator.or_)(to, a, b)
     y = number(b.value)
     if alpha is not None:
         b = _multiply(to, b, alpha)
@@ -86,7 +86,7 @@ def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry
 
 
 def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
-    y = to.number("sub", b)
+    y = number(b.whole)
     if alpha is not None:
         y = y * alpha.value
     return Entry(number(a.value) - y, a.lost)
@@ -94,18 +94,15 @@ def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> 
 
 def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
     if to.dtype == torch.bool:
-        return _conditions("mul", operator.and_)(to, a, b)
-    lost = None
+        return _conditions(operator.and_)(to, a, b)
     for x, factor in ((a, b), (b, a)):
-        if x.lost is not None:
-            if not factor.value.expr.is_positive or factor.lost is not None:
-                to.finite("mul", x)
-            lost = x.lost
-    left, right = number(a.value), number(b.value)
+        if x.lost is not None and factor.lost is None and factor.value.expr.is_positive:
+            return Entry(number(x.value) * number(factor.value), x.lost)
+    left, right = number(a.whole), number(b.whole)
     product = left * right
     if not to.dtype.is_floating_point and is_int(product.expr) and not fits(product.expr, 61):
         product = _within(left) * _within(right)
-    return Entry(product, lost)
+    return Entry(product)
 
 
 def _within(x: Traced) -> Traced:
@@ -116,19 +113,19 @@ def _within(x: Traced) -> Traced:
 
 
 def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None) -> Entry:
-    y = to.number("div", b)
-    if a.lost is not None and (rounding_mode or not y.expr.is_positive):
-        to.finite("div", a)
-    x = number(a.value)
+    y = number(b.whole)
+    if not rounding_mode and y.expr.is_positive:
+        return Entry(number(a.value) / y, a.lost)
+    x = number(a.whole)
     if rounding_mode == "floor":
         return Entry(x // _divisor(to, y))
     if rounding_mode == "trunc":
         return Entry(_quotient(to, x, y))
-    return Entry(x / y, a.lost)
+    return Entry(x / y)
 
 
 def _power(to: Result, /, a: Entry, b: Entry) -> Entry:
-    x, y = to.number("pow", a), to.number("pow", b)
+    x, y = number(a.whole), number(b.whole)
     exact = y.expr.is_Integer or (x.expr.is_Integer and int(x.expr).bit_count() == 1)
     if not to.dtype.is_floating_point and not exact:
         to.tracer.refuse(
@@ -145,11 +142,10 @@ def _copy(to: Result, /, x: Entry, **_: Any) -> Entry:
     The integers of a narrow dtype are wrapped as those of other operations.
     """
     if to.dtype == torch.bool:
-        return Entry(condition(to.finite("bool", x)))
+        return Entry(condition(x.whole))
     value = number(x.value)
     if not to.dtype.is_floating_point and not value.expr.is_integer:
-        value = _toward_zero(to, value)
-        to.finite("int", x)
+        value = _toward_zero(to, number(x.whole))
     if to.dtype.is_floating_point:
         value = Value(AsFloat(value.expr), value.captures)
     return Entry(value, x.lost)
@@ -196,15 +192,15 @@ def _divisor(to: Result, y: Traced) -> Traced:
     return y
 
 
-def _floored(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
+def _floored(function: Callable[[Traced, Traced], Traced]) -> Rule:
     def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        return Entry(function(to.number(name, a), _divisor(to, to.number(name, b))))
+        return Entry(function(number(a.whole), _divisor(to, number(b.whole))))
 
     return rule
 
 
 def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
-    x, y = to.number("fmod", a), _divisor(to, to.number("fmod", b))
+    x, y = number(a.whole), _divisor(to, number(b.whole))
     if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
         return Entry(x % y)
     rest = fg.abs(x) % fg.abs(y)
@@ -212,9 +208,9 @@ def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
 
 
 def _clamp(to: Result, /, x: Entry, min: Entry | None = None, max: Entry | None = None) -> Entry:
-    value = to.number("clamp", x)
-    least = None if min is None or min.is_lost else to.number("clamp", min)
-    most = None if max is None else to.number("clamp", max)
+    value = number(x.whole)
+    least = None if min is None else number(min.whole)
+    most = None if max is None else number(max.whole)
     if not to.dtype.is_floating_point:
         value = value if least is None else fg.maximum(value, least)
         return Entry(value if most is None else fg.minimum(value, most))
@@ -223,12 +219,9 @@ def _clamp(to: Result, /, x: Entry, min: Entry | None = None, max: Entry | None 
 
 def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
     def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        if name == "maximum" and (a.is_lost or b.is_lost):
-            return b if a.is_lost else a
-        x, y = to.finite(name, a), to.finite(name, b)
         if to.dtype == torch.bool:
-            return Entry(x | y if name == "maximum" else x & y)
-        return Entry(function(number(x), number(y)))
+            return _conditions(operator.or_ if name == "maximum" else operator.and_)(to, a, b)
+        return Entry(function(number(a.whole), number(b.whole)))
 
     return rule
 
@@ -244,19 +237,62 @@ def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Tr
     return extremum
 
 
+def _hypotenuse(x: Traced, y: Traced) -> Traced:
+    """The root of the sum of squares, of which no square leaves the range of floats."""
+    least, most = fg.minimum(fg.abs(x), fg.abs(y)), fg.maximum(fg.abs(x), fg.abs(y))
+    return where(most == 0, 0.0, most * fg.sqrt(1 + (least / most) ** 2))
+
+
+def _cofunction(x: Traced) -> Traced:
+    return fg.sqrt((1 - x) * (1 + x))
+
+
+def _signbit(x: Traced) -> Traced:
+    return x < 0 if is_int(x.expr) else (x < 0) | ((x == 0) & (1 / x < 0))
+
+
+def _inverse_sinh(x: Traced) -> Traced:
+    size = where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is 1
+    found = fg.log1p(size + size * (size / (1 + _hypotenuse(size, Value(sympy.S.One)))))
+    return where(x < 0, -found, found)
+
+
+def _round(to: Result, /, x: Entry, decimals: Entry | None = None) -> Entry:
+    if decimals is None:
+        return Entry(fg.round(number(x.whole)))
+    unit = 10.0 ** number(decimals.whole)
+    return Entry(fg.round(number(x.whole) * unit) / unit)
+
+
 # Operations on the bits of integers.
 
 
-def _bitwise(name: str, function: Callable[..., Traced]) -> Rule:
+def _bitwise(function: Callable[..., Traced]) -> Rule:
     def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        x, y = to.finite(name, a), to.finite(name, b)
+        x, y = a.whole, b.whole
         return Entry(function(x, y) if to.dtype == torch.bool else function(number(x), number(y)))
 
     return rule
 
 
+def _left_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
+    x, n = number(a.whole), number(b.whole)
+    shifted = x << n
+    if n.expr.is_number or (limits(n.expr)[1] < 64 and to.tracer.never_negative(n.expr)):
+        return Entry(shifted)
+    return Entry(where((n < 0) | (n > 63), 0, shifted))  # no bit of 64 is left
+
+
+def _right_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
+    x, n = number(a.whole), number(b.whole)
+    shifted = x >> n
+    if n.expr.is_number or to.tracer.never_negative(n.expr):
+        return Entry(shifted)
+    return Entry(where(n < 0, x >> 63, shifted))  # torch's amounts below 0 are large ones
+
+
 def _bitwise_not(to: Result, /, x: Entry) -> Entry:
-    value = to.finite("bitwise_not", x)
+    value = x.whole
     return Entry(~value if value.is_condition else -value - 1)
 
 
@@ -275,7 +311,13 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "sinh": lambda x: (fg.exp(x) - fg.exp(-x)) / 2,
     "cosh": lambda x: (fg.exp(x) + fg.exp(-x)) / 2,
     "floor": fg.floor,
-    "round": fg.round,
+    "hypot": _hypotenuse,
+    "asin": lambda x: fg.atan2(x, _cofunction(x)),
+    "acos": lambda x: fg.atan2(_cofunction(x), x),
+    "asinh": _inverse_sinh,
+    "acosh": lambda x: fg.log(x + fg.sqrt(x - 1) * fg.sqrt(x + 1)),
+    "atanh": lambda x: (fg.log1p(x) - fg.log1p(-x)) / 2,
+    "signbit": _signbit,
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x <= 0, 0, x),  # NaN where x is
@@ -287,22 +329,21 @@ _CONDITIONS: dict[str, Callable[..., Traced]] = {
     "logical_xor": operator.xor,
     "logical_not": operator.invert,
 }
-_BITS = (
-    ("and", "__and__", operator.and_),
-    ("or", "__or__", operator.or_),
-    ("xor", "__xor__", operator.xor),
-    ("left_shift", "__lshift__", operator.lshift),
-    ("right_shift", "__rshift__", operator.rshift),
-)
+_BITS = {
+    **dict.fromkeys(("__and__", "bitwise_and"), operator.and_),
+    **dict.fromkeys(("__or__", "bitwise_or"), operator.or_),
+    **dict.fromkeys(("__xor__", "bitwise_xor"), operator.xor),
+}
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 RULES: dict[str, Rule] = {
-    **{name: _plain(name, function) for name, function in _NUMBERS.items()},
-    **{name: _conditions(name, function) for name, function in _CONDITIONS.items()},
+    **{name: _plain(function) for name, function in _NUMBERS.items()},
+    **{name: _conditions(function) for name, function in _CONDITIONS.items()},
     **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
-    "remainder": _floored("remainder", operator.mod),
-    "floor_divide": _floored("floor_divide", operator.floordiv),
-    **dict.fromkeys(("trunc", "fix"), lambda to, x: Entry(_toward_zero(to, to.number("trunc", x)))),
+    "remainder": _floored(operator.mod),
+    "floor_divide": _floored(operator.floordiv),
+    **dict.fromkeys(("trunc", "fix"), lambda to, x: Entry(_toward_zero(to, number(x.whole)))),
+    "round": _round,
     "where": _where,
     "masked_fill": lambda to, x, mask, value: _where(to, mask, value, x),
     "add": _add,
@@ -322,8 +363,9 @@ RULES: dict[str, Rule] = {
     "fmax": _extremum("maximum", _number_of(fg.maximum)),
     "_to_copy": _copy,
     "detach": _detach,
-    **{name: _bitwise(f"bitwise_{kind}", function) for kind, name, function in _BITS},
-    **{f"bitwise_{kind}": _bitwise(f"bitwise_{kind}", function) for kind, _, function in _BITS},
+    **{name: _bitwise(function) for name, function in _BITS.items()},
     "bitwise_not": _bitwise_not,
+    **dict.fromkeys(("__lshift__", "bitwise_left_shift"), _left_shift),
+    **dict.fromkeys(("__rshift__", "bitwise_right_shift"), _right_shift),
 }
 """The rule of each operation by its name; it covers all overloads."""

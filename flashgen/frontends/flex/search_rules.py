@@ -10,7 +10,15 @@ from typing import Any
 
 import sympy
 
-from flashgen.frontends.flex.traced_array import Entry, Index, Result, TracedArray, literal, single
+from flashgen.frontends.flex.traced_array import (
+    Entry,
+    Index,
+    Result,
+    TracedArray,
+    literal,
+    number,
+    single,
+)
 from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.traced import Traced, Value
 
@@ -50,10 +58,10 @@ def _counted(to: Result, name: str, x: Any, boundaries: TracedArray, right: bool
     to.tracer.rigid = True  # one comparison for each boundary
 
     def at(indices: tuple[Index, ...]) -> Entry:
-        value = to.number(name, values.at(indices))
+        value = number(values.at(indices).whole)
         count: Traced = Value(sympy.S.Zero)
         for place in range(boundaries.shape[0]):
-            edge = to.number(name, boundaries.at((place,)))
+            edge = number(boundaries.at((place,)).whole)
             above = value < edge if right else value <= edge  # false for NaN, which comes last
             count = count + where(above, 0, 1)
         return Entry(count)

@@ -40,6 +40,13 @@ class Entry:
         """True for minus infinity itself."""
         return self.lost is not None and self.lost.expr == sympy.true
 
+    @property
+    def whole(self) -> Traced:
+        """The value, minus infinity included."""
+        if self.lost is None:
+            return self.value
+        return where(self.lost, Value(as_expr(-math.inf)), number(self.value))
+
 
 @dataclass(frozen=True)
 class TracedArray:
@@ -94,21 +101,6 @@ class Result:
         if not shape:
             return single(at(()), self.dtype)
         return TracedArray(shape, self.dtype, at, fixed(shape) if sizes is None else tuple(sizes))
-
-    def finite(self, name: str, x: Entry) -> Traced:
-        """The value of an operand of torch.``name`` that is never minus infinity."""
-        if x.lost is not None:
-            self.tracer.refuse(
-                f"torch.{name} of minus infinity",
-                numbers="-inf removes a score, and may only be chosen, added and multiplied by a "
-                "positive constant",
-                way_out="mask_mod for the condition, or torch.where(condition, score, -inf) last",
-            )
-        return x.value
-
-    def number(self, name: str, x: Entry) -> Traced:
-        """The same value as a number."""
-        return number(self.finite(name, x))
 
 
 def fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:

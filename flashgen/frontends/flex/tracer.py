@@ -57,8 +57,13 @@ class CapturedTensor:
 
 
 class TracedTensor(torch.Tensor):
-    """The tensor that a mod gets in place of a real one."""
+    """The tensor that a mod gets in place of a real one.
 
+    Attributes:
+        has_views: whether it is a view of another tensor, or another of it.
+    """
+
+    has_views = False
     array: TracedArray
     tracer: Tracer
 
@@ -107,6 +112,7 @@ class Tracer(TorchFunctionMode):
         assumed: integer expressions whose sign the traced expressions rely on: they are not
             negative within `bounds`.
         rigid: whether the expressions depend on the lengths of captured tensors.
+        decomposed: the operation that is being computed by its decomposition; "" for none.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class Tracer(TorchFunctionMode):
         self.numbers: dict[int, Scalar] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
+        self.decomposed = ""
         self.where = "unknown"
         self.learns = True
         self._bounds = bounds
@@ -184,7 +191,7 @@ class Tracer(TorchFunctionMode):
         """A tensor that the mod creates from numbers."""
         if isinstance(tensor, TracedTensor):
             return tensor
-        data = tensor.detach()
+        data = tensor.detach().contiguous()
         captured: list[TracedArray] = []
 
         def at(indices: tuple[Index, ...]) -> Entry:

@@ -104,6 +104,10 @@ def _expand(to: Result, /, x: TracedArray, size: Any, **_: Any) -> TracedArray:
     return to.array(lambda i: x.at(x.broadcast(i)))
 
 
+def _broadcast(to: Result, /, x: TracedArray, _: Any, dims: Sequence[int]) -> TracedArray:
+    return to.array(lambda i: x.at(x.broadcast(tuple(i[d] for d in dims))))
+
+
 def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
     if to.shapes[0] == x.shape:
         return x
@@ -208,7 +212,7 @@ def _stack(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> Traced
 def _cat(to: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> TracedArray:
     place = dim % len(to.shapes[0])
     to.tracer.rigid = True
-    arrays = [array for array in arrays if array.shape != (0,)]  # torch takes it beside any rank
+    arrays = [x for x in arrays if 0 not in x.shape]  # torch takes [0] beside any rank
     ends = list(itertools.accumulate(array.shape[place] for array in arrays))
 
     def at(i: tuple[Index, ...]) -> Entry:
@@ -232,6 +236,41 @@ def _unbind(to: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
     to.tracer.rigid = True
     results = [replace(to, shapes=[shape]) for shape in to.shapes]
     return [_select(result, x, dim, number) for number, result in enumerate(results)]
+
+
+def _split(to: Result, /, x: TracedArray, lengths: Sequence[int], dim: int = 0) -> Any:
+    ends = itertools.accumulate(lengths)
+    pairs = zip(to.shapes, ends, lengths, strict=True)
+    return [
+        _slice(replace(to, shapes=[shape]), x, dim, end - length, end)
+        for shape, end, length in pairs
+    ]
+
+
+def _diagonal(
+    to: Result, /, x: TracedArray, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> TracedArray:
+    starts = {_dim(x, dim1): max(-offset, 0), _dim(x, dim2): max(offset, 0)}
+    to.tracer.rigid = True
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        rest = iter(i[:-1])
+        return x.at(
+            tuple(i[-1] + starts[d] if d in starts else next(rest) for d in range(len(x.shape)))
+        )
+
+    return to.array(at)
+
+
+def _gather(to: Result, /, x: TracedArray, dim: int, index: TracedArray, **_: Any) -> TracedArray:
+    """An element of ``x`` for each of ``index``, of which other dimensions may be shorter."""
+    place = _dim(x, dim)
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        chosen = from_start(to.tracer, _element(index, i), x.sizes[place] if x.shape else lambda: 1)
+        return x.at((*i[:place], chosen, *i[place + 1 :])) if x.shape else x.entry
+
+    return to.array(at, index.sizes)
 
 
 def _detached(to: Result, /, x: TracedArray) -> TracedArray:
@@ -262,6 +301,7 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "t": lambda to, x: _permute(to, x, range(len(x.shape))[::-1]),
     "expand": _expand,
+    "broadcast_in_dim": _broadcast,
     "flip": _flip,
     "index": _index,
     "_unsafe_index": _index,
@@ -269,6 +309,9 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     "cat": _cat,
     "unbind": _unbind,
+    "split_with_sizes": _split,
+    "diagonal": _diagonal,
+    "gather": _gather,
     "detach": _detached,
     "scalar_tensor": lambda to, value, **_: single(literal(value), to.dtype),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),

@@ -72,7 +72,8 @@ def attention(
         sinks: [batch or 1, heads or 1, seq_q or 1, 1], a logit for each row, as ``s_aux``.
         options: further arguments of transformers: cu_seq_lens_q and cu_seq_lens_k, int [sequences
             + 1], keep the sequences of one row apart; position_ids are checked against the mask;
-            those in `_UNSUPPORTED` are refused.
+            indices, integers [batch, seq_q, any], are the keys that each query attends to; those in
+            `_UNSUPPORTED` are refused.
 
     Returns:
         out [batch, seq_q, heads, head_dim_v], and None in place of the attention weights.
@@ -94,6 +95,7 @@ def attention(
     if ranks is not None or current() is not None:
         bias = attention_mask.bias if isinstance(attention_mask, Mask) else None
         per_score = {"position_bias": position_bias, "attention_mask": bias}
+        per_score["indices"] = options.get("indices")
         check_layer(ranks, (sizes[2], sizes[3]), per_score)
     if isinstance(attention_mask, Mask):
         _check_mask(attention_mask, query, key)
@@ -115,10 +117,14 @@ def attention(
             check_positions(positions, attention_mask.padding, read, sizes)
             if not torch.compiler.is_compiling():
                 attention_mask.checked.append(positions)
-    local = [False, False]  # whether indices of queries and of keys begin with the call's first
     if position_bias is not None:
         given.append(given_tensor("position_bias", position_bias, sizes, captures))
-        local = [not each for each in given[-1][-1][2:]]
+    chosen = options.get("indices")
+    if chosen is not None:
+        keys = _chosen_keys(chosen, sizes)
+        given.append(given_tensor("chosen_keys", keys, sizes, captures))
+    # Whether indices of queries and of keys begin with the call's first.
+    local = [any(not expanded[axis] for *_, expanded in given) for axis in (2, 3)]
     if sequences is not None:
         captures["sequences_q"], captures["sequences_k"] = sequences
         local = [True, True]
@@ -208,6 +214,22 @@ def _without_mask(module: torch.nn.Module, is_causal: bool | None, sizes: tuple[
             "function too, or is_causal=True where there are as many queries as keys",
         )
     return CAUSAL
+
+
+def _chosen_keys(indices: Any, sizes: tuple[int, ...]) -> Tensor:
+    """A mask [batch, 1, seq_q, seq_k] of the keys that a layer has chosen for each query."""
+    batch, _, seq_q, seq_k = sizes
+    fits = isinstance(indices, Tensor) and indices.dim() == 3
+    if not fits or indices.shape[:2] != (batch, seq_q) or indices.is_floating_point():
+        shape = f" of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else ""
+        raise InputError(
+            "the chosen keys are no integers [batch, seq_q, keys]",
+            where="argument indices of the attention function",
+            numbers=f"a {type(indices).__name__}{shape}, for {batch} sequences of {seq_q} queries",
+            way_out='attn_implementation="eager" for this model',
+        )
+    none = torch.zeros(batch, seq_q, seq_k, dtype=torch.bool, device=indices.device)
+    return none.scatter(-1, indices.long(), True)[:, None]
 
 
 def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:

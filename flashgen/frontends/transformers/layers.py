@@ -6,7 +6,9 @@ numbers and names, never tensors.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -317,14 +319,14 @@ def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
 
 
 def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
-    for given in layer.given:
-        if given.dtype == torch.bool:
-            return element(given, layer.start)
-    if mask == FULL:
-        return None
+    parts = [element(given, layer.start) for given in layer.given if given.dtype == torch.bool]
     if mask == CAUSAL:
-        return lambda b, h, q, k: k <= q
-    return _masks[mask].mask
+        parts.append(lambda b, h, q, k: k <= q)
+    elif mask != FULL and (made := _masks[mask].mask) is not None:
+        parts.append(made)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return lambda b, h, q, k: functools.reduce(operator.and_, [part(b, h, q, k) for part in parts])
 
 
 def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:

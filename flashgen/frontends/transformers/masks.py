@@ -19,6 +19,7 @@ from transformers.masking_utils import (
     causal_mask_function,
     padding_mask_function,
     prepare_padding_mask,
+    sdpa_mask,
 )
 
 from flashgen.frontends.transformers.layers import FULL, MaskFunction, name_of_mask, record_mask
@@ -55,6 +56,7 @@ class Mask(BlockMask):
             tensors those of the whole.
         padding: the mask of padding that the model was given, bool [batch, positions], or None.
         checked: the positions of layers that this mask was compared with.
+        elements: makes the mask as a bool tensor [batch, 1, seq_q, seq_k]; None over ranks.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Mask(BlockMask):
     ranks: Ranks | None = None
     padding: Tensor | None = None
     checked: list[Any] = field(default_factory=list)  # FSDP copies a mask by all of its fields
+    elements: Callable[[], Any] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -95,7 +98,7 @@ class Mask(BlockMask):
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
         places = "lengths", "q_offset", "k_offset"
-        names = ("name", "tensors", *places, "bias", "ranks", "padding")
+        names = ("name", "tensors", *places, "bias", "ranks", "padding", "elements")
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
     def __add__(self, other: Any) -> Mask:
@@ -117,9 +120,12 @@ class Mask(BlockMask):
     def contiguous(self) -> Mask:
         return self
 
-    def __getitem__(self, index: Any) -> Mask:
-        """The mask of the first keys, for slices that cut trailing keys."""
+    def __getitem__(self, index: Any) -> Any:
+        """The mask of the first keys, for slices that cut trailing keys; its one head, for 0."""
         given = index if isinstance(index, tuple) else (index,)
+        of_head = given[1:2] == (0,) and all(x == slice(None) for x in (given[0], *given[2:]))
+        if of_head and self.elements is not None and self.bias is None:
+            return MaskOfHead(self.elements, self.lengths[2])
         *leading, last = given
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
         of_keys = len(given) == 4 or Ellipsis in leading
@@ -165,8 +171,32 @@ _OPERATORS = (
 )
 
 
+class MaskOfHead:
+    """A mask [batch, seq_q, seq_k], by which a layer chooses keys (DeepSeek-V3.2).
+
+    Its elements are computed where the layer negates them as conditions. All else is refused, since
+    a model may count on numbers that are added to scores.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, elements: Callable[[], Any], keys: int) -> None:
+        self.elements, self.keys = elements, keys
+
+    def __invert__(self) -> Tensor:
+        kept: Tensor = self.elements()[:, 0, :, : self.keys]
+        return ~kept
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse(f"torch.{getattr(func, '__name__', func)}")
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        _refuse(f"mask[:, 0].{attribute}")
+
+
 def _refused(name: str) -> Callable[..., NoReturn]:
-    def operator(self: Mask, *_: Any) -> NoReturn:
+    def operator(self: Any, *_: Any) -> NoReturn:
         _refuse(f"the operator {name}")
 
     return operator
@@ -174,6 +204,9 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 for _name in _OPERATORS:
     setattr(Mask, f"__{_name}__", _refused(_name))
+for _name in (*_OPERATORS, "add", "radd", "eq", "ne", "getitem"):
+    if _name != "invert":
+        setattr(MaskOfHead, f"__{_name}__", _refused(_name))
 
 
 def make_mask(
@@ -205,6 +238,15 @@ def make_mask(
     """
     _check_heads(options.get("config"))
     _check_layers(options.get("config"))
+    # A static cache advances its position in place before the first layer reads it.
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()
+    elements: Callable[[], Any] | None = functools.partial(
+        sdpa_mask,
+        *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask),  # type: ignore[arg-type]
+        allow_is_causal_skip=False,
+        device=device,
+    )
     lengths = batch_size, q_length, kv_length
     ranks, given = current(), attention_mask
     if ranks is not None:
@@ -214,6 +256,7 @@ def make_mask(
             mask_function, attention_mask, sizes, options.get("config"), packs
         )
         attention_mask, kv_length = whole.padding, whole.seq
+        elements = None
     parts = [] if mask_function is bidirectional_mask_function else [mask_function]
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -228,10 +271,8 @@ def make_mask(
         tensors = recorded.tensors
         if attention_mask is None and q_length == kv_length:
             _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
-    # A static cache advances its position in place before the first layer reads it.
-    if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()
-    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, padding=given)
+    places = lengths, q_offset, kv_offset
+    return Mask(name, tensors, *places, ranks=ranks, padding=given, elements=elements)
 
 
 def _check_heads(config: Any) -> None:
@@ -242,7 +283,9 @@ def _check_heads(config: Any) -> None:
     divided = getattr(config, "distributed_config", None)
     ranks = getattr(divided, "tp_size", None) or 1
     own = not isinstance(getattr(divided, "tp_plan", None), dict)
-    plan = (getattr(config, "base_model_tp_plan", None) or {}) if ranks > 1 and own else {}
+    if ranks == 1 or not own:
+        return
+    plan = getattr(config, "base_model_tp_plan", None) or {}
     for projection, name in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         heads = getattr(config, name, None) or ranks
         ways = [way for key, way in plan.items() if key.endswith(f"self_attn.{projection}_proj")]

@@ -159,9 +159,10 @@ def _solve(expr: sympy.Expr, walk: WalkedAxis) -> Interval | None:
         solved = _solve(expanded(x - multiple if above else multiple + divisor - 1 - x), walk)
     elif isinstance(atom, ShiftRight) and walk.symbol not in atom.args[1].free_symbols:
         x, amount = atom.args
-        if limits(amount)[1] > ShiftLeft.farthest(limits(x)):
+        multiple = bound if above else bound + 1
+        if limits(amount)[1] > ShiftLeft.farthest(limits(multiple)):
             return None
-        first = ShiftLeft(bound if above else bound + 1, amount)
+        first = ShiftLeft(multiple, amount)
         solved = _solve(expanded(x - first if above else first - 1 - x), walk)
     else:
         return None

@@ -332,6 +332,9 @@ def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
     if isinstance(expr, ShiftLeft | ShiftRight):
         farthest = expr.farthest(limits(expr.args[0]))
         x, amounts = ends[0], {Minimum(Maximum(end, 0), farthest) for end in ends[1]}
+        most = max(limits(amount)[1] for amount in amounts)
+        if any(most > expr.farthest(limits(end)) for end in x):  # a bound may be wider than x
+            return everything
         lo, hi = ([expr.func(end, amount) for amount in amounts] for end in x)
         return Range(Minimum(*lo), Maximum(*hi))
     if not all(fits(end, 31) for pair in ends for end in pair):

@@ -10,6 +10,8 @@ import sympy
 
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
 from flashgen.spec.language.comparisons import relation
+from flashgen.spec.language.float_functions import Atan2
+from flashgen.spec.language.float_operations import FloatPower
 from flashgen.spec.language.lets import (
     Let,
     contains,
@@ -167,7 +169,7 @@ def _without_idle_shares(slope: sympy.Expr) -> sympy.Expr:
 
 
 def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, list[Let]]:
-    """The expression with a Let, and its derivative, for each choice that an extremum compares.
+    """The expression with a Let, and its derivative, for each choice that a derivative compares.
 
     sympy would fold the choices in a condition, and lose their cases.
 
@@ -176,18 +178,22 @@ def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, l
     """
     made: list[Let] = []
 
-    def with_names(extremum: sympy.Expr) -> sympy.Expr:
+    def with_names(function: sympy.Expr) -> sympy.Expr:
         sides = []
-        for side in extremum.args:
+        for side in function.args:
             if side.has(sympy.Piecewise):
                 slope = sympy.diff(side, by)
                 side = Let(side)
                 side.slopes[by] = slope
                 made.append(side)
             sides.append(side)
-        return extremum.func(*sides, evaluate=False)
+        return function.func(*sides, evaluate=False)
 
-    return expr.replace(lambda part: isinstance(part, Minimum | Maximum), with_names), made
+    return expr.replace(lambda part: isinstance(part, _COMPARED), with_names), made
+
+
+_COMPARED = (Minimum, Maximum, Atan2, FloatPower)
+"""Functions whose derivatives depend on comparisons of their arguments."""
 
 
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:

@@ -107,9 +107,8 @@ class _Shift(BitFunction):
 
     @classmethod
     def farthest(cls, x: Limits) -> int:
-        """The largest amount: 31, and to the right as many bits as x has, beyond which every
-        amount gives the same."""
-        return 31
+        """The largest amount for an x within limits; greater ones count as this one."""
+        raise NotImplementedError
 
     def amounts(self, x: Limits, found: Limits) -> Limits:
         """The amounts: bounds that intervals give may be wider."""
@@ -118,9 +117,13 @@ class _Shift(BitFunction):
 
 
 class ShiftLeft(_Shift):
-    """``x << n`` for n from 0 to 31: ``x * 2**n``, without overflow"""
+    """``x << n`` for n from 0 to 31, or up to 60 where 61 bits hold the result: ``x * 2**n``"""
 
     of = staticmethod(operator.lshift)
+
+    @classmethod
+    def farthest(cls, x: Limits) -> int:
+        return max(31, 61 - max(bound.bit_length() for bound in x))
 
     @classmethod
     def eval(cls, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr | None:
@@ -138,6 +141,7 @@ class ShiftRight(_Shift):
 
     @classmethod
     def farthest(cls, x: Limits) -> int:
+        """31, or as many bits as x has, beyond which every amount gives the same."""
         return max(31, *(bound.bit_length() for bound in x))
 
     @classmethod

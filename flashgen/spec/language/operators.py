@@ -185,7 +185,7 @@ _MOST_BITS = 2048
 _EXACT_POWERS = range(63)
 """The exponents of integers; only 0, 1 and -1 have larger powers in 64 bits."""
 
-LARGEST_SHIFTS = {"<<": 31, ">>": 63}
+LARGEST_SHIFTS = {"<<": 60, ">>": 63}
 
 _BIT_OPERATORS: dict[str, type[sympy.Expr]] = {
     "&": BitAnd,
