@@ -72,6 +72,7 @@ ERROR, BY_THE_LETTER = "error", "by-the-letter"
 FORGIVEN = {
     "barrier_left_incomplete": "threads arrive (bar.arrive) at a barrier that never completes",
     "cp_async_proxy": "wgmma or a bulk copy reads what cp.async wrote, without a proxy fence",
+    "compare_and_swap_guess": "a plain load races with atomics, and a compare-and-swap checks it",
     "exit_before_bulk_store": "a block ends while a bulk copy out of its shared memory may read",
     "mbarrier_init_fence": "a bulk copy signals an mbarrier whose initialisation no fence followed",
     "mbarrier_reinit": "mbarrier.init at an mbarrier, without mbarrier.inval",

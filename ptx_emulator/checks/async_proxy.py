@@ -258,7 +258,7 @@ class AsyncProxy:
             advice = "wait for it first, in the issuing warp or in one that it passes a barrier "
             advice += "with"
         else:
-            advice = shadow.BARRIER
+            advice = shared.advice
             if a.rows.ndim > 1 and (a.rows % shared.warps == stamp & WARP).any():
                 advice += way_out("wgmma_rows_syncwarp")
         writer = self.machine.program.describe(int(shared.writer_pc[shared.first(a, bad)[0]]))

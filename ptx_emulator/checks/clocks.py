@@ -14,7 +14,8 @@ agent that w is ordered after. Synchronisation between warps propagates all colu
 A fence.sc (membar, __threadfence) holds for all threads that are ordered after it, not only for its
 own: were a later fence.sc of a reader before it in the order of these fences, then the write of the
 flag would come after its own reader. Each scope of such fences has ``warps`` further columns, the
-newest clocks before one of them that w is ordered after.
+newest clocks before one of them that w is ordered after. So has fence.mbarrier_init, if a barrier
+may order initialisations of mbarriers and nothing else (barrier.cluster.arrive.relaxed).
 
 The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
 lanes are not ordered, see `shadow`.
@@ -31,6 +32,7 @@ ATOMIC = 1 << 9
 WARP = ATOMIC - 1
 _NO_OTHERS = (1 << 21) - 1  # higher than clocks become
 NAMED_BARRIERS = 16  # of a block
+_BLOCK, _DEVICE, _INITIALISED = range(3)  # fences with columns: .sc of two scopes, .mbarrier_init
 
 
 class Clocks:
@@ -56,8 +58,7 @@ class Clocks:
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
         self._polled: dict[int, Array] = {}  # by warp: what its next fence acquires
-        # By scope of fence.sc, the block (0) and the device (1): the first of its columns.
-        self._sequential: list[int | None] = [None, None]
+        self._first: dict[int, int] = {}  # of the columns of each kind of fence
         self._refresh(np.arange(blocks))
 
     def new_column(self) -> int:
@@ -118,6 +119,17 @@ class Clocks:
         columns = known.shape[1]  # agents may have been added since
         np.maximum.at(self.published[:, :, :columns], (rows // self.warps, slots), known)
 
+    def publish_fenced(self, rows: Array, slots: Array) -> None:
+        """Warps (n,) publish what their fences release, in slots (n,) of their blocks."""
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            at = (row // self.warps, slot)
+            given = self._offered(row)
+            if given is not None:
+                self.published[at] = np.maximum(self.published[at], given)
+            if _INITIALISED in self._first:
+                place, own = self._columns(_INITIALISED), self.seen[divmod(row, self.warps)]
+                self.published[at][place] = np.maximum(self.published[at][place], own[place])
+
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
         blocks, warps = np.divmod(rows, self.warps)
@@ -164,23 +176,37 @@ class Clocks:
 
     def fence_sequential(self, rows: Array, device: bool) -> None:
         """A fence.sc of block or of device scope, before `fence`."""
+        for kind in (_BLOCK, _DEVICE)[: 1 + device]:
+            self._note_fence(rows, kind)
+
+    def fence_initialised(self, rows: Array) -> None:
+        """A fence.mbarrier_init, or one that has its effect."""
+        self._note_fence(rows, _INITIALISED)
+
+    def _note_fence(self, rows: Array, kind: int) -> None:
+        if kind not in self._first:
+            self._first[kind] = min([self.new_column() for _ in range(self.warps)])
         blocks, warps = np.divmod(rows, self.warps)
-        for scope in range(1 + device):
-            if self._sequential[scope] is None:
-                self._sequential[scope] = min([self.new_column() for _ in range(self.warps)])
-            own, place = self.seen[blocks, warps, : self.warps], self._columns(scope)
-            self.seen[blocks, warps, place] = np.maximum(self.seen[blocks, warps, place], own)
+        own, place = self.seen[blocks, warps, : self.warps], self._columns(kind)
+        self.seen[blocks, warps, place] = np.maximum(self.seen[blocks, warps, place], own)
 
     def before_sequential(self, row: int, device: bool) -> Array | None:
         """The clocks (warps,) before each fence.sc that a warp is ordered after; None without."""
-        if self._sequential[device] is None:
+        kind = _DEVICE if device else _BLOCK
+        if kind not in self._first:
             return None
-        return np.array(self.seen[divmod(row, self.warps)][self._columns(device)])
+        return np.array(self.seen[divmod(row, self.warps)][self._columns(kind)])
 
-    def _columns(self, scope: int) -> slice:
-        first = self._sequential[scope]
-        assert first is not None
-        return slice(first, first + self.warps)
+    def initialised(self, blocks: Array, warps: Array, makers: Array) -> Array:
+        """The newest clocks of other warps (n,) whose mbarrier.init these warps come after."""
+        known: Array = self.seen[blocks, warps, makers]
+        if _INITIALISED in self._first:
+            fenced = self.seen[blocks, warps, self._first[_INITIALISED] + makers]
+            known = np.maximum(known, fenced)
+        return known
+
+    def _columns(self, kind: int) -> slice:
+        return slice(self._first[kind], self._first[kind] + self.warps)
 
     def fence(self, rows: Array) -> None:
         """A fence: the next strong access of each warp releases its current clocks.

@@ -19,7 +19,7 @@ from ptx_emulator.checks.block_order import BLOCK_SHIFT, LOW, BlockOrder, block_
 from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from ptx_emulator.checks.copy_sources import CopySource, check_write
 from ptx_emulator.checks.shadow import SYNCHRONISE_LANES, VOLATILE
-from ptx_emulator.errors import RaceError
+from ptx_emulator.errors import RaceError, way_out
 from ptx_emulator.state.cohort import SingleThreads
 from ptx_emulator.state.memory import Array, sparse_zeros
 from ptx_emulator.state.wave import Execution, Site, Wave
@@ -95,7 +95,7 @@ class GlobalLanes:
 
 _MANY_WARPS = 1 << 60
 _MANY_BLOCKS = 1 << 61
-_RACING = 1 << 62  # volatile, see `PtxProgram.racing`
+_RACING = 1 << 62  # with ATOMIC volatile, see `PtxProgram.racing`; without: `Accesses.guesses`
 _FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
 _LOG_BYTES = 128 << 20
 _PROBLEMS = {
@@ -152,7 +152,7 @@ class GlobalRaces:
         if unwritten and not noted:
             return
         rows, flat = self._flatten(here, offset)
-        strong = pc in self.machine.program.accesses.strong
+        strong = pc in self.machine.strong
         stamps = self._now(here, rows, flat, strong)
         if unwritten:
             self._log(touched, flat, stamps, size, pc)
@@ -206,7 +206,7 @@ class GlobalRaces:
                 self.written.add(place)
                 self._unlog(place)
         check_write(self.machine, here.site(), rows, flat, size)
-        strong = strong or here.pc in self.machine.program.accesses.strong
+        strong = strong or here.pc in self.machine.strong
         a = self._access(here, flat, self._now(here, rows, flat, strong), rows, size, strong, bulk)
         if self.read_only is not None:
             reader = self.read_only.take(a.vectors)
@@ -240,7 +240,10 @@ class GlobalRaces:
         """The stamps of accesses by warps ``rows`` at ``flat``; strong ones synchronise."""
         if strong:
             self.order.synchronise(rows, flat, here.pc)
-        return self._stamps(rows, strong, strong and here.pc in self.machine.program.racing)
+        program = self.machine.program
+        return self._stamps(
+            rows, strong, here.pc in (program.racing if strong else program.accesses.guesses)
+        )
 
     def _access(
         self, here: Execution, flat: Array, stamps: Array, rows: Array, size: int, *how: bool
@@ -416,6 +419,10 @@ class GlobalRaces:
             way += m.forgives_store(site, together)
         if a.racing:
             numbers += VOLATILE
+        atomic = stamp & ATOMIC
+        way += m.forgives_guess(site.pc, atomic)
+        if a.strong and stamp & _RACING and not atomic:
+            way += way_out("compare_and_swap_guess")
         m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, way)
 
 

@@ -41,7 +41,8 @@ NEVER = np.uint32(0xFFFFFFFF)  # not written since the block started
 UNWRITTEN = "shared memory is read that was never written"
 WRITE_FIRST = "write it first, and check the address and the bytes that were copied"
 STILL_COPIED = "a cp.async that has not been waited for writes there"
-BARRIER = "separate the two accesses by a barrier that both warps pass"
+_BARRIER = "separate the two accesses by a barrier that both warps pass"
+RELAXED = "; barrier.cluster.arrive.relaxed orders only what a fence before it releases"
 VOLATILE = "; volatile orders nothing without a fence or a barrier, but for a loop that polls"
 
 
@@ -146,6 +147,11 @@ class SharedShadow:
         rows: Array = table.reshape(-1, many).take(where >> size.bit_length() - 1, axis=0)
         return rows.reshape(len(where), -1)
 
+    def never_written(self, where: Array, size: int) -> Array:
+        """Which accesses (g,) are to bytes that nothing has written."""
+        never: Array = (self.take(self.written, where[:, None], size) == NEVER).any(axis=1)
+        return never
+
     def put(self, table: Array, where: Array, size: int, value: Any) -> None:
         """Sets the values of a shadow table to one value, or to one per access (g,) or (g, k)."""
         many = size >> self.shift
@@ -190,6 +196,12 @@ class SharedShadow:
     def _mark(self) -> Array:
         """Of each vector a mark, 0 between two calls."""
         return np.zeros(self.count, np.int32)
+
+    @property
+    def advice(self) -> str:
+        """The way out of two accesses of different warps that nothing orders."""
+        relaxed = self.machine.program.accesses.relaxed_barriers
+        return _BARRIER + (RELAXED if relaxed else "")
 
     # ---- what synchronises lanes
 
@@ -324,7 +336,9 @@ class SharedShadow:
             writer, pc = int(writers[bad][0]), self._writer_pc(a, bad)
             text = f"lane {writer} writes there: {self.machine.program.describe(pc)}"
             doing = "write the same bytes" if verb == "write" else "write and read the same bytes"
-            self.fail(a, bad, _WHAT.format(doing), text, SYNCHRONISE_LANES)
+            advice = SYNCHRONISE_LANES
+            advice += self.machine.forgives_guess(a.pc, int(stamps[bad][0]) & ATOMIC)
+            self.fail(a, bad, _WHAT.format(doing), text, advice)
 
     def lanes_against_reads(self, a: SharedAccess) -> None:
         """Checks a write against earlier reads of other lanes of its warp."""
@@ -364,8 +378,8 @@ class SharedShadow:
             bad &= ~self._seen(a, bad, lanes, clock - 1)
         if bad.any():
             text = f"a lane reads there before: {self.machine.program.describe(before.pc)}"
-            way_out = SYNCHRONISE_LANES
-            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, way_out)
+            advice = SYNCHRONISE_LANES + self.machine.forgives_guess(before.pc, a.strong)
+            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, advice)
 
     def _seen(self, a: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
         """Whether lanes that synchronised in part order accesses of ``lanes`` at ``clock``."""

@@ -136,7 +136,7 @@ class SharedRaces(SharedShadow):
     def _access(self, here: Execution, where: Array, size: int) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
         cohort, pc = here.cohort, here.pc
-        strong = pc in self.machine.program.accesses.strong
+        strong = pc in self.machine.strong
         racing = strong and pc in self.machine.program.racing
         if here.lanes is not None:
             row, lane = np.nonzero(here.active)
@@ -243,9 +243,11 @@ class SharedRaces(SharedShadow):
                 reads = self.take(self.last_reads[kind][other], a.where, a.size)
                 late = (reads >> _PC_BITS > known[:, other, None]) & (warps != other)[:, None]
                 if late.any():
-                    reader = m.program.describe(int(reads[late][0]) & (1 << _PC_BITS) - 1)
+                    pc = int(reads[late][0]) & (1 << _PC_BITS) - 1
                     what = "race in shared memory: a write may overtake a read of another warp"
-                    self.fail(a, late, what, f"warp {other} reads there: {reader}", shadow.BARRIER)
+                    numbers = f"warp {other} reads there: {m.program.describe(pc)}"
+                    advice = self.advice + m.forgives_guess(pc, a.strong)
+                    self.fail(a, late, what, numbers, advice)
         self.lanes_against_reads(a)
 
     def _flush(self) -> None:
@@ -287,7 +289,7 @@ class SharedRaces(SharedShadow):
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
-            advice = shadow.BARRIER
+            advice = self.advice + m.forgives_guess(site.pc, stamp & ATOMIC)
             if verb == "write":
                 advice += m.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"

@@ -135,10 +135,38 @@ def combine(operation: str, kind: str, old: Array, values: list[Array]) -> Any:
 _VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
 
 
+def atomic_async(
+    here: Execution, operation: Operation, address: Any, barrier: Any, values: Any
+) -> None:
+    """red.async: an atomic on shared memory of the cluster that an mbarrier of its block counts."""
+    atomic(here, "cluster", operation, address, values)
+    here.machine.mbarriers.complete_store(here, barrier, TYPE_BYTES[operation[1]])
+
+
+def _emit_async(g: Generator, ins: Instruction) -> None:
+    """red.async: the modifier async is already consumed."""
+    for word in ("relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes"):
+        g.mods.take(word)
+    operation, kind = g.mods.take(*_OPERATIONS), g.mods.type()
+    where, barrier = (address(g, ins.operands[place], "shared") for place in (0, 2))
+    how = f"{(operation, kind)!r}, {where}, {barrier}, ({g.read(ins.operands[1], DTYPE[kind])},)"
+    g.emit(f"atomic_async({g.here()}, {how})")
+
+
 @instruction("atom", unit="memory", accesses=accessed_bytes, strong=True)
-@instruction("red", unit="memory", result=False, accesses=accessed_bytes, strong=True)
+@instruction(
+    "red",
+    unit="memory",
+    result=False,
+    accesses=accessed_bytes,
+    strong=True,
+    asynchronous=lambda ins: "async" in ins.mods,
+)
 def emit_atomic(g: Generator, ins: Instruction) -> None:
     mods = g.mods
+    if mods.take("async"):
+        _emit_async(g, ins)
+        return
     operation = mods.take(*_OPERATIONS)
     kind = mods.take("f16x2", "bf16x2") or mods.type()
     vector = mods.take("v2", "v4", "v8")
@@ -153,11 +181,14 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
         raise g.unknown("this operation")
     g.refuse_if(space == "local", "atomics on local memory")
     where = address(g, memory, space)
+    results = items_of(ins.operands[0])
+    many = int(vector[1]) if vector else 1
+    lengths = {len(items_of(value)) for value in values} | ({len(results)} if returns else set())
+    g.refuse_if(lengths != {many}, "a vector whose length differs from its modifier")
     if vector:
         # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
-        size = TYPE_BYTES[kind] * int(vector[1])
+        size = TYPE_BYTES[kind] * many
         g.emit(f"check_aligned({g.here()}, {where}, {size}, 'global')")
-    results = items_of(ins.operands[0])
     # One atomic per element of a vector.
     for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
         dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]

@@ -66,12 +66,12 @@ def cluster_barrier(g: Generator) -> None:
     """barrier.cluster.arrive and .wait."""
     mods = g.mods
     action = g.one_of("arrive", "wait")
-    mods.take("release", "relaxed", "acquire")
+    relaxed = mods.take("release", "relaxed", "acquire") == "relaxed"
     mods.take("aligned")
     g.finish(g.pc + 1)
     if g.masked:
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
-    g.emit(f"E.cluster.{action}(C, {g.pc})")
+    g.emit(f"E.cluster.{action}(C, {g.pc}{', True' if relaxed else ''})")
     g.ended = True
 
 
@@ -82,7 +82,7 @@ def cluster_barrier(g: Generator) -> None:
     "mbarrier",
     unit="barrier",
     result=lambda ins: not set(ins.mods).isdisjoint(_RESULTS),
-    starts_segment=lambda ins: "try_wait" in ins.mods,
+    starts_segment=lambda ins: not {"try_wait", "test_wait"}.isdisjoint(ins.mods),
     accesses=lambda ins: (8, 16),
     asynchronous=True,
 )
@@ -109,13 +109,13 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
             count = f", {number}" if action == "init" else ""
             g.emit(f"E.mbarriers.{action}({g.here()}, {where}{count})")
     elif action in ("test_wait", "try_wait"):
-        _wait(g, operands, action == "try_wait")
+        _wait(g, operands)
     else:
         drop = "drop" if action == "arrive_drop" else ""
         _arrive(g, operands, f"{order} {drop} {mods.take('noComplete')}")
 
 
-def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
+def _wait(g: Generator, operands: list[Operand]) -> None:
     parity = bool(g.mods.take("parity"))
     where = shared_address(g, operands[1])
     g.refuse_if(parity and as_immediate(operands[2]) not in (None, 0, 1), "this parity")
@@ -123,8 +123,9 @@ def _wait(g: Generator, operands: list[Operand], blocks: bool) -> None:
     repeats = g.program.repeats
     if g.check and g.pc in repeats.ignored:
         g.emit(f"E.mbarriers.ignored({g.here()})")
-    # Without a loop around it, a thread may go on before the phase completes.
-    blocks = blocks and g.pc in repeats.endless
+    # Without a loop around it, a thread may go on before the phase completes. In a loop that does
+    # nothing else, waiting is as good as testing again and again.
+    blocks = g.pc in repeats.idle
     done = g.let(f"E.mbarriers.wait({g.here()}, {where}, {phase}, {parity}, {blocks})")
     if blocks:
         g.emit(f"if {done} is None: return True")

@@ -76,7 +76,6 @@ def emit_call(g: Generator, ins: Instruction) -> None:
         g.mods.left.clear()
         g.emit(f"raise_trap({g.here()}, 'a device-side assert failed')")
         return
-    g.refuse_if(name == "vprintf", "printf")
     raise g.unknown(f"a call of the external function {name}")
 
 

@@ -117,7 +117,11 @@ def _to_bf16_directed(x: Any, rounding: str) -> Any:
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
 
 
-_LARGEST = {"f16": np.float32(65504), "bf16": np.uint32(0x7F7F0000).view(np.float32)}
+_LARGEST = {
+    "f16": np.float32(65504),
+    "bf16": np.uint32(0x7F7F0000).view(np.float32),
+    "tf32": np.uint32(0x7F7FE000).view(np.float32),
+}
 
 
 def within_finite(x: Any, kind: str) -> Any:

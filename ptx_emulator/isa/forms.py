@@ -19,6 +19,7 @@ _WORDS = {
     "ORDERED": "eq/ne/lt/le/gt/ge",
     "UNSIGNED": "lo/ls/hi/hs",
     "FLOAT": "eq/ne/lt/le/gt/ge/equ/neu/ltu/leu/gtu/geu/num/nan",
+    "ASYNC": "async relaxed? cluster? shared::cluster? mbarrier::complete_tx::bytes",
     "AT": "relaxed/acquire/release/acq_rel? cta/cluster/gpu/sys? "
     "global/shared/shared::cta/shared::cluster/local? L2::cache_hint?",
 }
@@ -94,6 +95,7 @@ red: 2 3: AT add/min/max u32/s32/u64; AT min/max s64; AT add f32/f64; AT inc/dec
     AT and/or/xor b32/b64; AT add/min/max noftz F16; AT add/min/max noftz BF16; AT v2/v4 add f32;
     AT v2/v4 add/min/max noftz F16; AT v2/v4 add/min/max noftz BF16;
     AT v8 add/min/max noftz f16/bf16
+red: 3: ASYNC inc/dec u32; ASYNC add/min/max u32/s32; ASYNC and/or/xor b32; ASYNC add u64
 """
 Form = tuple[tuple[frozenset[str], bool], ...]
 """The words of each modifier, and whether it may be missing."""

@@ -276,6 +276,7 @@ class Generator:
         if held == dtype:
             return value
         self.refuse_if("b1" in (held, dtype), "a predicate used as a number")
+        self.refuse_if("c16" in (held, dtype), "a part of a register of 128 bits")
         size, wanted = int(held[1:]), int(dtype[1:])
         if size != wanted:
             value = f"{value}.view({_UNSIGNED[size]}).astype({_UNSIGNED[wanted]})"

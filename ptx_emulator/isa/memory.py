@@ -7,16 +7,17 @@ int64 value of shape (), (n, 1), (1, 32) or (n, 32). Loaded values have the shap
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ptx_emulator.checks.bounds import check_window, locate
+from ptx_emulator.checks.shared_races import SharedRaces
 from ptx_emulator.counters.recorder import READ, WRITE, count_sectors
-from ptx_emulator.errors import OutOfBounds, UninitialisedRead
+from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.isa.generator import Generator, instruction, items_of
+from ptx_emulator.ptx.instructions import may_read_local, registers_in
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Mem, Operand, Reg, Sym, Vec
 from ptx_emulator.state.cohort import LANES
@@ -29,29 +30,38 @@ from ptx_emulator.state.memory import (
     WINDOW_BYTES,
     Array,
 )
-from ptx_emulator.state.wave import Execution, Stored
+from ptx_emulator.state.wave import Execution, Stored, UnwrittenLocal
 
 _WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
-def _changing(here: Execution, view: Array, index: Array, value: Any) -> Array:
-    """The lanes (n, 32) of a store that change memory; one of those that write the same value."""
-    chosen = here.active
-    place, given = index[chosen], here.spread(value)[chosen]
+def _changing(
+    here: Execution, view: Array, where: Array, value: Any, races: SharedRaces | None
+) -> Array:
+    """The lanes (n, 32) of a store that change memory; one of those that write the same value.
+
+    What ``races`` has not seen written changes, whatever it holds.
+    """
+    chosen, size = here.active, view.itemsize
+    place, given = where[chosen] >> SHIFT[size], here.spread(value)[chosen]
     _, first, which = np.unique(place, return_index=True, return_inverse=True)
     again = given == given[first][which]
     again[first] = False
     changes = np.zeros(chosen.shape, bool)
-    changes[chosen] = ~again & (view.take(place) != given)
+    other = view.take(place) != given
+    if races is not None:
+        other |= races.never_written(where[chosen], size)
+    changes[chosen] = ~again & other
     return changes
 
 
-def _seen_by(here: Execution, view: Array, where: Array, value: Any) -> Execution:
+def _seen_by(
+    here: Execution, view: Array, where: Array, value: Any, races: SharedRaces | None
+) -> Execution:
     """A store, at offsets in ``view`` (n, 32), as the checkers of races see it."""
     if "same_value" in here.machine.config.allow:
-        shift = view.itemsize.bit_length() - 1
-        return here._replace(lanes=_changing(here, view, where >> shift, value))
+        return here._replace(lanes=_changing(here, view, where, value, races))
     return here
 
 
@@ -93,7 +103,8 @@ def store_shared(
     where = here.spread(_place(here, address, size, anywhere))
     if m.shared_races:
         m.stored = Stored(here, view, where, value)
-        m.shared_races.write(_seen_by(here, view, where, value), where, size)
+        seen = _seen_by(here, view, where, value, m.shared_races)
+        m.shared_races.write(seen, where, size)
         m.stored = None
     index = here.chosen(where >> SHIFT[size])
     m.counters.shared_write_bytes += index.size * size
@@ -122,38 +133,38 @@ def store_async(here: Execution, address: Any, barrier: Any, values: Any, size: 
 def _local_index(here: Execution, address: Any, size: int) -> Array:
     m, rows = here.machine, here.cohort.rows
     check_window(here, address, size, m.program.local_bytes, "local")
-    m.counters.local_bytes += 32 * len(rows) * size
     index: Array = (rows[:, None] * 32 + LANES) * m.program.local_bytes + address
     return index >> SHIFT[size]
 
 
-def load_local(here: Execution, address: Any, size: int, used: tuple[bool, ...] = (True,)) -> Array:
-    """Reads ``size`` bytes per lane from local memory.
-
-    ``used`` has whether each element of the access is read later: only those need to have been
-    written, because a compiler loads the padding of a structure together with its members.
-    """
-    m, index = here.machine, _local_index(here, address, size)
+def load_local(here: Execution, address: Any, size: int) -> Array:
+    """Reads ``size`` bytes per lane from local memory."""
+    index = _local_index(here, address, size)
+    here.machine.counters.local_bytes += 32 * here.cohort.n * size
     if here.lanes is not None:
         index = np.where(here.spread(here.lanes), index, 0)
-    if m.local_written is not None:
-        each = size // len(used)
-        parts = m.local_written.view[each].reshape(-1, len(used)).take(index, axis=0)
-        missing = (parts != _WRITTEN[each])[..., used].any(axis=-1)
-        if here.any(missing):
-            site = here.first(missing)
-            at = int(here.spread(address)[site.row, site.lane])
-            what = "local memory is read that its thread has never written"
-            numbers = f"{size}-byte read at local offset {at}{m.program.local_name(at)}"
-            way_out = "initialise every element of the array before it is read"
-            m.fail(UninitialisedRead, what, site, numbers, way_out)
-    return m.local.view[size].take(index)
+    return here.machine.local.view[size].take(index)
+
+
+def written_local(here: Execution, address: Any, size: int, parts: int) -> list[Array]:
+    """Whether each lane has written each of the parts (n, 32) of an access to local memory."""
+    m, each = here.machine, size // parts
+    assert m.local_written is not None
+    index = _local_index(here, address, size)
+    marks = m.local_written.view[each].reshape(-1, parts)
+    written = marks.take(np.where(here.active, index, 0), axis=0) == _WRITTEN[each]
+    written |= ~here.active[..., None]
+    if not written.all():
+        offset = here.spread(address) + each * np.argmin(written, axis=2)
+        m.unwritten[here.pc] = UnwrittenLocal(here.cohort.rows, ~written.all(axis=2), offset, each)
+    return [written[..., part] for part in range(parts)]
 
 
 def store_local(here: Execution, address: Any, value: Any, size: int, written: Any = None) -> None:
     """Stores an element of each thread. ``written`` is false where the register was never written;
     None stands for all lanes."""
     m, index = here.machine, here.chosen(_local_index(here, address, size))
+    m.counters.local_bytes += 32 * here.cohort.n * size
     m.local.view[size][index] = here.chosen(value)
     if m.local_written is not None:
         marks = _WRITTEN[size]
@@ -190,7 +201,7 @@ def store_global(here: Execution, address: Any, value: Any, size: int) -> None:
         m.recorder.global_access(here, offset, size, WRITE)
     if m.global_races:
         full = offset if here.lanes is None else here.spread(address) - m.memory.base
-        seen = _seen_by(here, view, full, value)
+        seen = _seen_by(here, view, full, value, None)
         m.stored = Stored(here, view, full, value)
         m.global_races.write(seen, offset if seen is here else full[seen.lanes], size)
         m.stored = None
@@ -249,12 +260,10 @@ def by_space(here: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
     return found
 
 
-def load_generic(
-    here: Execution, address: Any, size: int, used: tuple[bool, ...] = (True,)
-) -> Array:
-    """Reads ``size`` bytes per lane from the space of each address; ``used`` as in `load_local`."""
+def load_generic(here: Execution, address: Any, size: int) -> Array:
+    """Reads ``size`` bytes per lane from the space of each address."""
     parts = by_space(here, address)
-    loads = (load_global, load_cluster, partial(load_local, used=used), load_parameter)
+    loads = (load_global, load_cluster, load_local, load_parameter)
     found = [loads[kind](part, at, size) for kind, at, part in parts]
     if len(found) == 1:
         return found[0]
@@ -264,9 +273,28 @@ def load_generic(
     return out
 
 
-def store_generic(here: Execution, address: Any, value: Any, size: int) -> None:
+def written_generic(here: Execution, address: Any, size: int, parts: int) -> list[Array]:
+    """As `written_local`; memory of other spaces counts as written, or is checked there."""
+    written = [np.ones((here.cohort.n, 32), bool) for _ in range(parts)]
     for kind, at, part in by_space(here, address):
-        _STORES[kind](part, at, value, size)
+        if _STORES[kind] is store_local:
+            here_written = written_local(part, at, size, parts)
+            written = [a & b for a, b in zip(written, here_written, strict=True)]
+    return written
+
+
+def store_generic(
+    here: Execution, address: Any, value: Any, size: int, written: Any = None
+) -> None:
+    """Stores to the space of each address; ``written`` as in `store_local`."""
+    for kind, at, part in by_space(here, address):
+        if written is None:
+            _STORES[kind](part, at, value, size)
+        elif _STORES[kind] is store_local:
+            store_local(part, at, value, size, written)
+        else:
+            here.machine.require_defined(part, written)
+            _STORES[kind](part, at, value, size)
 
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -389,19 +417,26 @@ def emit_load(g: Generator, ins: Instruction) -> None:
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
     here = g.here("None" if space == "param" and named else "")
-    live = g.program.live[g.pc + 1]
-    elements = tuple(isinstance(item, Reg) and live >> item.index & 1 == 1 for item in items)
-    used = f", {elements}" if function in ("local", "generic") else ""
-    unpack(g, g.let(f"load_{function}({here}, {where}, {size}{used})"), items, kind)
+    value = g.let(f"load_{function}({here}, {where}, {size})")
+    written = ""
+    if g.check and g.program.local_bytes and may_read_local(ins):
+        written = g.let(f"written_{function}({here}, {where}, {size}, {len(items)})")
+    unpack(g, value, items, kind, written)
 
 
-def unpack(g: Generator, value: str, items: tuple[Operand, ...], kind: str) -> None:
-    """Assigns the elements of a loaded value."""
+def unpack(
+    g: Generator, value: str, items: tuple[Operand, ...], kind: str, written: str = ""
+) -> None:
+    """Assigns the elements of a loaded value; ``written``: a list of whether each is defined."""
     dtype = DTYPE[kind]
     if len(items) == 1:
-        g.write(items[0], f"{value}.view({dtype})", dtype)
-        return
-    write_parts(g, f"{value}.reshape({value}.shape + (1,)).view({dtype})", items, dtype)
+        values = f"{value}.view({dtype})"
+    else:
+        values = g.let(f"{value}.reshape({value}.shape + (1,)).view({dtype})") + "[..., {}]"
+    for place, item in enumerate(items):
+        g.defined = [f"{written}[{place}]"] if written else []
+        g.write(item, values.format(place), dtype)
+    g.defined = []
 
 
 def write_parts(g: Generator, parts: str, items: tuple[Operand, ...], dtype: str) -> None:
@@ -452,8 +487,11 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     size = TYPE_BYTES[kind] * len(items)
     g.refuse_if(size > 16 or space in ("param", "const"), "an access of this width or space")
     where = address(g, ins.operands[0], space)
-    if space == "local":
-        emit_store_local(g, where, items, kind)
+    maybe_undefined = g.check and not g.program.tracked.keys().isdisjoint(
+        register for item in items for register in registers_in(item)
+    )
+    if space == "local" or (space == "" and maybe_undefined):
+        emit_store_each(g, f"store_{FUNCTION[space]}", where, items, kind)
         return
     if len(items) > 1:
         value = joined(g, items, DTYPE[kind], _unsigned(size))
@@ -462,20 +500,25 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     g.emit(f"store_{FUNCTION[space]}({g.here()}, {where}, {value}, {size})")
 
 
-def emit_store_local(g: Generator, where: str, items: tuple[Operand, ...], kind: str) -> None:
-    """A store to local memory, of each element by itself.
+def emit_store_each(
+    g: Generator, function: str, where: str, items: tuple[Operand, ...], kind: str
+) -> None:
+    """A store to what may be local memory, of each element by itself.
 
     Compilers store vectors of which the program has set a part. An element from a register that
     nothing has written becomes one that nothing has written, and is an error where it is read.
     """
-    g.require_defined()  # the address
     size = TYPE_BYTES[kind]
+    here = g.here()  # the address is defined
+    if len(items) > 1:
+        space = "local" if function == "store_local" else "generic"
+        g.emit(f"check_aligned({here}, np.asarray({where}), {size * len(items)}, {space!r})")
     for place, item in enumerate(items):
         value = _bits(g, item, kind)
         written = " & ".join(sorted(set(g.defined))) or "None"
         g.defined = []
         at = f"{where} + {place * size}" if place else where
-        g.emit(f"store_local({g.here()}, {at}, {value}, {size}, {written})")
+        g.emit(f"{function}({g.here()}, {at}, {value}, {size}, {written})")
 
 
 def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:

@@ -195,16 +195,64 @@ def mma_group(
     return join_halves(registers) if half else registers
 
 
+def add_integers(product: Array, start: Any, saturates: bool) -> list[Array]:
+    """Accumulators of int32, a register per slice of ``product``; no ``start`` is zero."""
+    limits = np.iinfo(np.int32)
+    totals = product.astype(np.int64)
+    out = []
+    for place, total in enumerate(totals):
+        total = total + start[place] if len(start) else total
+        total = np.clip(total, limits.min, limits.max) if saturates else total
+        out.append(total.astype(np.int32))
+    return out
+
+
+# Bits of an element of a product of integers.
+INTEGER_BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
+
+
+def bytes_of_integers(register: Any, kind: str, signs: bool) -> list[Any]:
+    """A register of narrow integers as registers of 8-bit integers.
+
+    That changes the order of the elements along k, in A and B alike. ``signs``: a bit becomes 1 or
+    -1, and not 0 or 1.
+    """
+    bits = INTEGER_BITS[kind]
+    if bits == 8:
+        return [register]
+    words = np.asarray(register)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
+    values = words.astype(np.uint8) & np.uint8((1 << bits) - 1)
+    if kind == "s4":
+        values = (values ^ np.uint8(8)) - np.uint8(8)
+    elif signs:
+        values = np.uint8(1) - np.uint8(2) * values
+    wide = values.view(np.uint32)
+    return [wide[..., place] for place in range(wide.shape[-1])]
+
+
 def mma_integer(
-    cohort: Cohort, kinds: Kinds, depth: int, a: Any, b: Any, c: Any, saturates: bool
-) -> Any:
-    """One tile of 8-bit integers: float32 holds the products of one step exactly."""
-    product = multiply_matrices(cohort.n, kinds, (1, 1, depth), a, b, None, ())[0, 0]
-    if saturates:
-        limits = np.iinfo(np.int32)
-        sums = [product[i].astype(np.int64) + c[i] for i in range(4)]
-        return [np.clip(total, limits.min, limits.max).astype(np.int32) for total in sums]
-    return [product[i].astype(np.int32) + c[i] for i in range(4)]
+    cohort: Cohort, kinds: Kinds, a: Any, b: Any, c: Any, saturates: bool, logic: str
+) -> list[Array]:
+    """One tile of integers: float32 holds the products of one step exactly.
+
+    Args:
+        a: registers ordered by (chunk of 16 bytes along k, row half).
+        b: registers ordered by chunk.
+        c: the accumulators of the rows that are wanted.
+        logic: "and" or "xor" of single bits, whose number is the product.
+    """
+    differ = logic == "xor"
+    parts = [bytes_of_integers(register, kinds[0], differ) for register in a]
+    halves = zip(parts[::2], parts[1::2], strict=True)
+    left = [one for pair in halves for both in zip(*pair, strict=True) for one in both]
+    right = [one for register in b for one in bytes_of_integers(register, kinds[1], differ)]
+    kind_a, kind_b = ("s8" if kind[0] == "s" or differ else "u8" for kind in kinds)
+    tiles = (1, 1, len(right))
+    product = multiply_matrices(cohort.n, (kind_a, kind_b), tiles, left, right, None, ())[0, 0]
+    sums = product.astype(np.int64)
+    if differ:  # bits that are equal count 1, others -1
+        sums = (16 * len(right) - sums) >> 1
+    return add_integers(sums[: len(c)], c, saturates)
 
 
 def load_matrix(here: Execution, address: Any, count: int, transposed: bool) -> Array:
@@ -258,7 +306,7 @@ def move_matrix(value: Any, n: int) -> Array:
     return _transposed(np.ascontiguousarray(spread(value, n)))
 
 
-_SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
+_SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 # (shape, operand type) -> 16-byte chunks along k
 _DEPTH = {
     (f"m16n8k{16 * depth // size}", kind): depth for kind, size in _SIZE.items() for depth in (1, 2)
@@ -267,7 +315,6 @@ _DEPTH = {
 SUMS = {
     **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
     **dict.fromkeys(("bf16", "tf32"), ("f32",)),
-    **dict.fromkeys(("s8", "u8"), ("s32",)),
 }
 _DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (2, 4)}
 
@@ -280,6 +327,9 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     mods.take(shape)
     g.need("row", "col")
     saturates = bool(mods.take("satfinite"))
+    if "s32" in mods.left:
+        emit_integers(g, ins, shape, saturates)
+        return
     types = list(mods.left)
     if types == 4 * ["f64"]:
         emit_double(g, ins, shape)
@@ -291,9 +341,8 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     if depth is None or depth != _DEPTH.get((shape, b_type)) or d_type != c_type:
         raise g.unknown("this shape with these types")
     a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
-    integers = a_type in ("s8", "u8")
-    g.refuse_if(saturates and not integers, "saturation of floats")
-    g.refuse_if(not integers and not go_together(a_type, b_type), "mixed operand types")
+    g.refuse_if(saturates, "saturation of floats")
+    g.refuse_if(not go_together(a_type, b_type), "mixed operand types")
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     g.refuse_if(d_type not in SUMS[a_type], "this accumulator")
     count = 2 if d_type == "f16" else 4
@@ -301,13 +350,38 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     if d_type == "f32":
         _defer(g, form, depth, a, b, to, start)
         return
-    dtype = "i4" if integers else "u4"
-    c = [g.read(o, dtype) for o in start]
+    c = [g.read(o, "u4") for o in start]
     g.require_defined()
     args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    how = f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)"
-    out = g.let(f"mma_integer(C, {form[:2]}, {depth}, {args}, {saturates})" if integers else how)
-    g.write_items(to, out + "[{}]", dtype)
+    out = g.let(f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)")
+    g.write_items(to, out + "[{}]", "u4")
+
+
+def emit_integers(g: Generator, ins: Instruction, shape: str, saturates: bool) -> None:
+    """mma.sync with integers of 8, 4 or 1 bits."""
+    mods = g.mods
+    logic = mods.take("xor", "and")
+    if logic:
+        g.need("popc")
+    types, mods.left = mods.left, []
+    kinds = tuple(types[1:3])
+    bits = {INTEGER_BITS.get(kind) for kind in kinds}
+    single = kinds == ("b1", "b1")
+    if types[:1] + types[3:] != ["s32", "s32"] or len(bits) != 1 or bool(logic) != single:
+        raise g.unknown("these types")
+    # Halves of 16 rows, and chunks of 16 bytes along k
+    width = 128 // (bits.pop() or 0)
+    shapes = {f"m{8 * h}n8k{d * width}": (h, d) for h, d in ((2, 1), (2, 2), (1, 1))}
+    g.refuse_if(shape not in shapes, "this shape with these types")
+    g.refuse_if(saturates and single, "saturation of this product")
+    halves, depth = shapes[shape]
+    a, b = _operands(g, ins.operands[1], halves * depth), _operands(g, ins.operands[2], depth)
+    a += [g.literal(0, "u4")] * (2 - halves)
+    to, start = (fragment_items(g, ins.operands[place], 2 * halves) for place in (0, 3))
+    c = [g.read(o, "i4") for o in start]
+    g.require_defined()
+    args = f"{kinds}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
+    g.write_items(to, g.let(f"mma_integer(C, {args}, {saturates}, {logic!r})") + "[{}]", "i4")
 
 
 def go_together(a_type: str, b_type: str) -> bool:

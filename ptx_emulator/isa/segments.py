@@ -21,6 +21,7 @@ from ptx_emulator.isa import (
     integers,
     memory,
     mma,
+    printing,
     warp,
     wgmma,
     wmma,
@@ -31,7 +32,7 @@ from ptx_emulator.ptx.program import PtxProgram
 # They register the opcodes, and have the functions that their code calls.
 for _family in (
     *(atomics, barriers, bounds, cluster, comparisons, control, convert, copies, floats),
-    *(integers, memory, mma, warp, wgmma, wmma),
+    *(integers, memory, mma, printing, warp, wgmma, wmma),
 ):
     RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))
 

@@ -33,7 +33,8 @@ class WgmmaForm(NamedTuple):
 
     Attributes:
         columns: N.
-        half: accumulators of float16 instead of float32.
+        sums: the type of the accumulators: f32, f16 or s32.
+        saturates: sums of integers are clamped.
         kinds: element types of A and of B.
         transposed: whether A and B are MN-major.
         sign: -1 if exactly one operand is negated.
@@ -42,7 +43,8 @@ class WgmmaForm(NamedTuple):
     """
 
     columns: int
-    half: bool
+    sums: str
+    saturates: bool
     kinds: tuple[str, str]
     transposed: tuple[bool, bool]
     sign: int
@@ -57,7 +59,7 @@ class WgmmaForm(NamedTuple):
     @property
     def fuses_as(self) -> tuple[Any, ...]:
         """Equal for instructions that can be computed as one product along k."""
-        return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.half)
+        return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.sums)
 
 
 class SharedOperand(NamedTuple):
@@ -212,7 +214,7 @@ def _sharers(arena: Array, b: list[SharedOperand]) -> int:
 # ---- emitters
 
 # Element type -> k of one instruction
-_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
+_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, **dict.fromkeys(("e4m3", "e5m2", "s8", "u8"), 32)}
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 
 
@@ -265,7 +267,8 @@ def _multiply(g: Generator, ins: Instruction) -> None:
     accumulators = "None"
     if form.registers not in g.in_flight:
         items = items_of(ins.operands[0])
-        values = [mma.local_of(g, g.read(item, "u4" if form.half else "f4")) for item in items]
+        dtype = {"f32": "f4", "f16": "u4", "s32": "i4"}[form.sums]
+        values = [mma.local_of(g, g.read(item, dtype)) for item in items]
         accumulators = tuple_of(values)
         if g.defined:
             # Accumulators that are not added to need not have been written.
@@ -282,19 +285,25 @@ def _multiply(g: Generator, ins: Instruction) -> None:
 def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
     """The form of an mma_async, its operands A and B, and the operand scale-d."""
     mods = g.mods
+    saturates = bool(mods.take("satfinite"))
     shape = _SHAPE.fullmatch(mods.left[0]) if mods.left else None
     if shape is None or len(mods.left) != 4:
-        raise g.unknown("sparse or saturating forms")
+        raise g.unknown("sparse forms, or products of single bits")
     _, d_type, a_type, b_type = mods.left
     mods.left.clear()
     columns, depth = (int(number) for number in shape.groups())
-    mixed = not mma.go_together(a_type, b_type)
-    g.refuse_if(a_type not in _DEPTH or mixed or d_type not in mma.SUMS[a_type], "these types")
-    if depth != _DEPTH[a_type] or columns % 8 or not 8 <= columns <= 256:
+    integers = d_type == "s32" and {a_type, b_type} <= {"s8", "u8"}
+    known = integers or d_type in mma.SUMS.get(a_type, ())
+    g.refuse_if(not known or not (integers or mma.go_together(a_type, b_type)), "these types")
+    g.refuse_if(saturates and not integers, "saturation of floats")
+    wide = 16 if integers and columns > 32 else 8
+    if depth != _DEPTH[a_type] or columns % wide or not 8 <= columns <= 256:
         raise g.unknown("this shape with these types")
     to, a, b, adds, *rest = ins.operands
-    signs = [as_immediate(operand) or 0 for operand in rest[:2]]
+    # Products of integers have neither scales nor transposition flags.
+    signs = [1, 1] if integers and not rest else [as_immediate(o) or 0 for o in rest[:2]]
     g.refuse_if(len(signs) < 2 or not set(signs) <= {1, -1}, "a scale other than 1 and -1")
+    g.refuse_if(integers and rest, "operands that products of integers do not have")
     flags = [as_immediate(operand) for operand in rest[2:]]
     # Each 16-bit operand in shared memory has a transposition flag.
     movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
@@ -302,12 +311,12 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     turned = dict(zip(movable, flags, strict=True))
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
     fragments = [o.index for o in items_of(a) if isinstance(o, Reg)] if isinstance(a, Vec) else []
-    half = d_type == "f16"
-    g.refuse_if(len(set(registers)) != columns // (4 if half else 2), "this number of accumulators")
+    count = columns // (4 if d_type == "f16" else 2)
+    g.refuse_if(len(set(registers)) != count, "this number of accumulators")
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of this size")
     transposed, sign = (turned.get(0) == 1, turned.get(1) == 1), signs[0] * signs[1]
-    how = (columns, half, (a_type, b_type), transposed, sign)
+    how = (columns, d_type, saturates, (a_type, b_type), transposed, sign)
     return WgmmaForm(*how, tuple(registers), tuple(fragments)), a, b, adds
 
 

@@ -280,8 +280,11 @@ class ClusterBarrier:
         self.complete = np.zeros(len(machine.cluster_ids), np.int64)
         self.slot = -1  # slot of the clocks published in this phase; slot + 1: in the previous one
 
-    def arrive(self, cohort: Cohort, pc: int) -> None:
-        """barrier.cluster.arrive: never blocks."""
+    def arrive(self, cohort: Cohort, pc: int, relaxed: bool = False) -> None:
+        """barrier.cluster.arrive: never blocks.
+
+        ``relaxed`` publishes what the last fence of each warp releases, and no access after it.
+        """
         m = self.machine
         cohort.pc = pc + 1
         self.used = True
@@ -291,8 +294,12 @@ class ClusterBarrier:
         if m.shared_races:
             if self.slot < 0:
                 self.slot = m.clocks.new_slots(2)
-            m.shared_races.synchronise_lanes(cohort, None)
-            m.clocks.publish(cohort.rows, np.full(cohort.n, self.slot))
+            slots = np.full(cohort.n, self.slot)
+            if relaxed:
+                m.clocks.publish_fenced(cohort.rows, slots)
+            else:
+                m.shared_races.synchronise_lanes(cohort, None)
+                m.clocks.publish(cohort.rows, slots)
         self.check(clusters)
 
     def wait(self, cohort: Cohort, pc: int) -> None:

@@ -62,6 +62,9 @@ class Machine(Scheduler):
         self.shared_pitch = -(-max(self.shared_size, 16) // 128) * 128
         self.recorder = Recorder(self) if config.profile else None
         self.counters = Counters(program, self.recorder)
+        self.strong = program.accesses.strong
+        if "compare_and_swap_guess" in config.allow:
+            self.strong |= program.accesses.guesses
         self.global_races = GlobalRaces(self) if config.check else None
         self.dependent = DependentLaunch(self, config.former) if config.overlaps else None
 
@@ -105,6 +108,7 @@ class Machine(Scheduler):
             self.shared.bytes[:] = 0xFF
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
         self.local_written = None
+        self.unwritten = {}
         self.shared_base_of_row = (self.row_block * self.shared_pitch)[:, None]
         self.cohorts: list[Cohort] = []
         self.members = MemberLanes(self)

@@ -2,9 +2,9 @@
 
 A phase completes when the number of arrivals given to mbarrier.init have arrived and all expected
 bytes (expect_tx) have been delivered by bulk copies (complete_tx); then the next phase begins. A
-try_wait in a loop blocks its warps until the phase is complete, so a phase that cannot complete is
-a deadlock. On hardware it may time out, so a kernel has to try again: where nothing repeats a
-try_wait until it succeeds (`ptx.repeats`), it does not block, as test_wait.
+loop that does nothing but try_wait or test_wait blocks its warps until the phase is complete, so a
+phase that cannot complete is a deadlock. On hardware a try_wait may time out, so a kernel has to
+try again: where it does not, or does something else meanwhile (`ptx.repeats`), none blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.checks.late_waits import LateWaits
-from ptx_emulator.checks.shadow import MBARRIER
+from ptx_emulator.checks.shadow import MBARRIER, RELAXED
 from ptx_emulator.errors import FenceError, MbarrierMisuse, RaceError, way_out
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.state.cohort import Cohort, WaitsForPhase, rows_of
@@ -113,6 +113,8 @@ class Mbarriers:
     def fence_init(self, cohort: Cohort, lanes: Any) -> None:
         """fence.mbarrier_init, or a proxy fence: earlier initialisations become visible."""
         m = self.machine
+        if m.shared_races and m.program.accesses.relaxed_barriers:
+            m.clocks.fence_initialised(rows_of(cohort, lanes))
         if self.all_fenced or m.shared_races is None:
             return
         rows = rows_of(cohort, lanes)
@@ -238,13 +240,14 @@ class Mbarriers:
         if m.shared_races is None:
             return numbers, blocks
         warps, maker = m.row_member[rows], self.made_by[numbers, blocks]
-        seen = m.clocks.seen[m.row_cluster[rows], warps, maker]
+        seen = m.clocks.initialised(m.row_cluster[rows], warps, maker)
         early = (maker != warps) & (seen < self.made_at[numbers, blocks])
         for which in np.flatnonzero(early)[:1]:
             problem = "an mbarrier is used, and its initialisation is not ordered before"
             at, by = self.addresses[int(numbers[which])], int(maker[which])
             text = f"shared offset {at}; warp {by} initialises it"
             advice = "pass a barrier of the block between mbarrier.init and its first use"
+            advice += RELAXED if m.program.accesses.relaxed_barriers else ""
             site = here.site(place[which])
             m.fail(RaceError, f"race in shared memory: {problem}", site, text, advice)
         if self.uses is not None:
@@ -493,10 +496,11 @@ class Mbarriers:
     def wait(
         self, here: Execution, address: Any, phase: Any, parity: bool, blocks: bool
     ) -> Array | None:
-        """test_wait, or try_wait if ``blocks``: whether a phase has completed.
+        """test_wait and try_wait: whether a phase has completed.
 
         Args:
             phase: its parity, or the state that an arrival returned.
+            blocks: whether warps for which it has not completed wait.
 
         Returns:
             A predicate (n, 1) or (n, 32); None if some warps of the cohort have to wait. The

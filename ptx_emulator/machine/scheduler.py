@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flashgen.shared.errors import EmulatorError
-from ptx_emulator.errors import BarrierDivergence, DeadlockError, StepLimit, UninitialisedRead
+from ptx_emulator.errors import BarrierDivergence, DeadlockError, StepLimit
 from ptx_emulator.isa.segments import Segments
 from ptx_emulator.ptx.instructions import is_warp_barrier
 from ptx_emulator.ptx.program import Region
@@ -27,7 +27,7 @@ from ptx_emulator.state.cohort import (
     splice,
 )
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Execution, Site, Wave, ranges_text
+from ptx_emulator.state.wave import Site, Wave, ranges_text
 
 # Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
 FAIR_EVERY = 256
@@ -317,24 +317,6 @@ class Scheduler(Wave):
         self.fail(EmulatorError, what, Site(cohort, pc, row), numbers, way_out)
 
     # ---- errors that concern the whole machine
-
-    def require_defined(self, here: Execution, defined: Any) -> None:
-        """Checks that ``defined`` is true in all active lanes.
-
-        Raises:
-            UninitialisedRead: a lane reads a register that it has not written.
-        """
-        if defined.all():
-            return
-        missing = here.spread(~defined) & here.active
-        if not missing.any():
-            return
-        site = here.first(missing)
-        self.members.blame_shuffle(site)
-        what = "a register is read that was never written"
-        numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
-        way_out = "initialise the variable on every path that leads here"
-        self.fail(UninitialisedRead, what, site, numbers, way_out)
 
     def _too_many_steps(self, c: Cohort) -> None:
         numbers = f"{self.steps:,} segments executed, limit {self.config.step_limit:,}"

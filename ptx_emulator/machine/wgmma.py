@@ -21,7 +21,7 @@ from ptx_emulator.checks.wgmma_registers import RegisterOrder
 from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES
-from ptx_emulator.isa.mma import add_single, join_halves, split_halves
+from ptx_emulator.isa.mma import add_integers, add_single, join_halves, split_halves
 from ptx_emulator.isa.tensor_core_sums import model_for
 from ptx_emulator.isa.wgmma import SharedOperand, WgmmaForm
 from ptx_emulator.state.cohort import Cohort
@@ -101,8 +101,9 @@ class WgmmaChain:
         while at < count:
             first = self.steps[at]
             end = at + 1
-            # Accumulators of float16 are rounded after every instruction.
-            while end < count and not first.form.half and first.joins(self.steps[end]):
+            # Accumulators of float16 are rounded, and integers clamped, after every instruction.
+            fuses = first.form.sums == "f32"
+            while end < count and fuses and first.joins(self.steps[end]):
                 end += 1
             run = self.steps[at:end]
             a, b = [step.a for step in run], [step.b for step in run]
@@ -110,12 +111,18 @@ class WgmmaChain:
                 keep = np.repeat(first.adds, 4)[:, None]
                 accumulators = [np.where(keep, v, v.dtype.type(0)) for v in accumulators]
             form, start = first.form, list(accumulators or ())
-            if form.half:
+            half, integers = form.sums == "f16", form.sums == "s32"
+            if half:
                 start = split_halves(start, warps)
-            model = model_for(machine, "wgmma", form.kinds[0], form.depth, form.half)
+            model = None
+            if not integers:
+                model = model_for(machine, "wgmma", form.kinds[0], form.depth, half)
             product = wgmma.warpgroup_product(view, arena, form, a, b, warps, model, start)
-            accumulators = list(product) if model else add_single(product, start)
-            if form.half:
+            if integers:
+                accumulators = add_integers(product, start, form.saturates)
+            else:
+                accumulators = list(product) if model else add_single(product, start)
+            if half:
                 accumulators = join_halves(accumulators)
             at = end
         return list(accumulators or ())

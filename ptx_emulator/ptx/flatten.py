@@ -112,6 +112,8 @@ class _Inliner:
             callee = self.module.functions.get(target.name) if target else None
             if ins.op == "call" and callee is not None and callee.has_body:
                 self.call(ins, callee, stack)
+            elif ins.op == "call" and target is not None and target.name == "vprintf":
+                flat.code.append(self.external(ins, target.name))
             elif after is not None and ins.op == "ret":
                 after.append(len(flat.code))
                 flat.code.append(replace(ins, op="bra", mods=(), operands=[LabelRef(-1)]))
@@ -129,7 +131,8 @@ class _Inliner:
 
     def call(self, ins: Instruction, callee: syntax.Function, stack: tuple[str, ...]) -> None:
         if callee.name in stack:
-            raise _unknown(self.module, ins, "a recursive call")
+            way_out = "write the recursion as a loop: calls are inlined"
+            raise _unknown(self.module, ins, "a recursive call", way_out)
         groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
         before = isinstance(ins.operands[0], syntax.Group)
         results = groups[0].items if before else ()
@@ -156,6 +159,24 @@ class _Inliner:
         if around is not None:
             around.operands = [LabelRef(len(self.flat.code))]
 
+    def external(self, ins: Instruction, name: str) -> Instruction:
+        """A call of a function that the emulator has, as an instruction of that name."""
+        operands: list[Operand] = []
+        for operand in ins.operands:
+            for item in operand.items if isinstance(operand, syntax.Group) else ():
+                known = self.flat.variables.get(item.name) if isinstance(item, Sym) else None
+                operands.append(self.slot(known.name, 0, known.type) if known else item)
+        return replace(ins, op=name, mods=(), operands=operands)
+
+    def slot(self, name: str, offset: int, kind: str) -> Reg:
+        """The register of a value in the parameters of a call."""
+        slot = self.slots.get((name, offset))
+        if slot is None:
+            slot = self.slots[name, offset] = Reg(len(self.flat.registers))
+            wide = kind if TYPE_BYTES[kind] > 1 else "b16"
+            self.flat.registers.append((f"{name}+{offset}", wide))
+        return slot
+
     def move(self, ins: Instruction, to: Operand, value: Operand, kind: str) -> None:
         self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
 
@@ -176,12 +197,7 @@ class _Inliner:
         values = value.items if isinstance(value, syntax.Vec) else (value,)
         for place, item in enumerate(values):
             offset = memory.base.offset + memory.offset + place * TYPE_BYTES[kind]
-            slot = self.slots.get((name, offset))
-            if slot is None:
-                slot = Reg(len(self.flat.registers))
-                wide = kind if TYPE_BYTES[kind] > 1 else "b16"
-                self.flat.registers.append((f"{name}+{offset}", wide))
-                self.slots[name, offset] = slot
+            slot = self.slot(name, offset, kind)
             width, most = TYPE_BYTES[kind], TYPE_BYTES[self.flat.registers[slot.index][1]]
             # The low bytes of what was written: a bool is written as 32 bits and read as 8.
             narrowed = load and width < most and not kind.startswith("f")
@@ -213,10 +229,14 @@ def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) ->
     return type(operand)(*(_map(value, register, names) for value in vars(operand).values()))
 
 
-def _unknown(module: syntax.Module, ins: Instruction, what: str) -> UnknownInstruction:
+def _unknown(
+    module: syntax.Module,
+    ins: Instruction,
+    what: str,
+    way_out: str = "let the compiler inline the function (__forceinline__): calls are inlined",
+) -> UnknownInstruction:
     problem = f"{what} is not supported"
     line = module.text.count("\n", 0, ins.position) + 1
     where = f"PTX line {line}, .loc line {ins.line[1]}"
     numbers = " ".join(module.text[ins.position : ins.end].split())
-    way_out = "let the compiler inline the function (__forceinline__): calls are inlined"
     return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)

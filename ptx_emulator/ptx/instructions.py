@@ -105,6 +105,12 @@ def may_access_between_threads(ins: Instruction) -> bool:
     return opcode_of(ins).accesses is not None and private.isdisjoint(ins.mods)
 
 
+def may_read_local(ins: Instruction) -> bool:
+    """Whether it is a load from local memory, or of a generic address."""
+    others = {"global", "shared", "shared::cta", "shared::cluster", "const", "param"}
+    return ins.op == "ld" and others.isdisjoint(ins.mods)
+
+
 def registers_in(operand: Operand) -> list[int]:
     """Numbers of all registers of an operand."""
     if isinstance(operand, Reg):
@@ -162,8 +168,11 @@ class Accesses(NamedTuple):
         relaxed: loads with the order .relaxed, which acquire nothing by themselves.
         releases: strong ones that release.
         read_only: loads from global memory that nothing may write (.nc).
+        guesses: weak loads whose value a compare-and-swap compares.
         between_threads: whether one thread may read what another one writes.
-        synchronises: whether fences and strong accesses may order other accesses.
+        synchronises: whether fences may order other accesses, with strong ones or with such
+            barriers.
+        relaxed_barriers: whether there are barriers that order nothing without a fence.
     """
 
     shared_vector: int
@@ -173,8 +182,10 @@ class Accesses(NamedTuple):
     relaxed: frozenset[int]
     releases: frozenset[int]
     read_only: frozenset[int]
+    guesses: frozenset[int]
     between_threads: bool
     synchronises: bool
+    relaxed_barriers: bool
 
 
 def find_accesses(code: list[Instruction]) -> Accesses:
@@ -190,9 +201,34 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     relaxed = those(lambda ins: ins.op == "ld" and "relaxed" in ins.mods) & strong
     releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
     read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
+    guesses = _compared(code) - strong - read_only
     between_threads = any(may_access_between_threads(ins) for ins in code)
     fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
-    orders = fences and bool(strong)
+    barriers = any(is_barrier(ins) and "relaxed" in ins.mods for ins in code)
+    orders = fences and (bool(strong) or barriers)
     sizes = (shared, device)
-    orders_of = (strong, volatile, relaxed, releases, read_only)
-    return Accesses(*sizes, *orders_of, between_threads, orders)
+    orders_of = (strong, volatile, relaxed, releases, read_only, guesses)
+    return Accesses(*sizes, *orders_of, between_threads, orders, barriers)
+
+
+def _compared(code: list[Instruction]) -> frozenset[int]:
+    """The loads whose value, moved at most, is what an atom.cas expects to find."""
+    expected = [o for ins in code if "cas" in ins.mods for o in ins.operands[2:3]]
+    todo = [register for operand in expected for register in registers_in(operand)]
+    if not todo:
+        return frozenset()
+    made: dict[int, list[int]] = {}
+    for pc, ins in enumerate(code):
+        if ins.op in ("ld", "mov") and ins.operands:
+            for register in registers_in(ins.operands[0]):
+                made.setdefault(register, []).append(pc)
+    found, seen = set(), set[int]()
+    while todo:
+        register = todo.pop()
+        for pc in made.get(register, ()) if register not in seen else ():
+            if code[pc].op == "mov":
+                todo += [r for operand in code[pc].operands[1:] for r in registers_in(operand)]
+            else:
+                found.add(pc)
+        seen.add(register)
+    return frozenset(found)

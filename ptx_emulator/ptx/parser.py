@@ -9,17 +9,19 @@ import re
 from collections import ChainMap
 from dataclasses import dataclass
 
-from ptx_emulator.errors import PtxSyntaxError
+from ptx_emulator.errors import PtxSyntaxError, UnknownInstruction
 from ptx_emulator.ptx import syntax
 from ptx_emulator.ptx.lexer import WARP_SIZE, Cursor
 from ptx_emulator.ptx.syntax import Instruction, Operand, Reg, Sym, Variable
 
 _LINKAGE = {".visible", ".weak", ".extern", ".common"}
 _SPACES = {".shared", ".global", ".const", ".local", ".param", ".tex"}
+_PART = re.compile(r"^%\w+\.(?:b[0-3]|h[01])$")  # of an operand of a video instruction
 _SPECIAL = re.compile(
     r"%(tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock_hi|clock64"
     r"|globaltimer|globaltimer_lo|globaltimer_hi|lanemask_(?:eq|lt|le|gt|ge)|dynamic_smem_size"
-    r"|total_smem_size|aggr_smem_size|n?cluster\w*|is_explicit_cluster|envreg\d+|pm\d+\w*)"
+    r"|total_smem_size|aggr_smem_size|n?cluster\w*|is_explicit_cluster|envreg\d+|pm\d+\w*"
+    r"|reserved_smem_offset_\w+|current_graph_exec)"
     r"(?:\.[xyzw])?$"
 )
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
@@ -391,5 +393,9 @@ class _Parser(Cursor):
         what = f"{forward.name!r} is neither a register, a variable, a label nor a function"
         where = f"line {line} of the PTX, .loc line {ins.line[1]}"
         numbers = self.text[ins.position : ins.end].strip()
+        if _PART.search(forward.name):
+            what = f"the emulator does not support {ins.name}: a part of a register"
+            way_out = "take the part by bfe, prmt or cvt first"
+            raise UnknownInstruction(what, where=where, numbers=numbers, way_out=way_out)
         way_out = "declare it, or check that the text is complete"
         raise PtxSyntaxError(what, where=where, numbers=numbers, way_out=way_out)

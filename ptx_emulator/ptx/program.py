@@ -98,7 +98,7 @@ class PtxProgram:
         self.repeats = find_repeats(self)
         self.failed_waits = find_failed_waits(self, find_waits(self.code))
         self.racing = self.accesses.volatile - self.repeats.polls
-        self.acquired_by_fences = self.repeats.polls | self.accesses.relaxed
+        self.acquired_by_fences = self.repeats.polls | self.accesses.relaxed | self.accesses.guesses
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
         self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
@@ -278,8 +278,8 @@ class PtxProgram:
         self.maybe_undefined = live[0]
 
     def _track_undefined(self, ragged: bool) -> None:
-        """Assigns a definedness slot to each register that may be read before it is written, or
-        that a shuffle may fill from a lane that does not take part in it.
+        """Assigns a definedness slot to each register that may be read before it is written, that
+        a shuffle may fill from a lane that does not take part in it, or a load from local memory.
 
         Values computed from such registers are tracked as well: a compiler may compute with an
         undefined value as long as the result never leaves the registers.
@@ -290,6 +290,8 @@ class PtxProgram:
             if ins.op == "shfl" and (ragged or self.constant_of(ins.operands[-1]) != ALL_LANES):
                 self.strays.add(pc)
                 tracked |= 1 << instructions.registers_in(ins.operands[0])[0]
+            if self.local_bytes and instructions.may_read_local(ins):
+                tracked |= instructions.mask_of(self.effects(ins)[0])
         changed = True
         while changed:
             changed = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ptx_emulator.ptx.program import PtxProgram
 
 # The results of these depend on more than their operands, which they use.
-_USES = frozenset(("ld", "ldu", "atom", "mbarrier", "call"))
+_USES = frozenset(("ld", "ldu", "atom", "mbarrier", "call", "vprintf"))
 _BRANCHES = frozenset(("bra", "brx"))
 
 
@@ -34,12 +34,14 @@ class Repeats(NamedTuple):
     Attributes:
         polls: volatile loads whose result decides about a way out of a loop that they are in.
         endless: waits for an mbarrier in a loop that only their result ends.
+        idle: those whose loop does nothing meanwhile that another thread could wait for.
         counted: waits in a loop that their result ends, or something else.
         ignored: waits whose result nothing uses.
     """
 
     polls: frozenset[int]
     endless: frozenset[int]
+    idle: frozenset[int]
     counted: frozenset[int]
     ignored: frozenset[int]
 
@@ -59,6 +61,7 @@ def find_repeats(program: PtxProgram) -> Repeats:
         return Repeats(*(frozenset[int]() for _ in Repeats._fields))
     decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
     repeated: set[int] = set()
+    idle: set[int] = set()
     counted: set[int] = set()
     for loop in _loops(program):
         for pc in loop.intersection(decided) - repeated:
@@ -74,6 +77,7 @@ def find_repeats(program: PtxProgram) -> Repeats:
                 found = bool(ways_out & own) and _is_fixed(program, loop, place)
             if found:
                 repeated.add(pc)
+                idle |= set() if any(_matters(code[at]) for at in loop - {pc}) else {pc}
         if len(repeated) == len(decided):
             break
     polls, endless = repeated.intersection(loads), repeated.intersection(waits)
@@ -81,7 +85,7 @@ def find_repeats(program: PtxProgram) -> Repeats:
     # Compilers copy the first turn of a loop to the place before it.
     places = {_place(code[pc]) for pc in polls}
     polls.update(pc for pc in loads if _place(code[pc]) in places)
-    return Repeats(*map(frozenset, (polls, endless, counted, ignored)))
+    return Repeats(*map(frozenset, (polls, endless, endless & idle, counted, ignored)))
 
 
 def _place(ins: Instruction) -> tuple[object, ...]:

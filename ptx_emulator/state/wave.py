@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from flashgen.shared.errors import EmulatorError
-from ptx_emulator.errors import way_out
+from ptx_emulator.errors import UninitialisedRead, way_out
 from ptx_emulator.ptx.program import PtxProgram
 from ptx_emulator.state.cohort import Cohort, SingleThreads, active, spread
 from ptx_emulator.state.memory import Array, FlatMemory, GlobalMemory
@@ -43,6 +43,16 @@ class Site(NamedTuple):
     pc: int
     row: int = 0
     lane: int | None = None
+
+
+class UnwrittenLocal(NamedTuple):
+    """A load of local memory that threads have not written: its warps, and of their lanes whether,
+    at which offset and how many bytes."""
+
+    rows: Array
+    missing: Array
+    offset: Array
+    size: int
 
 
 class Stored(NamedTuple):
@@ -172,6 +182,7 @@ class Wave:
     memory: GlobalMemory
     maps: TensorMaps
     parameters: Array
+    strong: frozenset[int]  # the strong accesses, and those that this launch takes for such
     random: random.Random | None
     steps: int
     threads: int
@@ -194,6 +205,7 @@ class Wave:
     shared: FlatMemory
     local: FlatMemory
     local_written: FlatMemory | None
+    unwritten: dict[int, UnwrittenLocal]  # by instruction, of the latest loads
     shared_base_of_row: Array
     cohorts: list[Cohort]
     stored: Stored | None = None
@@ -252,12 +264,51 @@ class Wave:
 
     # ---- places and errors
 
+    def require_defined(self, here: Execution, defined: Any) -> None:
+        """Checks that ``defined`` is true in all active lanes.
+
+        Raises:
+            UninitialisedRead: a lane reads a register that it has not written.
+        """
+        if defined.all():
+            return
+        missing = here.spread(~defined) & here.active
+        if not missing.any():
+            return
+        site = here.first(missing)
+        self.members.blame_shuffle(site)
+        self._blame_local(site)
+        what = "a register is read that was never written"
+        numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
+        way_out = "initialise the variable on every path that leads here"
+        self.fail(UninitialisedRead, what, site, numbers, way_out)
+
+    def _blame_local(self, site: Site) -> None:
+        """Raises if the undefined value that a lane uses may come from its local memory."""
+        warp = site.cohort.rows[site.row]
+        for pc, (rows, missing, offset, size) in reversed(self.unwritten.items()):
+            for row in np.flatnonzero(rows == warp).tolist():
+                if site.lane is None or not missing[row, site.lane]:
+                    continue
+                at = int(offset[row, site.lane])
+                what = "local memory is read that its thread has never written"
+                where = self.place(int(warp), site.lane, pc)
+                numbers = f"{size}-byte read at local offset {at}{self.program.local_name(at)}"
+                numbers += f"; the value is used by {self.program.describe(site.pc)}"
+                advice = "initialise every element of the array before it is read"
+                raise UninitialisedRead(what, where=where, numbers=numbers, way_out=advice)
+
     def forgives_store(self, site: Site, together: bool) -> str:
         """The end of a way out for a store that races with another one of the same value, or ''."""
         if "same_value" in self.config.allow or self.stored is None:
             return ""
         same = self.stored.repeats(site.row, site.lane, together)
         return way_out("same_value") if same else ""
+
+    def forgives_guess(self, reader: int, atomic: Any) -> str:
+        """The end of a way out for a load that races with an ``atomic``, or ''."""
+        guess = reader in self.program.accesses.guesses and atomic
+        return way_out("compare_and_swap_guess") if guess else ""
 
     def block_name(self, row: int) -> str:
         """The block of a row as its grid coordinates."""

@@ -101,6 +101,49 @@ KERNEL(overwritten_while_others_read) ARGS {
     s[T] = 0;                                                                   // BUG
     cluster_sync();
 }
+KERNEL(written_before_a_relaxed_arrival) ARGS {
+    __shared__ u s[64];
+    cluster_sync();
+    store_there(there(s + T, (rank() + 1) % blocks()), in[blockIdx.x * 64 + T]); // BUG
+    FIX(asm volatile("fence.acq_rel.cluster;" ::: "memory");)
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_wait();
+    out[blockIdx.x * 64 + T] = s[63 - T];                                       // BUG
+    cluster_sync();
+}
+KERNEL(overwritten_after_a_relaxed_arrival) ARGS {
+    __shared__ u s[64];
+    s[T] = in[blockIdx.x * 64 + T];
+    cluster_sync();
+    out[blockIdx.x * 64 + T] = load_there(there(s + T, (rank() + 1) % blocks())); // BUG
+    FIX(asm volatile("fence.acq_rel.cluster;" ::: "memory");)
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_wait();
+    s[T] = 0;                                                                   // BUG
+    cluster_sync();
+}
+// The fence of the initialisation releases that, and not the words of s.
+KERNEL(initialised_before_a_relaxed_arrival) ARGS {
+    __shared__ ull full;
+    if (T == 0) { init(&full, 64); FIX(fence_init();) }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_wait();
+    arrive_there(there(&full, (rank() + 1) % blocks()));                        // BUG
+    wait_cluster(&full, 0);                                                     // BUG
+    out[blockIdx.x * 64 + T] = in[blockIdx.x * 64 + T];
+    cluster_sync();
+}
+KERNEL(written_before_the_fence_of_an_initialisation) ARGS {
+    __shared__ u s[64];
+    __shared__ ull full;
+    s[T] = in[blockIdx.x * 64 + T];                                             // BUG
+    if (T == 0) { init(&full, 64); fence_init(); }
+    FIX(cluster_arrive();)
+    BUG(asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");)
+    cluster_wait();
+    out[blockIdx.x * 64 + T] = load_there(there(s + 63 - T, (rank() + 1) % blocks())); // BUG
+    cluster_sync();
+}
 // Rank 1 fills rank 0's buffer again and again; mbarriers of both ranks pass it to and fro.
 KERNEL(remote_pipeline) ARGS {
     __shared__ u s[64];
@@ -127,6 +170,22 @@ KERNEL(asynchronous_stores, RaceError|UninitialisedRead) ARGS {
     cluster_sync();
     u other = (rank() + 1) % blocks();
     store_async(there(s + T, other), in[blockIdx.x * 64 + T], there(&full, other)); // BUG
+    FIX(wait_cluster(&full, 0);)
+    out[blockIdx.x * 64 + T] = s[63 - T];                                       // BUG
+    BUG(wait_cluster(&full, 0);)
+    cluster_sync();
+}
+KERNEL(asynchronous_additions, RaceError) ARGS {
+    __shared__ u s[64];
+    __shared__ ull full;
+    s[T] = 1;                                                                   // BUG
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 512); }
+    cluster_sync();
+    u other = (rank() + 1) % blocks();
+    for (int i = 0; i < 2; ++i)
+        asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes"
+                     ".add.u32 [%0], %1, [%2];" :: "r"(there(s + T, other)),    // BUG
+                     "r"(in[blockIdx.x * 64 + T]), "r"(there(&full, other)) : "memory");
     FIX(wait_cluster(&full, 0);)
     out[blockIdx.x * 64 + T] = s[63 - T];                                       // BUG
     BUG(wait_cluster(&full, 0);)
@@ -192,10 +251,13 @@ def wanted(kernel: str, size: int, grid: int) -> Array:
     rows = VALUES.reshape(-1, 64)[:grid]
     block = np.arange(grid)
     neighbour = block // size * size + (block + 1) % size
-    if kernel in ("reads_its_neighbour", "generic_addresses"):
+    reversed_rows = ("reads_its_neighbour", "generic_addresses")
+    if kernel in (*reversed_rows, "written_before_the_fence_of_an_initialisation"):
         return rows[neighbour, ::-1]
-    if kernel == "overwritten_while_others_read":
+    if kernel in ("overwritten_while_others_read", "overwritten_after_a_relaxed_arrival"):
         return rows[neighbour]
+    if kernel == "initialised_before_a_relaxed_arrival":
+        return rows
     if kernel == "histogram_in_one_block":
         sums = rows.reshape(-1, size, 64).sum(axis=1, dtype=np.uint32)
         return np.where(block[:, None] % size == 0, sums[block // size], 0)
@@ -203,7 +265,9 @@ def wanted(kernel: str, size: int, grid: int) -> Array:
         return np.where(block[:, None] % size, rows[block // size * size], 0)
     if kernel == "remote_pipeline":
         return rows[:4, ::-1]
-    if kernel == "asynchronous_stores":
+    if kernel == "asynchronous_additions":
+        return 1 + 2 * rows[block // size * size + (block - 1) % size, ::-1]
+    if kernel in ("asynchronous_stores", "written_before_a_relaxed_arrival"):
         return rows[block // size * size + (block - 1) % size, ::-1]
     tiles = VALUES.reshape(-1, 256)
     if kernel == "multicast":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from ptx_emulator.errors import UninitialisedRead, UnknownInstruction
+from flashgen.shared.errors import EmulatorError
+from ptx_emulator.errors import Misaligned, UninitialisedRead, UnknownInstruction
 from ptx_emulator.ptx.flatten import flatten
 from ptx_emulator.ptx.parser import parse
 from tests.ptx_emulator.test_conformance import Array, compiled, probe, run, run_ptx
@@ -300,8 +302,9 @@ def test_all_calls_of_a_function_have_the_same_registers() -> None:
 
 
 def test_recursion_is_refused_by_name() -> None:
-    with pytest.raises(UnknownInstruction, match="recursive"):
+    with pytest.raises(UnknownInstruction, match="recursive") as caught:
         run(CUDA, "recursion", (1,), (64,), VALUES[:64], np.zeros(64, np.int32))
+    assert "as a loop" in caught.value.way_out
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -379,14 +382,18 @@ def test_a_parameter_is_read_narrower_than_it_was_written(kind: str, want: int) 
     assert out.tolist() == [want]
 
 
+@pytest.mark.parametrize("space", [".local", ""])
 @pytest.mark.parametrize("element", [0, 1])
-def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(element: int) -> None:
+def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(
+    element: int, space: str
+) -> None:
     """As compilers store an array that the program has set in part; the rest must not be read."""
     ptx = f""".visible .entry k(.param .u64 out) {{ .local .align 4 .b8 a[4];
-            .reg .b16 %h<3>; .reg .b32 %t; .reg .b64 %p; .reg .pred %q;
+            .reg .b16 %h<3>; .reg .b32 %t; .reg .b64 %p, %a; .reg .pred %q;
             ld.param.u64 %p, [out]; mov.u32 %t, %tid.x; setp.eq.u32 %q, %t, 99;
+            mov.u64 %a, a; {"" if space else "cvta.local.u64 %a, %a;"}
             mov.u16 %h0, 7; @%q mov.u16 %h1, 8;
-            st.local.v2.u8 [a], {{%h0, %h1}}; ld.local.u8 %h2, [a+{element}];
+            st{space}.v2.u8 [%a], {{%h0, %h1}}; ld.local.u8 %h2, [a+{element}];
             cvt.u32.u16 %t, %h2; st.global.u32 [%p], %t; ret; }}"""
     out = np.zeros(1, np.uint32)
     if element:
@@ -395,6 +402,30 @@ def test_a_vector_of_which_a_part_is_set_is_stored_to_local_memory(element: int)
     else:
         run_ptx(ptx, "k", 1, 1, out)
         assert out.tolist() == [7]
+
+
+STORE = """.visible .entry k(.param .u64 out) { .local .align 16 .b8 a[16];
+    .shared .align 16 .b8 s[16]; .reg .b32 %t, %u; .reg .b64 %p; .reg .pred %q; mov.u32 %t, %tid.x;
+    setp.eq.u32 %q, %t, 99; @%q mov.u32 %u, 8; mov.u64 %p, NAME; cvta.SPACE.u64 %p, %p;
+    st.v2.u32 [%p+AT], {%t, %u}; ret; }"""
+
+
+@pytest.mark.parametrize(
+    ("space", "at", "error"),
+    [
+        ("local", 8, None),
+        ("local", 4, Misaligned),
+        ("shared", 8, UninitialisedRead),
+        ("shared", 4, Misaligned),
+    ],
+)
+def test_only_local_memory_holds_what_nothing_has_written(
+    space: str, at: int, error: type[EmulatorError] | None
+) -> None:
+    text = STORE.replace("NAME", space[0] if space == "shared" else "a")
+    text = text.replace("SPACE", space).replace("AT", str(at))
+    with pytest.raises(error) if error else nullcontext():
+        run_ptx(text, "k", 1, 1, np.zeros(1, np.uint32))
 
 
 @pytest.mark.parametrize("space", [".local", ""])

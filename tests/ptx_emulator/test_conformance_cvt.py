@@ -326,6 +326,14 @@ def test_cvt_from_float16_to_bfloat16_rounds_in_the_named_mode(mode: str) -> Non
     agree(got.view(ml_dtypes.bfloat16), np.array(want, np.uint16).view(ml_dtypes.bfloat16), given)
 
 
+@pytest.mark.parametrize("rounding", ["rna", "rn", "rz"])
+def test_cvt_satfinite_gives_the_largest_finite_tf32(rounding: str) -> None:
+    largest = np.uint32(0x7F7FE000).view(np.float32)
+    given = np.array([np.inf, -np.inf, 3.4028235e38, -3.4028235e38, largest, 1.5], np.float32)
+    got = probe(f"cvt.{rounding}.satfinite.tf32.f32 %d, %a;", "f4", given)
+    assert got.tolist() == [largest, -largest, largest, -largest, largest, 1.5]
+
+
 @pytest.mark.parametrize("name", ["f16", "bf16"])
 def test_cvt_satfinite_gives_the_largest_finite_number(name: str) -> None:
     given = np.array([1.5, 1e5, -1e5, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan], np.float32)

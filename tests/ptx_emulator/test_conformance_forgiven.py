@@ -11,6 +11,7 @@ import pytest
 
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator import FORGIVEN, LaunchArguments, TensorMap, launch, severity
+from ptx_emulator.errors import RaceError
 from tests.ptx_emulator.test_conformance import Array
 from tests.ptx_emulator.test_conformance_planted import SEEDS
 from tests.support.hopper_ptx import PREAMBLE
@@ -45,6 +46,21 @@ extern "C" __global__ void barrier_left_incomplete ARGS {
         out[T] = i + 1;
         asm volatile("bar.arrive %0, 64;" :: "r"(1 - T / 32) : "memory");
     }
+}
+// The loop of CUDA's programming guide for an atomic that the hardware does not have.
+__device__ __forceinline__ void add_by_swaps(u* sum, u more) {
+    u found = *sum, expected;
+    do { expected = found; found = atomicCAS(sum, expected, expected + more); }
+    while (found != expected);
+}
+extern "C" __global__ void compare_and_swap_guess ARGS {
+    __shared__ u sum;
+    if (T == 0) sum = 0;
+    __syncthreads();
+    add_by_swaps(&sum, T);
+    add_by_swaps((u*)out + 128, 3);
+    __syncthreads();
+    out[T] = sum;
 }
 extern "C" __global__ void cp_async_proxy ARGS {
     __shared__ __align__(128) uint4 a[128], b[16];
@@ -145,6 +161,8 @@ def wanted(kernel: str) -> Array:
         out[:128] = floats[np.arange(128) ^ 1]
     elif kernel == "barrier_left_incomplete":
         out[:64] = 2
+    elif kernel == "compare_and_swap_guess":
+        out[:128], out.view(np.uint32)[128] = 127 * 128 // 2, 3 * 128
     elif kernel == "mbarrier_reinit":
         out[:128] = 3
     elif kernel == "same_value":
@@ -201,6 +219,33 @@ def test_different_values_are_a_race_whatever_is_allowed(seed: int | None) -> No
         with pytest.raises(EmulatorError, match="race") as caught:
             launch(compile_ptx(source), "k", 1, 128, args, order_seed=seed, strict=strict)
         assert severity(caught.value) == "error"
+
+
+def test_a_store_of_what_fresh_memory_holds_initialises_it_where_same_values_are_allowed() -> None:
+    source = 'extern "C" __global__ void k(int* out) { __shared__ int s[64]; s[threadIdx.x] = 0;'
+    source += " __syncthreads(); out[threadIdx.x] = s[63 - threadIdx.x] + 1; }"
+    out = np.zeros(64, np.int32)
+    launch(compile_ptx(source), "k", 1, 64, [out], allow=("same_value",))
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("where", ["shared", "global"])
+def test_only_the_plain_load_before_compare_and_swap_is_a_guess(where: str) -> None:
+    """The finding has its name in both spaces; a plain store that meets the swaps has none."""
+    source = 'extern "C" __global__ void k(int* out, int store) {'
+    source += " __shared__ int s; int* p = SPACE; if (threadIdx.x == 0) *p = 0; __syncthreads();"
+    source += " if (store && threadIdx.x == 127) *p = 5;"
+    source += " int found = *p, old; do { old = found; found = atomicCAS(p, old, old + 1); }"
+    source += " while (found != old); __syncthreads(); if (!threadIdx.x) out[1] = *p; }"
+    source = source.replace("SPACE", "&s" if where == "shared" else "out")
+    out, guess = np.zeros(2, np.int32), ("compare_and_swap_guess",)
+    for store, allow in ((0, ()), (1, guess)):
+        args = [out, np.int32(store)]
+        with pytest.raises(RaceError) as caught:
+            launch(compile_ptx(source), "k", 1, 128, args, allow=allow)
+        assert (guess[0] in caught.value.way_out) == (not store)
+    launch(compile_ptx(source), "k", 1, 128, [out, np.int32(0)], allow=guess)
+    assert out[1] == 128
 
 
 def test_uninitialised_bytes_are_nan_so_that_results_show_them() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ptx_emulator import launch
-from ptx_emulator.errors import LaunchArguments, OutOfBounds, RaceError
+from ptx_emulator.errors import LaunchArguments, OutOfBounds, RaceError, UninitialisedRead
 from tests.ptx_emulator.test_conformance import HEADER, agree, compiled, probe, run, run_ptx
+from tests.support.nvrtc_helper import compile_ptx
 
 SEEDS = [None, 1, 2, 3]
 
@@ -325,3 +326,30 @@ def test_cp_async_is_spelled_in_many_ways(form: str) -> None:
     data, out = np.arange(128, dtype=np.uint64).reshape(64, 2), np.zeros((64, 2), np.uint64)
     run_ptx(ptx, "k", 1, 64, data, out)
     assert (out == data[:, ::-1]).all()
+
+
+PARTLY_FILLED = """
+struct Stack { int count, items[8]; };
+__device__ __noinline__ int total(Stack s, int more) {
+    int sum = 0;
+    for (int i = 0; i < s.count + more; ++i) sum += s.items[i];  // the first item that is not set
+    return sum;
+}
+extern "C" __global__ void passed(const int* in, int* out, int more) {
+    Stack s;
+    s.count = 0;
+    for (int i = 0; i < 6; ++i) if (in[threadIdx.x] >> i & 1) s.items[s.count++] = i;
+    out[threadIdx.x] = total(s, more);
+}
+"""
+
+
+def test_a_structure_that_is_set_in_part_may_be_copied_but_not_used() -> None:
+    """It is passed by value through local memory, where its copies have the same gaps."""
+    values, out = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
+    ptx = compile_ptx(PARTLY_FILLED)
+    launch(ptx, "passed", 1, 64, [values, out, np.int32(0)])
+    assert out.tolist() == [sum(i for i in range(6) if v >> i & 1) for v in range(64)]
+    with pytest.raises(UninitialisedRead, match="local memory is read") as caught:
+        launch(ptx, "passed", 1, 64, [values, out, np.int32(1)])
+    assert "the value is used by test.cu" in caught.value.numbers

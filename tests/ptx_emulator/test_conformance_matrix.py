@@ -302,3 +302,56 @@ def test_satfinite_clamps_sums_of_integers() -> None:
     for half, start in ((slice(0, 2), 2147483000), (slice(2, 4), -2147483000)):
         want = np.clip(products + start, -(2**31), 2**31 - 1)
         assert (c[:, :, half].reshape(8, 8) == want).all()
+
+
+INTEGERS = [
+    *(
+        f"m16n8k{k}.row.col.s32.{x}{bits}.{y}{bits}.s32"
+        for bits in (8, 4)
+        for k in (128 // bits, 256 // bits)
+        for x in "su"
+        for y in "su"
+    ),
+    "m8n8k16.row.col.s32.s8.u8.s32",
+    "m8n8k32.row.col.s32.u4.s4.s32",
+    *(
+        f"{shape}.row.col.s32.b1.b1.s32.{logic}.popc"
+        for logic in ("xor", "and")
+        for shape in ("m8n8k128", "m16n8k128", "m16n8k256")
+    ),
+]
+
+
+def packed_rows(rows: Array, bits: int) -> Array:
+    """Registers (rows / 8, chunks of k, 32 lanes) of elements that run along k."""
+    each = 32 // bits
+    places = (bits * np.arange(each)).astype(np.uint64)
+    elements = rows.astype(np.int64).view(np.uint64) & np.uint64((1 << bits) - 1)
+    words = (elements.reshape(len(rows), -1, each) << places).sum(axis=2).astype(np.uint32)
+    chunks = words.reshape(-1, 8, words.shape[1] // 4, 4).transpose(0, 2, 1, 3)
+    return chunks.reshape(len(rows) // 8, -1, 32)
+
+
+@pytest.mark.parametrize("form", INTEGERS)
+def test_mma_of_integers_is_exact(form: str) -> None:
+    """In the layouts of the ISA: a register has neighbours along k, of row or column G."""
+    shape, _, _, _, kind_a, kind_b, *_ = form.split(".")
+    m, k = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
+    bits = int(kind_a[1:])
+    rng = np.random.default_rng(9)
+
+    def drawn(kind: str, rows: int) -> Array:
+        low, high = (-(1 << bits - 1), 1 << bits - 1) if kind[0] == "s" else (0, 1 << bits)
+        return rng.integers(low, high, (rows, k))
+
+    a, b, c = drawn(kind_a, m), drawn(kind_b, 8), rng.integers(-(2**31), 2**31, (m, 8))
+    to_a = packed_rows(a, bits).transpose(1, 0, 2).reshape(-1, 32)
+    pairs = c.astype(np.int32).reshape(m // 8, 32, 2).transpose(1, 0, 2).reshape(32, -1)
+    words = [np.ascontiguousarray(to_a.T), np.ascontiguousarray(packed_rows(b, bits)[0].T), pairs]
+    words = [w.view(np.uint32).copy() for w in words]
+    text = mma_text(f"mma.sync.aligned.{form}", *(w.shape[1] for w in words), 1)
+    run_ptx(text, "k", 1, 32, *words)
+    got = words[2].view(np.int32).reshape(32, m // 8, 2).transpose(1, 0, 2).reshape(m, 8)
+    differ = (a[:, None] != b).sum(axis=2)
+    want = differ if "xor" in form else a @ b.T
+    assert (got == (want + c).astype(np.int32)).all()

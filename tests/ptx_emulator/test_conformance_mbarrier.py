@@ -98,6 +98,23 @@ KERNEL(polling_for_a_copy)(const int* in, int* out) {
     out[blockIdx.x * 128 + T] = s[31 - T];
 }
 KERNEL(polls_for_ever)(int* out) { START(2); arrive(b); while (!test(b, 1) || !test(b, 0)) {} }
+KERNEL(one_never_arrives)(int* out) { START(2); if (T) arrive(b); while (!test(b, 0)) {} }
+__device__ __forceinline__ bool tries(ull* b, u parity) {
+    u done;
+    asm volatile("{ .reg .pred P; mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;"
+                 " selp.u32 %0, 1, 0, P; }" : "=r"(done) : "r"(SM(b)), "r"(parity) : "memory");
+    return done;
+}
+KERNEL(works_while_it_waits)(const int* in, int* out) {   // what it does, the other warp waits for
+    __shared__ ull b[2];
+    if (T == 0) { init(b, 1); init(b + 1, 1); }
+    __syncthreads();
+    if (T == 0) {
+        int turns = 0;
+        while (in[0] ? !tries(b, 0) : !test(b, 0)) if (++turns == 3) arrive(b + 1);
+        out[blockIdx.x * 128] = turns;
+    } else if (T == 32) { wait(b + 1, 0); arrive(b); }
+}
 KERNEL(lanes)(const int* in, int* out) {              // lanes of a warp wait for several barriers
     __shared__ ull b[4];
     __shared__ int s[4];
@@ -239,6 +256,19 @@ def test_a_warp_may_poll(kernel: str, factor: int, block: int, seed: int | None)
 def test_polling_for_what_never_comes_is_stopped() -> None:
     with pytest.raises(StepLimit):
         launch(hopper_ptx(CUDA), "polls_for_ever", 1, 1, [None], step_limit=1500)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_loop_that_tests_a_phase_which_cannot_complete_is_a_deadlock(seed: int | None) -> None:
+    with pytest.raises(DeadlockError, match="phase 0: 1 of 2 arrivals pending"):
+        launch(hopper_ptx(CUDA), "one_never_arrives", 1, 2, [None], order_seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("tries", [0, 1])
+def test_a_warp_may_work_while_it_waits(tries: int, seed: int | None) -> None:
+    out = launched("works_while_it_waits", 64, np.array([tries], np.int32), seed=seed)
+    assert (out[:, 0] >= 3).all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -32,12 +32,21 @@ WORDS = np.arange(64, dtype=np.uint32)
         ("add.sideways.u32 %d, %a, %a;", "add.sideways.u32"),
         ("cvt.rn.e4m3x2.f32 %d, %a, %a;", "e4m3x2"),
         ("vadd4.u32.u32.u32 %d, %a, %a, %a;", "vadd4"),
+        ("vadd.s32.u32.s32 %d, %a.b1, %a.h1;", "vadd.s32.u32.s32: a part of a register"),
         ("vabsdiff4.s32.s32.s32 %d, %a, %a, %a;", "vabsdiff4.s32.s32.s32: with these operands"),
         ("vabsdiff4.u32.u32.u32.sat %d, %a, %a, %a;", "sat: the modifier .sat"),
         ("vset.u32.u32.ne %d, %a, %a;", "vset"),
+        (
+            ".reg .b128 q; red.global.v4.f32.add [%at_a], q;",
+            "red.global.v4.f32.add: a vector whose length differs from its modifier",
+        ),
+        (
+            ".reg .b128 q; .reg .b64 r; mov.b64 r, 0; mov.b128 q, {r, r}; cvt.u32.u64 %d, q;",
+            "cvt.u32.u64: a part of a register of 128 bits",
+        ),
         ("multimem.red.global.add.u32 [%at_a], %a;", "multimem"),
         ("mma.sync.aligned.m8n8k128.row.col.s32.b1.b1.s32.xor.popc {%d}, {%a}, {%a}, {%a};", "b1"),
-        ("mma.sync.aligned.m8n8k32.row.col.s32.s4.s4.s32 {%d, %d}, {%a}, {%a}, {%a, %a};", "s4"),
+        ("mma.sync.aligned.m8n8k16.row.col.s32.s4.s4.s32 {%d, %d}, {%a}, {%a}, {%a, %a};", "s4"),
         (
             "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%d, %d}, {%a, %a}, {%a, %a}, "
             "{%a, %a}, %a, 0x0;",
@@ -155,6 +164,13 @@ def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(ref
     else:
         launch(text, "k", 1, 32, [out, 7], allow=("same_value",))
         assert out[0] == 7
+
+
+def test_a_function_that_is_not_called_may_have_special_registers_that_are_refused() -> None:
+    unused = ".func unused() { .reg .b32 %r; mov.u32 %r, %reserved_smem_offset_1; ret; }"
+    out = np.zeros(1, np.uint32)
+    launch(f".version 8.8\n.target sm_90\n.address_size 64\n{unused}\n{PLAIN}", "k", 1, 1, [out, 7])
+    assert out[0] == 7
 
 
 @pytest.mark.parametrize(

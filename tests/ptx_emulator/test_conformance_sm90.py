@@ -160,7 +160,8 @@ KERNEL(64, lone_cluster) {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     out[64 * i + T] = s[63 - T] + 1000 * (count + rank + of);
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+    asm volatile("fence.acq_rel.cluster;\nbarrier.cluster.arrive.relaxed;\n"
+                 "barrier.cluster.wait;" ::: "memory");
   }
 }
 KERNEL(64, arrives_only) {

@@ -9,7 +9,11 @@ import functools
 def compile_ptx(
     source: str, arch: str = "sm_80", options: tuple[str, ...] = (), program: str = "test.cu"
 ) -> str:
-    """PTX of header-free CUDA C++, always with -lineinfo."""
+    """PTX of header-free CUDA C++, always with -lineinfo.
+
+    Not with -G: after it NVRTC 13.5 optimises every later program of the process less, so that
+    kernels spill.
+    """
     from cuda.bindings import nvrtc
 
     def check(code: object) -> None:

@@ -20,6 +20,8 @@ KINDS: dict[str, Any] = {
     "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
+    "s8": np.int8,
+    "u8": np.uint8,
 }
 MODE = {16: 0, 128: 1, 64: 2, 32: 3}  # the descriptor's code by the width of the swizzle
 
@@ -59,13 +61,15 @@ def issue(
     sums: str = "f32",
     fragments: bool = False,
     flags: tuple[int, ...] = (1, 1, 0, 0),
+    saturates: bool = False,
 ) -> str:
     """A device function ``name(d, a, b, adds)`` around one wgmma.mma_async; a, b: descriptors.
 
     With ``fragments`` A is an array of four registers. ``flags``: signs, then transpositions.
     """
     depth = 32 // np.dtype(KINDS[kinds[0]]).itemsize
-    count = columns // (2 if sums == "f32" else 4)
+    clamp = "satfinite." if saturates else ""
+    count = columns // (4 if sums == "f16" else 2)
     type_, letter = ("float", "f") if sums == "f32" else ("u32", "r")
     to = ", ".join(f"%{i}" for i in range(count))
     a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}" if fragments else f"%{count}"
@@ -77,7 +81,7 @@ def issue(
     return f"""
 __device__ __forceinline__ void {name}({type_} (&d)[{count}], {given}, u64 b, int adds) {{
   asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{b + 1}, 0;\\n"
-    "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds[0]}.{kinds[1]} "
+    "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{clamp}{sums}.{kinds[0]}.{kinds[1]} "
     "{{{to}}}, {a}, %{b}, p{ends}; }}"
     : {outs} : {ins}, "l"(b), "r"(adds) : "memory");
 }}
@@ -90,9 +94,9 @@ def gemm(name: str, columns: int, **form: Any) -> str:
     Arguments: images of A and B and their bytes, D, descriptors of A and B for each step, steps. D
     gets the registers of each thread one after the other.
     """
-    half = form.get("sums") == "f16"
-    count = columns // (4 if half else 2)
-    type_ = "u32" if half else "float"
+    sums = form.get("sums", "f32")
+    count = columns // (4 if sums == "f16" else 2)
+    type_ = "float" if sums == "f32" else "u32"
     return f"""
 {issue("mma_" + name, columns, **form)}
 extern "C" __global__ void __launch_bounds__(128)
