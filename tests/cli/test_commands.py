@@ -99,6 +99,8 @@ def test_inspect_shows_each_stage(windowed):
         ".visible .entry windowed_forward_fp16_d16" in flashgen("inspect", windowed, "--ptx").stdout
     )
     assert "struct Params" in flashgen("inspect", windowed, "--cuda").stdout
+    small = rows(flashgen("inspect", windowed, "--sram", "2000").stdout)
+    assert small["tile"] == "block_q 16 x block_k 16, 1 warp"
     assert "registers" in flashgen("inspect", windowed, "--log").stdout
 
 

@@ -18,6 +18,7 @@ from flashgen.shared.errors import RenderError
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.score import analyse_score
 from flashgen.spec.analysis.sharing import share
+from flashgen.spec.language.bit_functions import ShiftLeft, ShiftRight
 from flashgen.spec.language.float_functions import Exp, Log2, Tanh
 from flashgen.spec.language.symbols import HEADS, K_HI, K_LO, Q_HI, Q_LO, SCORE, H, K, Q
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum
@@ -164,6 +165,18 @@ def test_what_may_overflow_is_computed_in_64_bits(expr: Any, text: str, kind: st
 def test_integer_products_in_a_float_are_formed_in_float() -> None:
     assert printed(SCORE + Q * K) == "score + float(k) * float(q)"
     assert printed(SCORE * LIMIT**2) == "square(float(limit)) * score"
+
+
+def test_shifts_of_wide_integers_in_a_float_are_formed_in_integers() -> None:
+    by = Maximum(0, Minimum(K, 31))
+    assert (
+        printed(SCORE + ShiftRight(Q * K, by))
+        == "score + float((int64(k) * q) >> max(0, min(31, k)))"
+    )
+    assert (
+        printed(SCORE + ShiftLeft(5 * (Q - K), by))
+        == "score + float(shifted_left(int64(5 * q) - 5 * k, max(0, min(31, k))))"
+    )
 
 
 # Floats.

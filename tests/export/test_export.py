@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,18 @@ def test_requests_that_do_not_suit_a_spec_are_refused(tmp_path: Path) -> None:
             export(request, tmp_path / "refused")
         assert caught.value.way_out
         assert not (tmp_path / "refused").exists()
+
+
+def test_a_table_of_a_layout_that_no_machine_would_finish_is_refused_before_the_work() -> None:
+    def never(i: int, j: int) -> bool:
+        return False
+
+    for sizes in ((16, 16), (1, 5), (1, 2**28), (96, 7)):
+        spec = spec_of("causal").replace(block_sparse=fg.BlockSparse(never, *sizes))
+        with pytest.raises(InputError, match="too large for an export") as caught:
+            ExportRequest(spec=spec, archs=("sm_80",), positions=99_999_999_999)
+        (most,) = re.findall(r"--positions (\d+)", caught.value.way_out)
+        ExportRequest(spec=spec, archs=("sm_80",), positions=int(most))
 
 
 def test_calls_inside_of_the_narrow_ranges_stay_within_int32() -> None:

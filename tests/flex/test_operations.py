@@ -120,6 +120,7 @@ SCORES: dict[str, Callable] = {
     "cat of tensors": lambda s, b, h, q, k: s + torch.cat([square, square.T], -1)[q, k - SIZE],
     "cat beside nothing": lambda s, b, h, q, k: s + torch.cat([table[:0], table])[k],
     "block_diag": lambda s, b, h, q, k: s + torch.block_diag(table[None], table[None])[q % 2, k],
+    "element as an integer": lambda s, b, h, q, k: s + table[k].int() + table[q].trunc(),
     "element": lambda s, b, h, q, k: s + table[q] * factor + small[k],
     "elements": lambda s, b, h, q, k: s + square[q, k] + square[k][q] + square[2, k],
     "element of element": lambda s, b, h, q, k: s + table[ids[q]] + table[ids[k] + 1],
@@ -187,6 +188,20 @@ SCORES: dict[str, Callable] = {
     ),
     "in place of several": lambda s, b, h, q, k: (square[q] * 2).add_(table).clamp_(min=0)[k],
     "before it is changed": lambda s, b, h, q, k: changed_later(square[q] * 2)[k],
+    "place among all": lambda s, b, h, q, k: (
+        (square[:2, :3] * s).argmax(keepdim=True)[0, 0] + s.argmin() + s.argmax(-1, keepdim=True)
+    ),
+    "any of one": lambda s, b, h, q, k: s.any() * 2 + k.any() + table[k][None].all(0).int(),
+    "any of uint8": lambda s, b, h, q, k: (
+        s + ~torch.any(torch.stack([bytes_[q], bytes_[k]])) + ~bytes_.all()
+    ),
+    "any over no dimension": lambda s, b, h, q, k: s + torch.any(square[q], dim=[])[k],
+    "reductions to another dtype": lambda s, b, h, q, k: (
+        square[q].sum(dtype=torch.int64)
+        + torch.stack([s, s * 2]).prod(dtype=torch.int32)
+        + torch.stack([q * 100, k * 100]).sum(dtype=torch.int8)
+        + torch.stack([q, k]).sum(dtype=torch.bool)
+    ),
     # Minus infinity.
     "functions of minus infinity": lambda s, b, h, q, k: (
         torch.exp(without_past(s, q, k)) + 3 * torch.tanh(without_past(s, q, k) / 3)
@@ -202,6 +217,14 @@ SCORES: dict[str, Callable] = {
         torch.isneginf(without_past(s, q, k)) + torch.isinf(without_past(s, k, q)) * 2
     ),
     "nan_to_num": lambda s, b, h, q, k: torch.nan_to_num(without_past(s, q, k), neginf=-4.0),
+    "difference of minus infinities": lambda s, b, h, q, k: (
+        (without_past(s, q, k) - without_past(s, k, q)).square()
+        + torch.sub(without_past(s, q, k), without_past(s, q, k), alpha=2).exp()
+    ),
+    "lengths to infinity": lambda s, b, h, q, k: (
+        torch.hypot(without_past(s, q, k), without_past(s, k, q)) + torch.hypot(odd[1:3], odd[1])[0]
+    ),
+    "asinh of minus infinity": lambda s, b, h, q, k: torch.asinh(without_past(s, q, k)),
     "logaddexp": lambda s, b, h, q, k: torch.logaddexp(without_past(s, q, k), s),
     # Integers as bits.
     "bits": lambda s, b, h, q, k: (q & 5) + ((q - k) & 6) + (k | 4) + (q ^ 3) + ~k,
@@ -305,6 +328,7 @@ def test_scores(name: str) -> None:
         expected(SCORES[name], "score"),
         rtol=3e-3 if name == "half" else 2e-5,
         atol=2e-5,
+        equal_nan=True,
     )
 
 
@@ -374,6 +398,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "a part that is written": (
         lambda s, b, h, q, k: s + F.pad(table, (1, 1))[q],
         "torch.constant_pad_nd cannot be expressed",
+    ),
+    "bits of another dtype": (
+        lambda s, b, h, q, k: s + table.view(torch.int32)[k],
+        "does not read the bits",
     ),
     "a shape that changes": (lambda s, b, h, q, k: s.clone().unsqueeze_(0)[0], "unsqueeze_"),
     "write": (lambda s, b, h, q, k: table.add_(1)[q], "writes into a tensor: torch.add_"),

@@ -105,6 +105,29 @@ def test_a_probability_of_0_needs_no_graph_of_its_own(first):
     assert counter.frame_count == 1
 
 
+def test_a_call_without_a_probability_draws_no_numbers_in_a_graph_of_any_sizes():
+    compiled, counter = counting(lambda q, k, v: OP(q, k, v, window=9), dynamic=True)
+    tensors, before = operands(learnt=False), torch.get_rng_state()
+    torch.testing.assert_close(compiled(*tensors), OP(*tensors, window=9))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert counter.frame_count == 1
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_data_are_compared_when_the_graph_runs():
+    def chosen(q, k, v, of_k, of_v):
+        return OP(q, k[:, :, of_k.nonzero()[:, 0]], v[:, :, of_v.nonzero()[:, 0]], window=9)
+
+    compiled, counter = counting(chosen)
+    tensors, places = operands(learnt=False), torch.arange(23)
+    for of_k, of_v in ((places < 9, places > 13), (places < 12, places % 2 == 0)):
+        expected = chosen(*tensors, of_k, of_v)
+        torch.testing.assert_close(compiled(*tensors, of_k, of_v), expected)
+    with pytest.raises(InputError, match="k and v"):
+        compiled(*tensors, places < 9, places < 8)
+    assert counter.frame_count == 1
+
+
 class Layer(torch.nn.Module):
     def __init__(self, op=OP):
         super().__init__()

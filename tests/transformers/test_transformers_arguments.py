@@ -349,6 +349,8 @@ def test_chosen_keys_are_those_that_a_query_attends_to(seq_q: int, with_mask: bo
     chosen = torch.randint(19, (2, seq_q, 5), dtype=torch.int32, generator=generator)
     keep = torch.zeros(2, 1, seq_q, 19, dtype=torch.bool)
     keep[:, 0].scatter_(-1, chosen.long(), True)
+    others = torch.tensor([-1, 19], dtype=torch.int32).expand(2, seq_q, 2)  # no key's
+    chosen = torch.cat([others, chosen], -1)
     mask = make_mask(2, seq_q, 19, q_offset=9) if with_mask else None
     if with_mask:
         keep &= torch.ones(19, 19, dtype=torch.bool).tril()[9 : 9 + seq_q]

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
+from flashgen.shared.errors import InputError
 from flashgen.tools.views.tile_kinds import Kind
 from flashgen.tools.views.tile_map import TileMap
 from tests.support import flex_mods
@@ -189,6 +190,10 @@ def test_packed_sequences_have_a_grid_each() -> None:
         assert np.array_equal(found.of(b).exact_classes, exact_classes(keep))
     spec = fg.AttentionSpec(mask_mod=causal, packed=True)
     assert str(fg.visualize(spec, (1, 1, 104), tile=TILE, **given)).count("sequence") == 3
+    nothing = {name: torch.zeros(5, dtype=torch.int32) for name in given}
+    with pytest.raises(InputError, match="a sequence with queries and keys") as caught:
+        fg.visualize(spec, (1, 1, 1), tile=TILE, **nothing)
+    assert caught.value.numbers == "4 sequences, 1 heads, 1 queries, 1 keys"
 
 
 MODS = ["causal", "sliding_window", "document", "padding_of_bools", "natten", "paged", "stitched"]

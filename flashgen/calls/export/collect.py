@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ _SIZES |= {"seq_q": POSITION_LIMIT, "seq_k": POSITION_LIMIT}
 _POSITIONS = ("q", "k", "q_lo", "q_hi", "k_lo", "k_hi", "q_offset", "k_offset", "seq_q", "seq_k")
 _COUNTS = ("b", "batch", "h", "heads")
 _MOST_BITS = 30
+_MOST_BLOCKS = 2**30  # of the table of a layout that is a function
 _LEAST_BITS = 11  # of positions: threads compute some past the end of their tile
 
 Ranges = dict[str, tuple[int, int]]
@@ -72,6 +74,9 @@ class ExportRequest:
         heads_per_tile: numbers of query heads that share a tile, 1 among them.
         positions: positions up to which a block layout that is a function is tabulated.
         command: the command that makes the export.
+
+    Raises:
+        InputError: the spec cannot be exported, or the table of its layout would be too large.
     """
 
     spec: AttentionSpec
@@ -100,6 +105,21 @@ class ExportRequest:
                 numbers=f"kv_dtype {self.spec.kv_dtype!r}",
                 way_out="spec.replace(kv_dtype=None); or fg.attention(spec), which compiles it",
             )
+        sparse = self.spec.block_sparse
+        if sparse is not None and sparse.is_static:
+            rows, columns = sparse.blocks(self.positions, self.positions)
+            if rows * columns > _MOST_BLOCKS:
+                # The last block of each axis may have some of its positions alone.
+                most = math.isqrt(_MOST_BLOCKS * sparse.block_q * sparse.block_k)
+                most -= max(sparse.block_q, sparse.block_k)
+                raise InputError(
+                    "the table of this block layout is too large for an export",
+                    where="option --positions",
+                    numbers=f"{self.positions:,} positions: {rows:,} x {columns:,} blocks, a byte "
+                    f"for each; at most {_MOST_BLOCKS:,} B",
+                    way_out=f"--positions {most}, or fg.BlockSparse() without a function, "
+                    "and layout= with each call",
+                )
 
     def variants(self) -> Iterator[Variant]:
         """The spec itself, then its variants.

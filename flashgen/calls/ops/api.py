@@ -227,7 +227,7 @@ class Attention:
         split_size: int | None = None,
         return_lse: bool = False,
         return_aux: AuxRequest | None = None,
-        dropout_p: float | Tensor = 0.0,
+        dropout_p: float | Tensor = 0,  # torch.compile can make symbols of floats, also of this one
         rng: Tensor | None = None,
         backend: str | None = None,
         arch: str | None = None,
@@ -369,7 +369,7 @@ class Attention:
             and arch is None
             and deterministic is None
             and split_size is None
-            and type(dropout_p) is float
+            and type(dropout_p) in (int, float)
             and not dropout_p
         ):
             options = DEFAULT_OPTIONS  # most calls: later comparisons find the same object

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from flashgen.frontends.flex.composed_rules import RULES as COMPOSED
 from flashgen.frontends.flex.operation_results import refuse_random, refuse_value, refuse_write
 from flashgen.frontends.flex.pointwise_rules import RULES as POINTWISE
 from flashgen.frontends.flex.search_rules import RULES as SEARCHES
-from flashgen.frontends.flex.traced_array import Entry, Result, TracedArray, literal, number
+from flashgen.frontends.flex.traced_array import Entry, Result, TracedArray, literal
 from flashgen.frontends.flex.tracer import DTYPES, TracedTensor, Tracer
 from flashgen.frontends.flex.view_rules import RULES as STRUCTURE
 from flashgen.shared.errors import FlashgenError, SpecError
@@ -166,7 +166,8 @@ class _Operation:
         given = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim")
         keepdim = bool(self.args[2] if len(self.args) > 2 else self.kwargs.get("keepdim", False))
         rank = len(array.shape)
-        given = range(rank) if given is None or given == [] else given
+        if given is None or (given == [] and to.shapes[0] != array.shape):
+            given = range(rank)
         dims = {d % max(rank, 1) for d in ([given] if isinstance(given, int) else given)}
         dims &= set(range(rank))
         places = list(itertools.product(*(range(array.shape[d]) for d in sorted(dims))))
@@ -178,16 +179,21 @@ class _Operation:
                 way_out="the reduction outside of the mod, and its result as a captured tensor",
             )
         self.tracer.rigid = self.tracer.rigid or bool(dims)
+        # torch casts the elements, which dtype= may demand; any and all of uint8 are of uint8.
+        each = replace(to, dtype=torch.bool) if self.name in ("any", "all") else to
 
         def element(kept: list[Any], place: tuple[int, ...]) -> Entry:
             rest, chosen = iter(kept), iter(place)
             entry = array.at(tuple(next(chosen if d in dims else rest) for d in range(rank)))
-            return entry if to.dtype == torch.bool else Entry(number(entry.value), entry.lost)
+            return POINTWISE["_to_copy"](each, entry)
 
         def at(indices: tuple[Any, ...]) -> Entry:
             kept = [i for d, i in enumerate(indices) if not (keepdim and d in dims)]
             elements = (element(kept, place) for place in places)
-            return functools.reduce(functools.partial(rule, to), elements)
+            found = functools.reduce(functools.partial(rule, each), elements)
+            return _within(
+                DTYPES[to.dtype], found if each is to else POINTWISE["_to_copy"](to, found)
+            )
 
         return self.tracer.wrap(to.array(at))
 

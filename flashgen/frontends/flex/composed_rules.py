@@ -31,7 +31,8 @@ def _place(name: str) -> Callable[..., Tensor]:
 
     def rule(x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
         if dim is None or not x.shape:
-            x, dim = x.reshape(-1), 0
+            shape = [1] * x.dim() if keepdim else []
+            return rule(x.reshape(-1), 0).reshape(shape)
         shape = [1] * x.dim()
         shape[dim] = length = x.shape[dim]
         places = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))

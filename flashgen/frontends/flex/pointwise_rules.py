@@ -6,6 +6,7 @@ and in float32, so that only the kind of a torch dtype matters: bool, integer or
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -86,10 +87,12 @@ def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry
 
 
 def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
-    y = number(b.whole)
     if alpha is not None:
-        y = y * alpha.value
-    return Entry(number(a.value) - y, a.lost)
+        b = _multiply(to, b, alpha)
+    if b.lost is None:
+        return Entry(number(a.value) - number(b.value), a.lost)
+    # Of other terms than the minuend's, which sympy would cancel: inf - inf is NaN.
+    return Entry(number(a.whole) + where(b.lost, math.inf, -number(b.value)))
 
 
 def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
@@ -240,7 +243,7 @@ def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Tr
 def _hypotenuse(x: Traced, y: Traced) -> Traced:
     """The root of the sum of squares, of which no square leaves the range of floats."""
     least, most = fg.minimum(fg.abs(x), fg.abs(y)), fg.maximum(fg.abs(x), fg.abs(y))
-    return where(most == 0, 0.0, most * fg.sqrt(1 + (least / most) ** 2))
+    return where(least == most, 2**0.5 * most, most * fg.sqrt(1 + (least / most) ** 2))
 
 
 def _cofunction(x: Traced) -> Traced:
@@ -254,6 +257,7 @@ def _signbit(x: Traced) -> Traced:
 def _inverse_sinh(x: Traced) -> Traced:
     size = where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is 1
     found = fg.log1p(size + size * (size / (1 + _hypotenuse(size, Value(sympy.S.One)))))
+    found = where(size == math.inf, size, found)
     return where(x < 0, -found, found)
 
 

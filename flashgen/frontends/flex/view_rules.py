@@ -109,6 +109,12 @@ def _broadcast(to: Result, /, x: TracedArray, _: Any, dims: Sequence[int]) -> Tr
 
 
 def _view(to: Result, /, x: TracedArray, *_: Any, **__: Any) -> TracedArray:
+    if to.dtype != x.dtype:
+        to.tracer.refuse(
+            "a kernel does not read the bits of an element as those of another dtype",
+            numbers=f"elements of {x.dtype} as {to.dtype}",
+            way_out="tensor.view(dtype) outside of the mod, and its result as a captured tensor",
+        )
     if to.shapes[0] == x.shape:
         return x
     if x.data is None:

@@ -72,8 +72,8 @@ def attention(
         sinks: [batch or 1, heads or 1, seq_q or 1, 1], a logit for each row, as ``s_aux``.
         options: further arguments of transformers: cu_seq_lens_q and cu_seq_lens_k, int [sequences
             + 1], keep the sequences of one row apart; position_ids are checked against the mask;
-            indices, integers [batch, seq_q, any], are the keys that each query attends to; those in
-            `_UNSUPPORTED` are refused.
+            indices, integers [batch, seq_q, any], are the keys that each query attends to, of which
+            numbers that are no key's choose none; those in `_UNSUPPORTED` are refused.
 
     Returns:
         out [batch, seq_q, heads, head_dim_v], and None in place of the attention weights.
@@ -228,8 +228,10 @@ def _chosen_keys(indices: Any, sizes: tuple[int, ...]) -> Tensor:
             numbers=f"a {type(indices).__name__}{shape}, for {batch} sequences of {seq_q} queries",
             way_out='attn_implementation="eager" for this model',
         )
-    none = torch.zeros(batch, seq_q, seq_k, dtype=torch.bool, device=indices.device)
-    return none.scatter(-1, indices.long(), True)[:, None]
+    # Other numbers, as -1, choose no key: they write into a column of their own.
+    chosen = torch.where((indices < 0) | (indices >= seq_k), seq_k, indices).long()
+    none = torch.zeros(batch, seq_q, seq_k + 1, dtype=torch.bool, device=indices.device)
+    return none.scatter(-1, chosen, True)[:, None, :, :seq_k]
 
 
 def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ def _limits(
         return _join([limits(value, known, memo) for value, _ in expr.args])
     if isinstance(expr, Select):
         return _join([limits(value, known, memo) for value in expr.args[1:]])
-    if isinstance(expr, TensorRead):
+    if isinstance(expr, TensorRead) and is_int(expr):
         return expr.limits
     parts = [limits(arg, known, memo) for arg in expr.args]
     if isinstance(expr, sympy.Add):

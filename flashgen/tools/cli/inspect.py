@@ -7,7 +7,7 @@ from flashgen.kernels.pipeline import Build, build, build_backward, build_tangen
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import InspectArguments
-from flashgen.tools.cli.console import busy, facts, seconds, write
+from flashgen.tools.cli.console import busy, facts, plural, seconds, write
 from flashgen.tools.cli.inputs import arch_of, changed_spec
 
 
@@ -63,7 +63,10 @@ def _resources(kernel: Build) -> None:
             ("kernel", binary.kernel),
             ("file", binary.filename),
             ("arch", binary.arch),
-            ("tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plan.warps} warps"),
+            (
+                "tile",
+                f"block_q {plan.block_q} x block_k {plan.block_k}, {plural(plan.warps, 'warp')}",
+            ),
             ("registers", f"{used.registers} a thread"),
             ("stack", f"{used.stack_bytes:,} B"),
             ("spills", f"{used.spill_store_bytes:,} B stored, {used.spill_load_bytes:,} B loaded"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.tools.cli.arguments import ProfileArguments
-from flashgen.tools.cli.console import busy, facts, listing, say, seconds
+from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
 from flashgen.tools.cli.decoding import decoding_plan, sizes_of
 from flashgen.tools.cli.inputs import changed_spec, check_folder
 from flashgen.tools.cli.profiled import call_of, profiled_call
@@ -73,7 +73,10 @@ def show(profile: Profile, lines: int) -> None:
     facts(
         [
             ("kernel", profile.kernel),
-            ("launch", f"{profile.blocks:,} blocks of {plan.warps} warps, tile {tile}"),
+            (
+                "launch",
+                f"{plural(profile.blocks, 'block')} of {plural(plan.warps, 'warp')}, tile {tile}",
+            ),
             *_memory(profile),
             *_roofline(profile),
         ]

@@ -103,10 +103,13 @@ def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None
         every = place.pairs if known is None else known.pairs + place.pairs
         heads[key] = HeadTiles(every, found.kinds, found.kept, place)
     if not heads:
+        entries = "sequences" if call.spec.packed else "batch entries"
         raise InputError(
-            "a tile map needs at least one batch entry, head, query and key",
+            "a tile map needs a sequence with queries and keys"
+            if call.spec.packed
+            else "a tile map needs at least one batch entry, head, query and key",
             where="argument shape",
-            numbers=f"{call.problem.batch:,} batch entries, {call.problem.heads_q:,} heads, "
+            numbers=f"{call.problem.batch:,} {entries}, {call.problem.heads_q:,} heads, "
             f"{call.problem.seq_q:,} queries, {call.problem.seq_k:,} keys",
             way_out="fg.visualize(spec, (1, 1, 1024))",
         )

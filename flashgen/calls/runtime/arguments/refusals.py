@@ -219,8 +219,8 @@ def check_dense(name: str, value: torch.Tensor) -> None:
 
 def known(fact: bool | torch.SymBool) -> bool:
     """True when the fact is known to hold, for symbols too; a backed symbol gets a guard."""
-    if isinstance(fact, bool):
-        return fact
+    if isinstance(fact, bool) and not torch.compiler.is_compiling():
+        return fact  # Dynamo takes a symbol for a bool
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import
 
     return guard_or_false(fact)

@@ -21,6 +21,7 @@ from flashgen.kernels.codegen.expressions.cpp_text import (
 from flashgen.kernels.codegen.expressions.integers import IntegerPrinter
 from flashgen.kernels.codegen.expressions.predicates import JUMPS, is_of_integers
 from flashgen.shared.dtypes import FLOAT32_LEAST
+from flashgen.spec.language.bit_functions import BitFunction
 from flashgen.spec.language.float_operations import (
     AsFloat,
     FloatPower,
@@ -97,7 +98,7 @@ class FloatPrinter(IntegerPrinter):
             return self._float_power(*expr.args)
         if isinstance(expr, sympy.Piecewise | Select):
             return self._float_choice(expr)
-        if is_int(expr) and isinstance(expr, FloorDiv | FloorMod):
+        if is_int(expr) and isinstance(expr, FloorDiv | FloorMod | BitFunction):
             return self._call("float", self._int(expr)[0])
         return self._float_function(expr)
 
