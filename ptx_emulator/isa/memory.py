@@ -288,13 +288,12 @@ def store_generic(
 ) -> None:
     """Stores to the space of each address; ``written`` as in `store_local`."""
     for kind, at, part in by_space(here, address):
-        if written is None:
-            _STORES[kind](part, at, value, size)
-        elif _STORES[kind] is store_local:
+        if _STORES[kind] is store_local:
             store_local(part, at, value, size, written)
-        else:
+            continue
+        if written is not None:
             here.machine.require_defined(part, written)
-            _STORES[kind](part, at, value, size)
+        _STORES[kind](part, at, value, size)
 
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -491,7 +490,7 @@ def emit_store(g: Generator, ins: Instruction) -> None:
         register for item in items for register in registers_in(item)
     )
     if space == "local" or (space == "" and maybe_undefined):
-        emit_store_each(g, f"store_{FUNCTION[space]}", where, items, kind)
+        emit_store_each(g, FUNCTION[space], where, items, kind)
         return
     if len(items) > 1:
         value = joined(g, items, DTYPE[kind], _unsigned(size))
@@ -501,9 +500,9 @@ def emit_store(g: Generator, ins: Instruction) -> None:
 
 
 def emit_store_each(
-    g: Generator, function: str, where: str, items: tuple[Operand, ...], kind: str
+    g: Generator, space: str, where: str, items: tuple[Operand, ...], kind: str
 ) -> None:
-    """A store to what may be local memory, of each element by itself.
+    """A store to what may be local memory ("local" or "generic"), of each element by itself.
 
     Compilers store vectors of which the program has set a part. An element from a register that
     nothing has written becomes one that nothing has written, and is an error where it is read.
@@ -511,14 +510,13 @@ def emit_store_each(
     size = TYPE_BYTES[kind]
     here = g.here()  # the address is defined
     if len(items) > 1:
-        space = "local" if function == "store_local" else "generic"
         g.emit(f"check_aligned({here}, np.asarray({where}), {size * len(items)}, {space!r})")
     for place, item in enumerate(items):
         value = _bits(g, item, kind)
         written = " & ".join(sorted(set(g.defined))) or "None"
         g.defined = []
         at = f"{where} + {place * size}" if place else where
-        g.emit(f"{function}({g.here()}, {at}, {value}, {size}, {written})")
+        g.emit(f"store_{space}({g.here()}, {at}, {value}, {size}, {written})")
 
 
 def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:

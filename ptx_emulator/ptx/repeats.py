@@ -77,7 +77,8 @@ def find_repeats(program: PtxProgram) -> Repeats:
                 found = bool(ways_out & own) and _is_fixed(program, loop, place)
             if found:
                 repeated.add(pc)
-                idle |= set() if any(_matters(code[at]) for at in loop - {pc}) else {pc}
+                if not any(_matters(code[at]) for at in loop - {pc}):
+                    idle.add(pc)
         if len(repeated) == len(decided):
             break
     polls, endless = repeated.intersection(loads), repeated.intersection(waits)
