@@ -157,7 +157,7 @@ DEVICE float2 unpack(unsigned pair) {
 }
 
 // Two neighbouring elements in memory, of which the first has an even index.
-DEVICE float2 read_pair(const Element* from) { return unpack(*(const unsigned*)from); }
+DEVICE float2 read_elements(const Element* from) { return unpack(*(const unsigned*)from); }
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
@@ -274,14 +274,6 @@ DEVICE void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// D += A B, 16 x 8 x 8
-DEVICE void multiply(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
 DEVICE void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) { multiply(d, a.x, b.x); }
@@ -698,7 +690,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
       // Rows past the last one are not stored: they read the O of the last.
       const Element* const o_row = o_rows + min(row, p.seq_q - 1) * p.o_stride_n + 2 * (lane % 4);
       UNROLL for (int n = 0; n < COLUMNS; ++n) {
-        const float2 o = read_pair(o_row + 8 * n);
+        const float2 o = read_elements(o_row + 8 * n);
         const float first = fmaf(-mean, o.x, x[g][n][2 * r]);
         const float second = fmaf(-mean, o.y, x[g][n][2 * r + 1]);
         stage_pair<VECTORS_V>(smem_base, row - q_start, n, lane, first, second);

@@ -150,7 +150,7 @@ DEVICE float2 unpack(unsigned pair) {
 }
 
 // Two neighbouring elements in memory, of which the first has an even index.
-DEVICE float2 read_pair(const Element* from) { return unpack(*(const unsigned*)from); }
+DEVICE float2 read_elements(const Element* from) { return unpack(*(const unsigned*)from); }
 
 // Byte offset of a vector of a row-major tile with G vectors per row. Columns are XORed with bits
 // of the row, so that any 8 consecutive rows of one column lie in 8 different groups of 4 banks.
@@ -333,12 +333,6 @@ DEVICE void multiply_rows(float (&d)[16][4], Descriptor a, Descriptor b, bool ad
       : D8(0), D8(1), D8(2), D8(3), D8(4), D8(5), D8(6), D8(7), D8(8), D8(9), D8(10), D8(11),
         D8(12), D8(13), D8(14), D8(15)
       : "l"(a), "l"(b), "r"(int(add)) : "memory");
-}
-
-// Write and read neighbouring floats in shared memory.
-DEVICE void read_pair(float (&x)[2], unsigned address) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
 }
 
 // Round accumulators: each 16 columns become an operand A, four matrices of 8 x 8 as well.
@@ -664,7 +658,7 @@ causal_tangent_q_k_v_fp16_d64(const __grid_constant__ Params p) {
     // Rows past the last one are not stored: they read the O of the last.
     const Element* const o_row = o_rows + min(row, p.seq_q - 1) * p.o_stride_n + 2 * (lane % 4);
     UNROLL for (int n = 0; n < COLUMNS; ++n) {
-      const float2 o = read_pair(o_row + 8 * n);
+      const float2 o = read_elements(o_row + 8 * n);
       const float first = fmaf(-mean, o.x, x[n][2 * r]);
       const float second = fmaf(-mean, o.y, x[n][2 * r + 1]);
       stage_pair<VECTORS_V>(smem_base, row - q_start, n, lane, first, second);
