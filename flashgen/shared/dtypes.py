@@ -18,6 +18,9 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 FLOAT32_LEAST = 2.0**-126  # of full precision; smaller numbers are subnormal
 
+SCALE_LIMIT = 2.0**127
+"""The factor on q.k is below it, so that its product with log2(e) is finite."""
+
 POSITION_LIMIT = 2**28
 """Largest magnitude of a position and of a sequence length. Every call is checked against it."""
 

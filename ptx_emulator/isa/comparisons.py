@@ -8,7 +8,7 @@ from ptx_emulator.isa.warp import raw_dtype
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Imm, Instruction, Not, Operand, Sink
 
-_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # The comparisons that a NaN makes true, and the opposites that it makes false.
@@ -69,7 +69,7 @@ def compared(g: Generator, word: str, dtype: str, x: str, y: str) -> str:
 def emit_set_predicate(g: Generator, ins: Instruction) -> None:
     kind = g.mods.take("f16x2", "bf16x2") or g.mods.type()
     word = g.one_of(*_COMPARISONS)
-    combine = g.mods.take(*_LOGIC)
+    combine = g.mods.take(*LOGIC)
     first, second = split_pair(ins.operands[0])
     if kind in ("f16x2", "bf16x2"):
         # The low halves set the first predicate, the high halves the second.
@@ -83,7 +83,7 @@ def emit_set_predicate(g: Generator, ins: Instruction) -> None:
         other = f"(~{value})"
     if combine:
         extra = g.let(g.read(ins.operands[3], "b1"))
-        value, other = (f"{v} {_LOGIC[combine]} {extra}" for v in (value, other))
+        value, other = (f"{v} {LOGIC[combine]} {extra}" for v in (value, other))
     g.write(first, value, "b1")
     g.write(second, other, "b1")
 
@@ -93,8 +93,8 @@ def emit_set_value(g: Generator, ins: Instruction) -> None:
     source = g.mods.type()
     to = g.mods.type()
     word = g.mods.take(*_COMPARISONS)
-    combine = g.mods.take(*_LOGIC)
-    extra = f" {_LOGIC[combine]} {g.read(ins.operands[3], 'b1')}" if combine else ""
+    combine = g.mods.take(*LOGIC)
+    extra = f" {LOGIC[combine]} {g.read(ins.operands[3], 'b1')}" if combine else ""
     if source in ("f16x2", "bf16x2"):
         parts = compare_pairs(g, word, source.removesuffix("x2"), *ins.operands[1:3])
         # Each half is 1.0, or all ones, if its comparison holds.

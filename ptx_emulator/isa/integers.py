@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.isa.comparisons import LOGIC
 from ptx_emulator.isa.convert import parts_of
 from ptx_emulator.isa.floats import emit_float, is_float
 from ptx_emulator.isa.generator import (
@@ -250,7 +251,6 @@ def find_nth(mask: Any, base: Any, offset: Any) -> Any:
 
 
 _SIGNS = {"add": "+", "sub": "-"}
-_LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _PACKED = {"u16x2": "u2", "s16x2": "i2"}  # the dtype of their elements
 
 
@@ -465,7 +465,7 @@ def emit_logic3(g: Generator, ins: Instruction) -> None:
         return
     to, some = split_pair(ins.operands[0])
     value, other = g.let(f"np.asarray({text})"), g.read(ins.operands[5], "b1")
-    holds = g.let(f"({value} != 0) {_LOGIC[combine]} {other}")
+    holds = g.let(f"({value} != 0) {LOGIC[combine]} {other}")
     g.write(to, value, "u4")
     g.write(some, holds, "b1")
 

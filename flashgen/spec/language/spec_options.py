@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flashgen.shared.dtypes import CACHE_DTYPES, OPERAND_DTYPES, OPERANDS, dtype_name
+from flashgen.shared.dtypes import (
+    CACHE_DTYPES,
+    OPERAND_DTYPES,
+    OPERANDS,
+    SCALE_LIMIT,
+    dtype_name,
+    is_bool,
+)
 from flashgen.shared.errors import SpecError
 from flashgen.spec.language.block_layout import BlockSparse
 
@@ -96,10 +104,10 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             f'dtype="{_nearest_dtype(str(spec.dtype))}"',
         )
     scale = spec.scale
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and 0 < scale < 2.0**127):
+    number = isinstance(scale, numbers.Real) and not is_bool(scale)
+    if scale is not None and not (number and 0 < scale < SCALE_LIMIT):
         mistake(
-            "scale is a positive, finite number",
+            "scale is a positive number below 2^127",
             f"scale {scale!r}",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )

@@ -15,10 +15,10 @@ from flashgen.calls.runtime.arguments.refusals import refuse, runs_while_traced,
 from flashgen.shared.call import INVARIANT, CallOptions, CheckedCall
 from flashgen.shared.dropout import kept_levels
 from flashgen.shared.dtypes import (
-    FLOAT32_MAX,
     FLOAT_DTYPES,
     SCALAR_DTYPES,
     SCALAR_LIMIT,
+    SCALE_LIMIT,
     TENSOR_DTYPES,
     Number,
     dtype_name,
@@ -202,16 +202,16 @@ def scale_of(signature: CallSignature, scale: object) -> float:
     """The factor on q.k: the call's, else the spec's, else 1 / sqrt(head_dim).
 
     Raises:
-        InputError: the value is not a positive, finite number.
+        InputError: the value is not a positive number below `SCALE_LIMIT`.
     """
     value = scale if scale is not None else signature.scale
     if value is None:
         return 1 / math.sqrt(signature.head_dim)
     value = value.item() if isinstance(value, np.generic) else value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= FLOAT32_MAX:  # type: ignore[operator]
+    if not number or not 0 < value < SCALE_LIMIT:  # type: ignore[operator]
         refuse(
-            "scale is not a positive, finite number",
+            "scale is not a positive number below 2^127",
             "argument scale",
             f"given {shown(value)}; a float32 above 0",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
