@@ -20,7 +20,7 @@ from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.reference import evaluate
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q
 from flashgen.spec.language.tensor import Tensor
-from tests.support.flex_mods import operands
+from tests.support.flex_mods import noise, operands
 from tests.support.paths import from_root
 
 SIZE = 7
@@ -34,6 +34,7 @@ factor = torch.tensor(0.3)
 odd = torch.tensor([math.nan, math.inf, -math.inf, 0.5, -0.0, 2.0, math.nan])
 words = torch.randint(-(2**59), 2**59, (16,), generator=torch.Generator().manual_seed(3))
 bytes_ = torch.tensor([0, 255, 128, 7, 200, 64, 1], dtype=torch.uint8)
+nested = torch.nested.nested_tensor([[1.0, 2.0], [3.0]], layout=torch.jagged)
 small_ends = torch.tensor([-128, 127, 0, -1, 64, 3, -77], dtype=torch.int8)
 
 SCORES: dict[str, Callable] = {
@@ -202,6 +203,35 @@ SCORES: dict[str, Callable] = {
         + torch.stack([q * 100, k * 100]).sum(dtype=torch.int8)
         + torch.stack([q, k]).sum(dtype=torch.bool)
     ),
+    # What consists of simpler operations.
+    "dropout outside of training": lambda s, b, h, q, k: (
+        F.dropout(s, 0.5, training=False) + F.dropout1d(square[None], 0.1, False)[0, q, k]
+    ),
+    "no elements": lambda s, b, h, q, k: (
+        s * torch.stack([s, s])[:0].prod() + table[:0].sum() + torch.stack([q > k])[:0].all()
+    ),
+    "padding": lambda s, b, h, q, k: (
+        F.pad(torch.stack([s, -s]), (2, 3), value=7.0)[k]
+        + F.pad(square, (1, 1, -1, 2), value=-1.0)[q, k + 2]
+    ),
+    "sorting": lambda s, b, h, q, k: (
+        torch.sort(torch.stack([s, table[q], square[q, k]]))[0][k % 3]
+        + torch.argsort(odd, descending=True)[q]
+        + torch.sort(odd[:4].view(1, 4) + s, dim=1).indices[0, k % 4]
+        + torch.sort(square[:3, :3] % 0.7, 0, descending=True)[0][q % 3, k % 3]
+    ),
+    "the largest": lambda s, b, h, q, k: (
+        torch.stack([s, table[q], table[k]]).topk(2)[0].sum()
+        + small[None].topk(3, largest=False)[1][0, q % 3]
+        + torch.stack([s, -s, table[k]]).kthvalue(2)[0]
+        + without_past(s, q, k).topk(1)[0]
+    ),
+    "log gamma": lambda s, b, h, q, k: (
+        torch.lgamma(s * 4) + torch.lgamma(q * 50.0) / 50 + torch.lgamma(odd[k] - 1)
+    ),
+    "inverse error function": lambda s, b, h, q, k: (
+        torch.erfinv(s / 2.4) + torch.erfinv(torch.tensor([1.0, -1, 2, 0.99999])[k % 4])
+    ),
     # Minus infinity.
     "functions of minus infinity": lambda s, b, h, q, k: (
         torch.exp(without_past(s, q, k)) + 3 * torch.tanh(without_past(s, q, k) / 3)
@@ -223,6 +253,15 @@ SCORES: dict[str, Callable] = {
     ),
     "lengths to infinity": lambda s, b, h, q, k: (
         torch.hypot(without_past(s, q, k), without_past(s, k, q)) + torch.hypot(odd[1:3], odd[1])[0]
+    ),
+    "minus infinity and infinities": lambda s, b, h, q, k: (
+        without_past(s, q, k) + odd[k] + (odd[q] + torch.where(q > k, 0.0, -torch.inf) - odd[k])
+    ),
+    "minus infinity and an overflow": lambda s, b, h, q, k: (
+        without_past(s, q, k) + torch.exp(q * 1000.0)
+    ),
+    "minus infinity times what may be 0": lambda s, b, h, q, k: (
+        without_past(s, q, k) * odd[k].exp() + without_past(s, q, k) / torch.exp(q * 1000.0)
     ),
     "asinh of minus infinity": lambda s, b, h, q, k: torch.asinh(without_past(s, q, k)),
     "logaddexp": lambda s, b, h, q, k: torch.logaddexp(without_past(s, q, k), s),
@@ -280,8 +319,9 @@ MASKS: dict[str, Callable] = {
     "cast of uint8": lambda b, h, q, k: bytes_[q].int() + bytes_[k].long() > 300,
     "shift of int16": lambda b, h, q, k: (bytes_[q].to(torch.int16) << 8) > k,
     "far bits of int64": lambda b, h, q, k: (words[q] >> (k * 9)) % 2 == 1,
-    "a bit of a word": lambda b, h, q, k: words[q] & (torch.tensor(1) << k * 9) != 0,
-    "all bits shifted out": lambda b, h, q, k: torch.tensor(1) << (k - 3) * 25 > q,
+    "a bit of a word": lambda b, h, q, k: words[q] & (torch.tensor(1) << k * 8) != 0,
+    "far shift of int8": lambda b, h, q, k: (small_ends[q] << small_ends[k]) > bytes_[k],
+    "all bits shifted out": lambda b, h, q, k: torch.tensor(1) << (k - 3) * 15 > q,
     "shift back": lambda b, h, q, k: (words[q] >> (k - 3)) % 2 == 1,
     "bool of int": lambda b, h, q, k: ((q > k).int() * (k > 1).int()).bool(),
 }
@@ -375,8 +415,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "value of an earlier call",
     ),
     "a function as an operand": (lambda s, b, h, q, k: s * table.apply_(abs)[q], "be recorded"),
-    "lgamma": (lambda s, b, h, q, k: torch.lgamma(s), "torch.lgamma cannot be expressed"),
-    "sort": (lambda s, b, h, q, k: torch.sort(table)[0][q], "torch.sort cannot"),
+    "digamma": (lambda s, b, h, q, k: torch.digamma(s), "torch.digamma cannot be expressed"),
+    "cummax": (lambda s, b, h, q, k: torch.cummax(table, 0)[0][q], "torch.cummax cannot"),
     "if": (lambda s, b, h, q, k: s if q > k else -s, "needs the value of a tensor"),
     "and": (lambda s, b, h, q, k: (q > 1 and k > 1) * s, "needs the value of a tensor"),
     "item": (lambda s, b, h, q, k: s * table[0].item(), "needs the value of a tensor"),
@@ -396,8 +436,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "random numbers: torch.bernoulli_",
     ),
     "a part that is written": (
-        lambda s, b, h, q, k: s + F.pad(table, (1, 1))[q],
-        "torch.constant_pad_nd cannot be expressed",
+        lambda s, b, h, q, k: s + F.pad(table[None], (1, 1), mode="circular")[0, q],
+        "writes into a tensor: torch.copy_",
     ),
     "bits of another dtype": (
         lambda s, b, h, q, k: s + table.view(torch.int32)[k],
@@ -407,11 +447,16 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "write": (lambda s, b, h, q, k: table.add_(1)[q], "writes into a tensor: torch.add_"),
     "mask index": (lambda s, b, h, q, k: table[table > 0][q], "indexed by a mask"),
     "detach": (lambda s, b, h, q, k: s * torch.tanh(s).detach(), "detach\\(\\)"),
+    "nested": (lambda s, b, h, q, k: s + nested[0][k], "reads a nested tensor"),
     "complex": (
         lambda s, b, h, q, k: s + table.to(torch.complex64)[q].real,
         "complex|cannot be expressed",
     ),
     "shift beyond 60": (lambda s, b, h, q, k: s + (q << 61), "not from 0 to 60"),
+    "shift that may lose bits": (
+        lambda s, b, h, q, k: s + (torch.tensor(1) << k * 12),
+        "so many places that bits are lost",
+    ),
     "division by 0": (lambda s, b, h, q, k: s + k % h, "% by positions that can be 0"),
     "large reduction": (
         lambda s, b, h, q, k: s + torch.ones(2).expand(500, 2)[:, q % 2].sum(),
@@ -467,6 +512,24 @@ def test_a_tensor_of_which_there_is_a_view_is_not_written() -> None:
     assert "writes into a tensor" in refusal_of(mod).what
 
 
+ADDED_TO_MINUS_INFINITY: dict[str, Callable[..., Any]] = {
+    "a number": lambda s, h, q, k: -2.5,
+    "a distance": lambda s, h, q, k: (k - q) * torch.exp2(-((h + 1) * 8.0 / 12)),
+    "a score": lambda s, h, q, k: 20 * torch.tanh(s / 20) + s,
+    "an integer of a tensor": lambda s, h, q, k: ids[k],
+}
+
+
+@pytest.mark.parametrize("name", ADDED_TO_MINUS_INFINITY)
+def test_minus_infinity_plus_what_is_finite_stays_a_mask_that_skips_tiles(name: str) -> None:
+    def mod(s, b, h, q, k):
+        return 2 * without_past(s, q, k) + ADDED_TO_MINUS_INFINITY[name](s, h, q, k)
+
+    reading, _ = read(None, mod, CallSizes(2, 3, SIZE, SIZE, torch.device("cpu")))
+    assert reading.mask is not None
+    assert reading.mask.trace.expr == sympy.Gt(Q, K)
+
+
 def test_no_gradient_is_lost_in_silence() -> None:
     error = refusal_of(lambda s, b, h, q, k: s + without_gradients(s))
     assert "detach()" in error.what
@@ -474,6 +537,31 @@ def test_no_gradient_is_lost_in_silence() -> None:
         q, k, v = (x.detach() for x in operands(1, 2, 8, 8))
         out = fg.flex_attention(q, k, v, lambda s, b, h, q, k: s + without_gradients(s))
         torch.testing.assert_close(out, fg.flex_attention(q, k, v, lambda s, b, h, q, k: 3 * s))
+
+
+COMPOSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a padded sort": lambda s, row: (
+        s + F.pad(torch.sort(row * 3 % 2, descending=True)[0], (1, 1))[1]
+    ),
+    "the largest": lambda s, row: torch.stack([s, row[0], row[2]]).topk(2)[0].sum(),
+    "log gamma": lambda s, row: s * torch.lgamma(row[1] - 0.9),
+    "inverse error function": lambda s, row: torch.erfinv(torch.tanh(s)) * row.kthvalue(2)[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_what_consists_of_simpler_operations_is_differentiated(name: str) -> None:
+    composed = COMPOSED[name]
+    bias = torch.linspace(0.2, 2.9, 4 * 3).reshape(4, 3).requires_grad_()
+    q, k, v = operands(1, 1, 8, 8)
+    out = fg.flex_attention(q, k, v, lambda s, b, h, q, k: composed(s, bias[q % 4]))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    rows = [torch.stack([composed(s, bias[i % 4]) for s in scores[0, 0, i]]) for i in range(8)]
+    wanted = torch.softmax(torch.stack(rows), -1) @ v
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    tangent = noise(*out.shape)
+    found, expected = (torch.autograd.grad(x, (q, k, v, bias), tangent) for x in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_mask_is_a_condition() -> None:

@@ -119,6 +119,33 @@ def test_dtypes_and_gradients_are_part_of_it(counts: Counts) -> None:
     assert counts.look() == (0, 0)
 
 
+def test_an_element_of_a_constant_has_its_own_shape_and_dtype() -> None:
+    """Also where another mod has applied the same operations to constants of other kinds."""
+    pairs = [[0.5, 2.0]] * 32
+    compared(lambda s, b, h, q, k: s + torch.tensor([0.5] * 32)[k], sizes=(1, 2, 8, 32))
+    compared(lambda s, b, h, q, k: torch.where(torch.tensor([True, False] * 16)[k], s, -s))
+
+    def shape_in_python(s, b, h, q, k):
+        x = torch.tensor(pairs)[k]
+        return s + x.sum() * x.numel()
+
+    compared(shape_in_python)
+
+    def dtype_in_python(s, b, h, q, k):
+        return s + (2 if (q / 2).dtype == torch.float64 else 1) * (q - k)
+
+    q, k, v = (x.detach() for x in operands(1, 2, 8, 8))
+    found = [fg.flex_attention(q, k, v, dtype_in_python)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found.append(fg.flex_attention(q, k, v, dtype_in_python))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wanted = fg.flex_attention(q, k, v, lambda s, b, h, q, k: s + 2 * (q - k))
+    torch.testing.assert_close(found[1], wanted)
+    assert not torch.allclose(found[0], wanted)
+
+
 def test_one_tensor_twice_is_one_capture() -> None:
     def both(a, c):
         return lambda score, b, h, q, k: score + a[q] - c[k]

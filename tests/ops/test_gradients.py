@@ -101,6 +101,8 @@ def test_nothing_is_recorded_when_nothing_requires_a_gradient(call):
     assert not call(*(t.detach() for t in tensors)).requires_grad
     with torch.inference_mode():
         assert not call(*tensors).requires_grad
+        with torch.enable_grad():  # torch records nothing either
+            assert not call(*tensors).requires_grad
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,10 @@ USES = {
     ),
     "torch._C.DispatchKey": Use(FLEX, lambda key: key.Autograd != key.CompositeExplicitAutograd),
     "torch._C.DisableTorchFunction": Use(SUBCLASSES, lambda disable: disable().__enter__),
+    "torch._C.DisableTorchFunctionSubclass": Use(
+        "negates the mask of a head as torch negates a plain tensor",
+        lambda disable: disable().__enter__,
+    ),
     "torch._C._AutoDispatchBelowAutograd": Use(REDISPATCH, lambda below: below().__enter__),
     "torch._C._after_ADInplaceOrView_keyset": Use(
         REDISPATCH, lambda keys: keys.has(C.DispatchKey.CPU)

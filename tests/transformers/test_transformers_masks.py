@@ -120,6 +120,23 @@ def test_the_mask_of_its_one_head_can_be_negated(q_offset: int | Tensor) -> None
     assert torch.equal(~mask[..., :9][:, 0], ~kept[..., :9])
 
 
+@pytest.mark.slow
+def test_a_graph_of_torch_compile_negates_the_mask_of_its_one_head() -> None:
+    def scores(padding: Tensor) -> Tensor:
+        mask = make_mask(2, LENGTH, LENGTH, attention_mask=padding)
+        assert mask[:, 0].dtype == torch.bool
+        return torch.zeros(2, LENGTH, LENGTH).masked_fill(~mask[:, 0, :, :], -1.0)
+
+    padding = torch.ones(2, LENGTH, dtype=torch.bool)
+    padding[1, :4] = False
+    wanted = scores(padding)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(scores, fullgraph=True, backend="eager")(padding), wanted)
+    added = torch.compile(lambda: make_mask(2, LENGTH, LENGTH)[:, 0] + 1.0, backend="eager")
+    with pytest.raises(Exception, match="the model computes with its mask"):
+        added()
+
+
 @pytest.mark.parametrize(
     "use",
     [

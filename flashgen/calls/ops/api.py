@@ -417,6 +417,7 @@ class Attention:
             operands = operands._replace(rng=rng)
         if (
             torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
             and (
                 q.requires_grad
                 or k.requires_grad

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -66,8 +66,11 @@ class _Operation:
         if self.func._schema.is_mutable:
             return self._in_place()
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        if all(leaf.array.data is not None for leaf in leaves if isinstance(leaf, TracedTensor)):
-            args, kwargs = self._mapped(lambda t: t.array.data)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, TracedTensor)]
+        empty = [x for x in tensors if x.array.data is None and 0 in x.shape]
+        if all(x.array.data is not None or 0 in x.shape for x in tensors):
+            self.tracer.rigid = self.tracer.rigid or bool(empty)
+            args, kwargs = self._mapped(_data)
             computed = self.func(*args, **kwargs)
             return self._views(pytree.tree_map_only(torch.Tensor, self.tracer.constant, computed))
         on_arrays = STRUCTURE.get(self.name) or SEARCHES.get(self.name)
@@ -108,8 +111,6 @@ class _Operation:
         overload = getattr(plain, self.func._overloadname, None)
         captured = any(self.tracer.traced(x.tensor) is target for x in self.tracer.sources)
         if overload is None or captured or target.has_views or not self.name.endswith("_"):
-            if self.tracer.decomposed:
-                self._refuse(self.tracer.decomposed, f"torch.{self.name} into a tensor")
             refuse_write(self.name)
         result = overload(*self.args, **self.kwargs)
         target.array = torch.ops.aten._to_copy(result, dtype=target.dtype).array
@@ -202,8 +203,6 @@ class _Operation:
         from torch._decomp import decomposition_table
 
         shown = f"aten.{self.func.__name__}"
-        whole = self.tracer.decomposed
-        self.tracer.decomposed = whole or self.name
         try:
             if self.func in decomposition_table:
                 return decomposition_table[self.func](*self.args, **self.kwargs)
@@ -214,17 +213,18 @@ class _Operation:
             raise
         except Exception as error:
             shown += f"; its decomposition raised {type(error).__name__}: {error}"
-        finally:
-            self.tracer.decomposed = whole
-        self._refuse(self.name, shown)
-
-    def _refuse(self, name: str, shown: str) -> NoReturn:
         self.tracer.refuse(
-            f"torch.{name} cannot be expressed in a kernel",
+            f"torch.{self.name} cannot be expressed in a kernel",
             numbers=shown,
             way_out="arithmetic, comparisons, torch.where, minimum, maximum, clamp, abs, exp, log, "
             "sqrt, sin, cos, tanh, sigmoid, floor and what is made of them; or a captured tensor",
         )
+
+
+def _data(tensor: TracedTensor) -> torch.Tensor:
+    """The elements of a constant, or of a tensor that has none."""
+    data = tensor.array.data
+    return torch.empty(tensor.shape, dtype=tensor.dtype) if data is None else data
 
 
 def _within(dtype: str, x: Entry) -> Entry:

@@ -50,6 +50,87 @@ def _extremum(name: str) -> Callable[..., Any]:
     return rule
 
 
+def _padded(x: Tensor, pad: list[int], value: float = 0) -> Tensor:
+    """The tensor between constants, from the last dimension on; a negative width takes away."""
+    for place in range(0, len(pad), 2):
+        dim, widths = x.dim() - 1 - place // 2, pad[place : place + 2]
+        cut = [max(-width, 0) for width in widths]
+        x = x.narrow(dim, cut[0], x.shape[dim] - sum(cut))
+        shape = list(x.shape)
+        ends = [x.new_full([*shape[:dim], max(w, 0), *shape[dim + 1 :]], value) for w in widths]
+        x = torch.cat([ends[0], x, ends[1]], dim)
+    return x
+
+
+def _sorted(x: Any, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Tensor, Tensor]:
+    """Each element's rank is the number of those before it; NaN is the greatest, and the last."""
+    if not x.shape:
+        return x, torch.zeros_like(x, dtype=torch.int64)
+    dim %= x.dim()
+    length = x.shape[dim]
+    shape = [length if d == dim else 1 for d in range(x.dim() + 1)]
+    own = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))
+    other = own.transpose(dim, dim + 1)
+    a, b = x.unsqueeze(dim + 1), x.unsqueeze(dim)
+    less, greater = ~(b >= a) & (b == b), ~(b <= a) & (a == a)
+    first, last = (greater, less) if descending else (less, greater)
+    ranks = torch.where(other < own, ~last, first).sum(dim + 1, keepdim=True)
+    places = torch.where(ranks == other, own, 0).sum(dim)
+    return x.gather(dim, places), places
+
+
+def _largest(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, ...]:
+    found = _sorted(x, dim, largest)
+    return tuple(part.narrow(dim, 0, k) if x.shape else part for part in found)
+
+
+def _of_rank(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
+    found = [part.narrow(dim, k - 1, 1) if x.shape else part for part in _sorted(x, dim)]
+    return tuple(part if keepdim or not x.shape else part.squeeze(dim) for part in found)
+
+
+def _log_gamma(x: Tensor) -> Tensor:
+    """Stirling's series of a large number, to which a product of the steps up to it leads."""
+    reflected = x < 0.5
+    y = torch.where(reflected, 1 - x, x)
+    small = y < 8
+    steps = math.prod((y + step for step in range(1, 7)), start=y)
+    z = torch.where(small, y + 7, y)
+    square = z * z
+    series = (1 / 12 - (1 / 360 - 1 / (1260 * square)) / square) / z + math.log(2 * math.pi) / 2
+    found = (z - 0.5) * torch.log(z) - z + series - torch.log(torch.where(small, steps, 1.0))
+    found = torch.where(y == math.inf, y, found)
+    distance = (x - torch.round(x)).abs()  # sin(pi x) of a large x would lose its digits
+    other = math.log(math.pi) - torch.log(torch.sin(math.pi * distance)) - found
+    return torch.where(reflected, torch.where(x == -math.inf, math.inf, other), found)
+
+
+def _inverse_error(x: Tensor) -> Tensor:
+    """M. Giles, "Approximating the erfinv function", GPU Computing Gems, 2011: single precision."""
+    w = -torch.log((1 - x) * (1 + x))
+
+    def polynomial(w: Tensor, *factors: float) -> Tensor:
+        value = torch.full_like(w, factors[0])
+        for factor in factors[1:]:
+            value = value * w + factor
+        return value
+
+    central = polynomial(w - 2.5, *_ERFINV_CENTRAL)
+    tail = polynomial(torch.sqrt(w) - 3, *_ERFINV_TAIL)
+    return torch.where(w == math.inf, x * w, torch.where(w < 5, central, tail) * x)
+
+
+_ERFINV_CENTRAL = (
+    *(2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087),
+    *(-0.00125372503, -0.00417768164, 0.246640727, 1.50140941),
+)
+_ERFINV_TAIL = (
+    *(-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773),
+    *(-0.0076224613, 0.00943887047, 1.00167406, 2.83297682),
+)
+
 RULES: dict[str, Callable[..., Any]] = {
     "aten::dot": lambda a, b: (a * b).sum(),
     "aten::mm": _product,
@@ -59,6 +140,13 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten::argmin": _place("amin"),
     "aten::max": _extremum("max"),
     "aten::min": _extremum("min"),
+    "aten::constant_pad_nd": _padded,
+    "aten::sort": _sorted,
+    "aten::topk": _largest,
+    "aten::kthvalue": _of_rank,
+    "aten::lgamma": _log_gamma,
+    "aten::erfinv": _inverse_error,
+    "prims::erf_inv": _inverse_error,
     "prims::var": _variance,
 }
 """The rule of each operation by its whole name; torch has checked the operands."""

@@ -239,7 +239,12 @@ def _traced(
         variants.constant |= alone or scalars
         return _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
     if traced is None:
-        traced = trace(mask_mod, score_mod, found, bounds)
+        try:
+            traced = trace(mask_mod, score_mod, found, bounds)
+        except SpecError:  # some operations can only be expressed with what the sizes are
+            if bounds:
+                raise
+            traced = trace(mask_mod, score_mod, found, sizes.bounds)
     is_first = not variants.traced
     kept = variants.traced.get((scalars, _others(found, scalars)), [])
     if is_first or traced.shapes is not None:

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flashgen.shared.errors import SpecError
 from flashgen.spec.language.user_source import user_location
@@ -149,8 +150,7 @@ def checked_name(func: Any) -> str:
     """The name of an operation that a mod may apply.
 
     Raises:
-        SpecError: it draws random numbers, or is not torch's own, so that what it computes may
-            depend on what no record has.
+        SpecError: it is not torch's own, so that what it computes may depend on what no record has.
     """
     if not is_own(func):
         refuse(
@@ -161,10 +161,7 @@ def checked_name(func: Any) -> str:
             "computed outside of the mod, as a captured tensor",
         )
     name = name_of(func)
-    tags = _tags(name)
-    if torch.Tag.nondeterministic_seeded in tags:
-        refuse_random(name)
-    if torch.Tag.inplace_view in tags:
+    if torch.Tag.inplace_view in _tags(name):
         refuse_write(name)
     return name
 
@@ -179,14 +176,37 @@ def _tags(name: str) -> frozenset[torch.Tag]:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """The result of an operation on tensors of this module, and those that it changes."""
+    """The result of an operation on tensors of this module, and those that it changes.
+
+    Raises:
+        SpecError: it draws random numbers, as a dropout in training does.
+    """
+    name = name_of(func)
+    may_draw = torch.Tag.nondeterministic_seeded in _tags(name)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     with alone(), torch._C.DisableTorchFunction():
         before = [tensor._version for tensor in tensors]
-        result = func(*args, **kwargs)
+        with _WithoutDraws(name) if may_draw else contextlib.nullcontext():
+            result = func(*args, **kwargs)
         pairs = zip(tensors, before, strict=True)
         changed = {id(tensor): tensor for tensor, version in pairs if tensor._version != version}
     return result, list(changed.values())
+
+
+class _WithoutDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """
+    Args:
+        name: the operation that is executed.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            refuse_random(self.name)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -196,8 +216,6 @@ def alone() -> Iterator[None]:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())
         if torch._C._len_torch_dispatch_stack():
-            from torch.utils._python_dispatch import _disable_current_modes
-
             stack.enter_context(_disable_current_modes())
         if transforms():
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

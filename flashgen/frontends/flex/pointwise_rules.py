@@ -16,11 +16,18 @@ import torch
 
 import flashgen.spec.language.mod_functions as fg
 from flashgen.frontends.flex.traced_array import Entry, Result, condition, either, number
+from flashgen.frontends.flex.tracer import DTYPES
+from flashgen.spec.analysis.float_ranges import float_range
+from flashgen.spec.analysis.float_rules import UNKNOWN, FloatRange
+from flashgen.spec.analysis.tile_classes import bounds
+from flashgen.spec.language.bit_functions import ShiftLeft
 from flashgen.spec.language.float_functions import FUNCTIONS, Log
 from flashgen.spec.language.float_operations import AsFloat
-from flashgen.spec.language.integer_limits import fits, limits
+from flashgen.spec.language.integer_limits import NARROW, fits, limits
+from flashgen.spec.language.lets import distinct, replaced
 from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.python_printer import python_text
+from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.symbols import SCORE, is_int
 from flashgen.spec.language.tensor import Tensor
 from flashgen.spec.language.tensor_elements import Element
@@ -76,30 +83,47 @@ def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
     return Entry(where(chosen, a, b), lost)
 
 
+def _range(x: Entry) -> FloatRange:
+    """The numbers between which a value lies in every call; infinite where it may be NaN.
+
+    Scores, and numbers of a call, are taken to be no larger than integers of 32 bits: NaN and
+    infinities in queries and keys reach only the rows that keep their scores.
+    """
+    value = number(x.value)
+    if any(isinstance(part, Element) and not is_int(part) for part in distinct(value.expr)):
+        return UNKNOWN
+    floats = [c.expr for c in value.captures if isinstance(c, Scalar) and not is_int(c.expr)]
+    finite = AsFloat(sympy.Symbol("finite", integer=True))
+    found = float_range(replaced(value.expr, dict.fromkeys((SCORE, *floats), finite)), bounds({}))
+    return found if found.defined == sympy.true else UNKNOWN
+
+
 def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
     if to.dtype == torch.bool:
         return _conditions(operator.or_)(to, a, b)
-    y = number(b.value)
     if alpha is not None:
         b = _multiply(to, b, alpha)
-        y = b.value
-    return Entry(number(a.value) + y, either(a.lost, b.lost))
+    for x, other in ((a, b), (b, a)):
+        if x.lost is not None and _range(other).most == math.inf:  # -inf + inf is NaN
+            return Entry(number(a.whole) + number(b.whole))
+    return Entry(number(a.value) + number(b.value), either(a.lost, b.lost))
 
 
 def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
     if alpha is not None:
         b = _multiply(to, b, alpha)
-    if b.lost is None:
+    if b.lost is None and (a.lost is None or _range(b).least > -math.inf):
         return Entry(number(a.value) - number(b.value), a.lost)
     # Of other terms than the minuend's, which sympy would cancel: inf - inf is NaN.
-    return Entry(number(a.whole) + where(b.lost, math.inf, -number(b.value)))
+    less = -number(b.value)
+    return Entry(number(a.whole) + (less if b.lost is None else where(b.lost, math.inf, less)))
 
 
 def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
     if to.dtype == torch.bool:
         return _conditions(operator.and_)(to, a, b)
     for x, factor in ((a, b), (b, a)):
-        if x.lost is not None and factor.lost is None and factor.value.expr.is_positive:
+        if x.lost is not None and factor.lost is None and _range(factor).least > 0:
             return Entry(number(x.value) * number(factor.value), x.lost)
     left, right = number(a.whole), number(b.whole)
     product = left * right
@@ -117,8 +141,10 @@ def _within(x: Traced) -> Traced:
 
 def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None) -> Entry:
     y = number(b.whole)
-    if not rounding_mode and y.expr.is_positive:
-        return Entry(number(a.value) / y, a.lost)
+    if not rounding_mode and a.lost is not None and b.lost is None:
+        divisor = _range(b)
+        if divisor.least > 0 and divisor.most < math.inf:
+            return Entry(number(a.value) / y, a.lost)
     x = number(a.whole)
     if rounding_mode == "floor":
         return Entry(x // _divisor(to, y))
@@ -281,10 +307,19 @@ def _bitwise(function: Callable[..., Traced]) -> Rule:
 
 def _left_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
     x, n = number(a.whole), number(b.whole)
+    farthest = ShiftLeft.farthest(limits(x.expr))
+    wraps = DTYPES[to.dtype] in NARROW  # farther shifts leave no bit
+    if not (wraps or n.expr.is_number or to.tracer.never_negative(farthest - n.expr)):
+        to.tracer.refuse(
+            "integers may be shifted to the left by so many places that bits are lost",
+            numbers=f"{python_text(x.expr)} by {python_text(n.expr)}; at most {farthest} places, "
+            "as integers have 61 bits",
+            way_out="small integers by few places, as in torch.tensor(1) << n.clamp(max=60)",
+        )
     shifted = x << n
-    if n.expr.is_number or (limits(n.expr)[1] < 64 and to.tracer.never_negative(n.expr)):
+    if n.expr.is_number or to.tracer.never_negative(n.expr):
         return Entry(shifted)
-    return Entry(where((n < 0) | (n > 63), 0, shifted))  # no bit of 64 is left
+    return Entry(where(n < 0, 0, shifted))  # torch's amounts below 0 are large ones
 
 
 def _right_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
@@ -292,7 +327,7 @@ def _right_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
     shifted = x >> n
     if n.expr.is_number or to.tracer.never_negative(n.expr):
         return Entry(shifted)
-    return Entry(where(n < 0, x >> 63, shifted))  # torch's amounts below 0 are large ones
+    return Entry(where(n < 0, x >> 63, shifted))
 
 
 def _bitwise_not(to: Result, /, x: Entry) -> Entry:

@@ -171,7 +171,7 @@ class _Values:
         if place is None:
             place = self.places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-            if not _METHODS.isdisjoint(tensor.__dict__):
+            if not _METHODS.isdisjoint(tensor.__dict__) or tensor.is_nested:
                 raise _NotProvedError
             if type(tensor) is torch.nn.Parameter and vars(torch.nn.Parameter) != _PARAMETER:
                 raise _NotProvedError

@@ -55,7 +55,7 @@ _MOST_RESULTS = 1 << 14
 """The number of operations of which the shapes of the results are kept."""
 
 _results: dict[Any, Any] = {}
-"""What `inferred` returns, by the operation and the kinds of its operands."""
+"""What `inferred` returns, by the operation, the kinds of its operands and the default dtype."""
 
 
 class OpenInt(int):
@@ -164,10 +164,12 @@ class Recorder(TorchFunctionMode):
         self.made: dict[int, Tensor] = {}
         self._executes = torch.compiler.is_compiling()
         self._known: list[Tensor] = []  # arguments, tensors that are read, and results
-        self._kinds: list[Any] = []  # the dtype and the shape of each; None for a constant
+        self._kinds: list[Kind] = []  # of each
+        self._constants: set[int] = set()  # those that depend on no argument and no such tensor
         self._operands: list[int] = []  # of the operation that is being noted
         self._shared: set[int] = set()  # tensors of which another has the memory
         self._number: dict[int, int] = {}  # by id, which `_known` keeps from being reused
+        self._default_dtype = torch.get_default_dtype()
         self._learns = torch.is_grad_enabled()
         self._level = 0 if self._executes else transforms()
 
@@ -268,6 +270,12 @@ class Recorder(TorchFunctionMode):
     def _read(self, tensor: Tensor) -> int:
         """The number of a tensor that no recorded operation has made."""
         number = len(self._known)
+        if tensor.is_nested:
+            refuse(
+                "a mod reads a nested tensor, whose rows have lengths of their own",
+                numbers=f"layout {tensor.layout}",
+                way_out="tensor.to_padded_tensor(0.0) outside of the mod, as a captured tensor",
+            )
         if not self._executes:
             if type(tensor) is StandIn:
                 StandIn.__torch_dispatch__("a tensor of an earlier call", ())
@@ -295,12 +303,12 @@ class Recorder(TorchFunctionMode):
     def _result(self, operation: tuple[Any, ...], args: Any, kwargs: dict[str, Any]) -> Any:
         """A result whose tensors have no elements, unless they are constants."""
         func = operation[0]
-        kinds = tuple([self._kinds[number] for number in self._operands])
-        if not any(kinds):
+        if self._constants.issuperset(self._operands):
             return self._computed(func, args, kwargs)
         if type(func) is FunctionType:  # one in Python, which calls others
             checked_name(func)
-        signature = operation, kinds
+        kinds = tuple([self._kinds[number] for number in self._operands])
+        signature = operation, kinds, self._default_dtype
         found = _results.get(signature)
         if found is None:
             found = inferred(func, args, kwargs)
@@ -319,6 +327,8 @@ class Recorder(TorchFunctionMode):
             held = type(self._known[number]) is not StandIn or number in self._shared
             if found.changed and held:
                 refuse_write(name_of(func))
+            if number in self._constants:
+                self._constants.add(len(self._known))
             self._known.append(self._known[number])
             self._kinds.append(self._kinds[number])
             return self._known[number]
@@ -351,7 +361,8 @@ class Recorder(TorchFunctionMode):
         for tensor in made:
             number = len(self._known)
             self._number.setdefault(id(tensor), number)
+            self._constants.add(number)
             self.made[number] = tensor
             self._known.append(tensor)
-            self._kinds.append(None)
+            self._kinds.append(Kind(tensor.dtype, tensor.shape))
         return result

@@ -112,7 +112,6 @@ class Tracer(TorchFunctionMode):
         assumed: integer expressions whose sign the traced expressions rely on: they are not
             negative within `bounds`.
         rigid: whether the expressions depend on the lengths of captured tensors.
-        decomposed: the operation that is being computed by its decomposition; "" for none.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class Tracer(TorchFunctionMode):
         self.numbers: dict[int, Scalar] = {}
         self.assumed: list[sympy.Expr] = []
         self.rigid = False
-        self.decomposed = ""
         self.where = "unknown"
         self.learns = True
         self._bounds = bounds

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from flashgen.frontends.flex.operation_results import name_of
 from flashgen.frontends.transformers.layers import FULL, MaskFunction, name_of_mask, record_mask
 from flashgen.frontends.transformers.packed import packed
 from flashgen.frontends.transformers.ranks import Ranks, current
@@ -125,7 +126,8 @@ class Mask(BlockMask):
         given = index if isinstance(index, tuple) else (index,)
         of_head = given[1:2] == (0,) and all(x == slice(None) for x in (given[0], *given[2:]))
         if of_head and self.elements is not None and self.bias is None:
-            return MaskOfHead(self.elements, self.lengths[2])
+            of_keys = self.elements()[:, 0, :, : self.lengths[2]]
+            return of_keys.as_subclass(MaskOfHead)
         *leading, last = given
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
         of_keys = len(given) == 4 or Ellipsis in leading
@@ -171,28 +173,25 @@ _OPERATORS = (
 )
 
 
-class MaskOfHead:
-    """A mask [batch, seq_q, seq_k], by which a layer chooses keys (DeepSeek-V3.2).
+class MaskOfHead(Tensor):
+    """A mask [batch, seq_q, seq_k] of conditions, by which a layer chooses keys (DeepSeek-V3.2).
 
-    Its elements are computed where the layer negates them as conditions. All else is refused, since
-    a model may count on numbers that are added to scores.
+    It can be negated. All else is refused, since a model may count on numbers that are added to
+    scores.
     """
-
-    dtype = torch.bool
-
-    def __init__(self, elements: Callable[[], Any], keys: int) -> None:
-        self.elements, self.keys = elements, keys
-
-    def __invert__(self) -> Tensor:
-        kept: Tensor = self.elements()[:, 0, :, : self.keys]
-        return ~kept
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _refuse(f"torch.{getattr(func, '__name__', func)}")
+        if func not in _OF_CONDITIONS:
+            _refuse(f"torch.{name_of(func)} of its head")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
 
-    def __getattr__(self, attribute: str) -> NoReturn:
-        _refuse(f"mask[:, 0].{attribute}")
+
+_OF_CONDITIONS = (
+    *(Tensor.__invert__, Tensor.bitwise_not, Tensor.logical_not, torch.bitwise_not),
+    *(torch.logical_not, Tensor.dtype.__get__),  # type: ignore[attr-defined]
+)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -204,9 +203,6 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 for _name in _OPERATORS:
     setattr(Mask, f"__{_name}__", _refused(_name))
-for _name in (*_OPERATORS, "add", "radd", "eq", "ne", "getitem"):
-    if _name != "invert":
-        setattr(MaskOfHead, f"__{_name}__", _refused(_name))
 
 
 def make_mask(

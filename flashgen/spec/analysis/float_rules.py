@@ -181,7 +181,8 @@ def _power(expr: sympy.Expr, x: FloatRange, n: FloatRange) -> FloatRange:
     if base.is_Number and base.is_positive and x.least > 0:
         ends = [FloatPower(base, end) for end in (n.lo, n.hi)]
         lo, hi = ends if x.least >= 1 else reversed(ends)
-        return _widened(FloatRange(lo, hi, n.defined, 0.0))
+        most = max(_static_power(float(base), end) for end in (n.least, n.most))
+        return _widened(FloatRange(lo, hi, n.defined, 0.0, most))
     if not exponent.is_Rational:
         return UNKNOWN
     if exponent < 0:
@@ -202,7 +203,7 @@ def _positive_power(x: FloatRange, n: sympy.Rational) -> FloatRange:
     return _widened(FloatRange(*powers, x.defined, *static))
 
 
-def _static_power(x: float, n: int) -> float:
+def _static_power(x: float, n: float) -> float:
     try:
         return float(x**n)
     except OverflowError:
