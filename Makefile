@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo   install, then compile and check one kernel: flashgen run specs/causal.py"
 	@echo "make quick  ruff, mypy, generated/ and the tests of the changed folders (under a minute)"
-	@echo "make test   install, then the tests (13 minutes on 2 cores)"
+	@echo "make test   install, then the tests (10 minutes on 2 cores)"
 	@echo "make slow   all tests of the slow tier (hours)"
 	@echo "make share  the sixth of the slow tier that .ci/run takes for the next commit"
 	@echo "make versions  compile every spec with each supported release of NVRTC"

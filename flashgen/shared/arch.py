@@ -207,6 +207,13 @@ _SM_120 = replace(
 _FACTS = {row.name: row for row in (_SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)}
 # From 9.0 on a name may end in "a" or "f": the same chip with its non-portable instructions.
 _NAME = re.compile(r"sm_(?P<major>\d{1,2})(?P<minor>\d)(?P<suffix>[af]?)")
+# By every such name: the planner asks for the facts at each tile.
+_BY_NAME = {
+    name + suffix: replace(row, name=name + suffix)
+    for name, row in _FACTS.items()
+    for suffix in ("", "a", "f")
+    if not suffix or int(name[3:-1]) >= 9
+}
 
 
 KNOWN = f"{', '.join(_FACTS)}, and from sm_90 on those with an a or f at the end, such as sm_90a"
@@ -224,16 +231,13 @@ def facts(name: str) -> Arch:
     Raises:
         PlanError: there are none for this name.
     """
-    match = _NAME.fullmatch(name)
-    if match is not None:
-        base = _FACTS.get(name.removesuffix(match["suffix"]))
-        if base is not None and (not match["suffix"] or int(match["major"]) >= 9):
-            return replace(base, name=name)
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     raise PlanError(
         "flashgen has no facts about this architecture",
         where=f"arch={name!r}",
         numbers=f"known: {KNOWN}",
-        way_out=_way_out(match),
+        way_out=_way_out(_NAME.fullmatch(name)),
     )
 
 

@@ -94,7 +94,7 @@ Numbers = NDArray[Any]
 
 
 class SplitCall(NamedTuple):
-    """The sizes of a call with split keys on which its predicted time depends.
+    """The sizes of a call with split keys on which its predicted time depends, or of several calls.
 
     Attributes:
         keys: those of a sequence.
@@ -104,10 +104,10 @@ class SplitCall(NamedTuple):
         uneven: whether blocks have less and less work, so that the short ones fill the last round.
     """
 
-    keys: int
-    key_heads: int
-    rows: int
-    tiles: int
+    keys: int | Numbers
+    key_heads: int | Numbers
+    rows: int | Numbers
+    tiles: int | Numbers
     uneven: bool = False
 
 
@@ -194,7 +194,7 @@ def early_parts(arch: str) -> int:
     return int(gpu.memory_latency * gpu.hbm_bytes_per_s / gpu.clock_hz / (32 * _FLOAT))
 
 
-def waits_of_merge(arch: str, blocks: int, splits: int | Numbers) -> Numbers:
+def waits_of_merge(arch: str, blocks: int | Numbers, splits: int | Numbers) -> Numbers:
     """Loads of a merge of which each needs the one before: of LSE and, unless early, of O.
 
     Args:
@@ -241,12 +241,12 @@ class SplitKernel:
         gpu = facts(self.arch)
         return gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz) * self.sms
 
-    def bound(self, call: SplitCall) -> float:
+    def bound(self, call: SplitCall) -> float | Numbers:
         """The clocks in which K, V, q and out move once."""
         moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(self.row_bytes)
         return moved / self._hbm_rate
 
-    def predicted(self, call: SplitCall, size: int | Numbers, run: int) -> PredictedCall:
+    def predicted(self, call: SplitCall, size: int | Numbers, run: int | Numbers) -> PredictedCall:
         """The predicted time, by the formulas of `flashgen.kernels.planner.duration`.
 
         Splits have equal times here, whatever their keys. A block starts a split, for which nothing
@@ -254,16 +254,17 @@ class SplitKernel:
         sets the finished O aside and joins it.
 
         Args:
-            size: the keys of a split, of one plan or of several.
-            run: the neighbouring splits of a block, one of `RUNS` or `ALL_SPLITS`.
+            call, size, run: one of each, or arrays, of the times of all their combinations.
+            size: the keys of a split.
+            run: the neighbouring splits of a block, of `RUNS` or `ALL_SPLITS`.
         """
         gpu, tile = facts(self.arch), self.tile
         of_q, of_out = self.row_bytes
         of_part = _FLOAT * (self.columns + 1)
-        splits = np.ceil(call.keys / size)
-        own = np.full_like(splits, run) if run else splits
+        splits, writes_parts = np.ceil(call.keys / size), np.asarray(run) != ALL_SPLITS
+        own = np.where(writes_parts, run, splits)
         parts = np.ceil(splits / own)
-        results = parts * of_part if run else np.full_like(parts, of_out)
+        results = np.where(writes_parts, parts * of_part, of_out)
         moved = call.key_heads * call.keys * tile.key_bytes + call.rows * (of_q + results)
         hbm: Numbers = moved / self._hbm_rate
 
@@ -273,28 +274,29 @@ class SplitKernel:
         clocks = np.take(tile.clocks, resident.astype(int) - 1)
         waves = work_tiles / slots
         rounds = np.ceil(waves)
-        of_edges = call.rows / call.tiles * (of_q + (_FLOAT * self.columns if run else of_out))
+        written = np.where(writes_parts, _FLOAT * self.columns, of_out)
+        of_edges = call.rows / call.tiles * (of_q + written)
         longest = np.minimum(size * own, call.keys)
         keys = longest + self.block_k * (1 + tile.restarted * (own - 1))
         of_tile = clocks * keys + of_edges / gpu.l2_bytes_per_clock
         of_all = np.maximum(1, waves) if call.uneven else rounds
         work = of_all * of_tile * call.keys / (parts * longest)
         forward = np.maximum(np.maximum(work, hbm), hbm * (rounds - 1) / waves + of_tile)
-        merge = self._merge(call.rows, parts) if run else np.zeros_like(forward)
-        return PredictedCall(work_tiles, rounds, forward, np.where(splits > 1, merge, 0), hbm)
+        merge = np.where(writes_parts & (splits > 1), self._merge(call.rows, parts), 0)
+        return PredictedCall(work_tiles, rounds, forward, merge, hbm)
 
-    def _merge(self, rows: int, parts: Numbers) -> Numbers:
+    def _merge(self, rows: int | Numbers, parts: Numbers) -> Numbers:
         """The clocks in which the parts of so many rows are merged."""
         gpu = facts(self.arch)
         warps = math.ceil(self.columns / 32)
         blocks = rows * warps
-        resident = min(MERGE_WARPS_OF_SM, math.ceil(blocks / self.sms))
+        resident = np.minimum(MERGE_WARPS_OF_SM, np.ceil(blocks / self.sms))
         of_row = parts * _FLOAT * (self.columns + 1) + self.row_bytes[1] + _FLOAT
         of_block, latency = of_row / warps, gpu.memory_latency
         from_l2 = latency + of_block * resident / gpu.l2_bytes_per_clock
         in_turn = latency * of_block / (32 * _FLOAT * PARTS_IN_FLIGHT)
         waits = waits_of_merge(self.arch, blocks, parts) - 1
-        rounds = math.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
+        rounds = np.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
         of_blocks = rounds * (waits * latency + np.maximum(from_l2, in_turn))
         merge: Numbers = np.maximum(of_blocks, rows * of_row / self._hbm_rate)
         return merge
@@ -334,7 +336,7 @@ class SplitPlan:
     @property
     def mean(self) -> float:
         """The geometric mean of the times of `loads` over the HBM bound."""
-        return float(_means(self, np.array(self.size)))
+        return float(means(self, np.array(self.size)))
 
     @property
     def of_prefill(self) -> float:
@@ -407,23 +409,25 @@ def choose_split(
         kernel=served,
     )
     sizes = np.arange(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
-    times = _means(plan, sizes)
+    times = means(plan, sizes)
     if invariant:
         times = times * _of_prefill(served, sizes)
     return replace(plan, size=int(sizes[np.argmin(times)]))
 
 
-def _means(plan: SplitPlan, sizes: Numbers) -> Numbers:
+def means(plan: SplitPlan, sizes: Numbers) -> Numbers:
     """For splits of each size, the geometric mean of the times of the loads over the HBM bound.
 
     A load weighs as much as another one whose time changes by the same factor.
     """
-    kernel, found = plan.kernel, np.zeros(sizes.shape)
-    for load in plan.loads:
-        call = plan.call_of(load)
-        times = [kernel.predicted(call, sizes, run).time for run in (ALL_SPLITS, *RUNS)]
-        found += np.log(np.minimum.reduce(times) / kernel.bound(call))
-    means: Numbers = np.exp(found / len(plan.loads))
+    of_loads = zip(*(plan.call_of(load)[:4] for load in plan.loads), strict=True)
+    keys, key_heads, rows, tiles = (np.reshape(each, (-1, 1, 1)) for each in of_loads)
+    calls = SplitCall(keys, key_heads, rows, tiles)
+    runs = np.reshape((ALL_SPLITS, *RUNS), (-1, 1))
+    times = plan.kernel.predicted(calls, np.reshape(sizes, -1), runs).time
+    logs = np.log(times.min(1, keepdims=True) / plan.kernel.bound(calls))
+    # One load after another: numpy's own sum has an order that depends on the number of sizes.
+    means: Numbers = np.exp(sum(logs) / len(plan.loads)).reshape(sizes.shape)
     return means
 
 

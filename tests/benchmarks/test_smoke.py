@@ -29,11 +29,12 @@ SCRIPTS = {
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
 # The parts of ranking.py and work_per_score.py have tests of their own, compile_all.py is the test
-# of every release of NVRTC, and the others measure times.
+# of every release of NVRTC, lines.py reads all files, and the others measure times.
 SLOW = (
     "batch_invariance.py",
     "build.py",
     "compile_all.py",
+    "lines.py",
     "overhead.py",
     "ranking.py",
     "transformers_overhead.py",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import returned_by, run_ranks
+from tests.support.ranks import returned_by, run_ranks, run_ranks_once
 
 CASES = "tests.support.dtensor_cases"
 COMPARED = (
@@ -42,23 +44,27 @@ REFUSED = {
 }
 
 
-@functools.cache
-def group() -> list[dict[str, tuple[Any, str]]]:
-    """What two ranks returned for all cases: their imports take seconds."""
-    return run_ranks(2, [f"{CASES}:{case}" for case in (*COMPARED, "refused")])
+Returned = Callable[[str], list[Any]]
 
 
-def returned(case: str) -> list[Any]:
-    return returned_by(group(), f"{CASES}:{case}")
+@pytest.fixture
+def returned(folder_of_run: Path) -> Returned:
+    """What two ranks returned for a case; they execute all, because their imports take seconds."""
+
+    def of(case: str) -> list[Any]:
+        cases = [f"{CASES}:{each}" for each in (*COMPARED, "refused")]
+        return returned_by(run_ranks_once(folder_of_run, 2, cases), f"{CASES}:{case}")
+
+    return of
 
 
 @pytest.mark.parametrize("case", COMPARED)
-def test_the_ranks_compute_what_one_call_computes(case: str) -> None:
+def test_the_ranks_compute_what_one_call_computes(case: str, returned: Returned) -> None:
     returned(case)
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_ranks_cannot_compute_by_themselves_is_refused(what: str) -> None:
+def test_what_ranks_cannot_compute_by_themselves_is_refused(what: str, returned: Returned) -> None:
     for messages in returned("refused"):
         assert REFUSED[what] in messages[what]
         assert len(messages[what].splitlines()) == 4

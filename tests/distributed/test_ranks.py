@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,16 +50,13 @@ def _full(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def returned(tmp_path_factory: pytest.TempPathFactory) -> Returned:
+def returned(folder_of_run: Path) -> Returned:
     """What each rank of a group returned for a case; fails with the traceback of a rank."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of the run, which its workers share
-        folder = folder.parent
 
     def of(world: int, case: str) -> list[Any]:
         group = TOGETHER if world == 2 else COMPARED if case in COMPARED else OTHERS
         cases = [*map(_full, group), *([REFUSED, _full(LAST)] if world == 2 else [])]
-        ranks = run_ranks_once(folder, world, cases)
+        ranks = run_ranks_once(folder_of_run, world, cases)
         return returned_by(ranks[:1] if case == LAST else ranks, _full(case))
 
     return of

@@ -10,11 +10,14 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
+from tests.support.tiers import every_share
 
 MODULE = runpy.run_path(str(ROOT / "docs" / "tour.py"))
 NOTEBOOK = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
+@every_share  # it prints plans and their numbers
 def test_the_notebook_has_the_outputs_of_its_cells() -> None:
     run_python("docs/tour.py", "--check")
 

@@ -6,6 +6,7 @@ some of these columns. On sm_80 such kernels copy panels of columns, those of va
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support.paged_calls import Paged, Sequences
 from tests.support.paged_specs import SERVED
 from tests.support.planted import caught, planted
 from tests.support.shapes import Case
-from tests.support.tiers import slow
+from tests.support.tiers import one_in, slow
 
 DIMS = ((64, 64), (128, 64), (192, 128), (576, 512))
 WIDE = (576, 512)
@@ -51,7 +52,7 @@ def judged(call: Call) -> None:
 @pytest.mark.parametrize(
     ("dims", "arch"),
     [
-        *((dims, arch) for dims in ((64, 64), WIDE) for arch in PATHS),
+        *one_in(2, product(((64, 64), WIDE), PATHS)),
         *(
             slow(dims, arch)
             for dims in ((128, 64), (192, 128), (72, 24), (72, 72), (512, 512))
@@ -125,7 +126,7 @@ def paged(name: str, arch: str, dims: tuple[int, int] = WIDE, page: int = 16, **
     ("name", "arch", "dims", "page", "split_size"),
     [
         ("causal", "sm_80", (128, 64), 16, 64),
-        ("causal", "sm_90a", (128, 64), 16, 64),
+        slow("causal", "sm_90a", (128, 64), 16, 64),
         *(slow("causal", arch, WIDE, page, 64) for arch in PATHS for page in (4, 16, 64)),
         *(slow(name, arch, WIDE, 16, 0) for arch in PATHS for name in ("window", "softcap")),
         *(slow("causal", arch, (72, 40), 16, 32) for arch in PATHS),
@@ -152,7 +153,8 @@ def profiles(arch: str, dims: tuple[int, int], page: int) -> tuple[Profile, ...]
 @pytest.mark.parametrize(
     ("arch", "dims", "page"),
     [
-        *((arch, (128, 64), 0) for arch in PATHS),
+        ("sm_80", (128, 64), 0),
+        slow("sm_90a", (128, 64), 0),
         *(slow(arch, WIDE, page) for arch in PATHS for page in (0, 16)),
         *(slow(arch, (128, 64), 16) for arch in PATHS),
     ],

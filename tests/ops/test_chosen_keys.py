@@ -41,7 +41,7 @@ def layout_of(lists: dict[str, Tensor]) -> Any:
 SPEC = spec_of(2, 8, head_dim=32, dtype="float32")
 
 
-@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
 def test_rows_that_no_group_lists_have_no_effect(backend: str) -> None:
     op = fg.attention(SPEC)
     q, k, v = operands()
@@ -58,8 +58,10 @@ def test_rows_that_no_group_lists_have_no_effect(backend: str) -> None:
         assert not gradient.isnan().any()
 
 
-@pytest.mark.parametrize("backend", ["tiled", "emulator"])
-@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize(
+    ("needed", "backend"),
+    [(True, "tiled"), (False, "tiled"), (True, "emulator"), slow(False, "emulator")],
+)
 def test_learned_tensors_have_gradients_where_they_are_needed(needed: bool, backend: str) -> None:
     bias = fg.Tensor("bias", ("heads", "seq_q", "seq_k"), "float32", grad=True)
     spec = SPEC.replace(score_mod=lambda s, b, h, q, k: s + bias[h, q, k])

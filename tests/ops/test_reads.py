@@ -338,7 +338,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+@pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
 def test_an_index_may_be_any_expression_of_floats_without_a_fraction(backend):
     def score(s, b, h, q, k):
         for index, _ in WHOLE.values():

@@ -21,7 +21,7 @@ from tests.kernels.test_every_spec import BACKWARD
 from tests.support.examples import SPEC_IDS, SPECS, fitted, spec_path, values_of
 from tests.support.judged import dropping, sized
 from tests.support.shapes import Case
-from tests.support.tiers import one_in
+from tests.support.tiers import one_in, slow
 from tests.support.weights import SPECS as WEIGHTS
 from tests.support.weights import captured_by, spec_of
 from tests.support.wide_operator import wide_attention
@@ -192,7 +192,7 @@ def test_a_gradient_by_a_tangent_is_the_transposed_tangent_pass() -> None:
     assert_near(got, grad(DENSE_LOSS, ALL)(*wide(operands)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [slow("float16"), slow("bfloat16"), "float32"])
 def test_a_tangent_runs_the_kernel_where_the_call_runs_kernels(dtype: str) -> None:
     spec = fg.AttentionSpec(lambda b, h, q, k: k <= q, head_dim=16, dtype=dtype)
     qkv = Case(40, 56, 1, 2, 1, dtype, 16).tensors()
@@ -342,14 +342,14 @@ def test_dtensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_emulator_and_paged_caches_refuse_second_derivatives() -> None:
-    operands, ways = problem()
+    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32"))
+    q, k, v = Case(5, 9, 1, 2, 1, "float32", 16).tensors()
 
     def of(q: Tensor) -> Tensor:
-        q, k, v, cap, sink = q, *operands[1:]
-        return OP(q, k, v, cap=cap, sink=sink, backend="emulator").square().sum()
+        return op(q, k, v, backend="emulator").square().sum()
 
     with pytest.raises(InputError, match="emulator"):
-        jvp(grad(of), operands[:1], ways[:1])
+        jvp(grad(of), (q,), (q,))
     spec = fg.AttentionSpec(paged=True, head_dim=16, dtype="float32")
     pages = {"page_table": torch.zeros(1, 1, dtype=torch.int32)}
     pages["cache_seqlens"] = torch.tensor([16], dtype=torch.int32)
@@ -361,7 +361,7 @@ def test_the_emulator_and_paged_caches_refuse_second_derivatives() -> None:
 # ---- every spec ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("name", one_in(2, BACKWARD))
 def test_gradcheck_and_gradgradcheck_of_the_covering_specs(name: str) -> None:
     case = Case(7, 8, 1, 2, 1, "float32", 8, 8)
     drops = 0.3 if name in ("alibi", "document", "softcap") else 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import FlashgenError
 from flashgen.shared.paths import PATHS
-from flashgen.shared.split_choice import ALL_SPLITS, LOADS, Load
+from flashgen.shared.split_choice import ALL_SPLITS, LOADS, Load, means
 from flashgen.tools.profile.decoding import DecodingPlan, plan_decoding
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
@@ -292,3 +294,13 @@ def test_codes_are_predicted_to_take_at_most_057_of_the_time_of_elements(
         assert codes is not None
         assert codes.seconds <= 0.57 * elements.seconds
         assert codes.traffic.over_bound <= 1.06
+
+
+@pytest.mark.parametrize("spec", [SERVED, CAUSAL.replace(head_dim=256)])
+def test_the_time_of_each_number_of_keys_is_that_of_a_plan_with_them(
+    spec: fg.AttentionSpec,
+) -> None:
+    chosen = plan_splits(spec, "sm_90a", 8)
+    sizes = np.arange(32, 600, 16)
+    found = means(chosen, sizes)
+    assert found.tolist() == [replace(chosen, size=int(size)).mean for size in sizes]

@@ -85,11 +85,13 @@ def test_a_training_meets_the_error_rule(options: dict[str, Any], tmp_path: Path
     check(tmp_path, options, options)
 
 
+@pytest.mark.slow
 def test_samples_without_padding_are_trained_as_if_each_had_a_row(tmp_path: Path) -> None:
     check(tmp_path, PADDING_FREE, {})
 
 
-@pytest.mark.parametrize("reentrant", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_layer_drops_the_same_elements_again(
     reentrant: bool, tmp_path: Path
 ) -> None:

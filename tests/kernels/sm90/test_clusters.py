@@ -95,7 +95,8 @@ def profiles(call: Call, cluster: int) -> Profile:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(128, 128, 1, 1, 1), slow((128, 128, 1, 4, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(128, 128, 1, 1, 1), (128, 128, 1, 4, 2)])
 def test_a_cluster_reads_half_of_the_keys_and_values(sizes: tuple[int, ...]) -> None:
     call = wide("full", sizes)
     one, two = ({each.name: each for each in profiles(call, n).tensors} for n in (1, 2))

@@ -65,7 +65,7 @@ def test_searched_tiles_meet_the_error_rule(seq_k: int, split_size: int) -> None
     run(same, Case(150, seq_k, 1, 2, 1), split_size=split_size)
 
 
-@pytest.mark.parametrize("split_size", [0, 80])
+@pytest.mark.parametrize("split_size", [0, slow(80)])
 def test_rows_that_reach_no_tile_are_rows_without_keys(split_size: int) -> None:
     found = run(other, Case(150, 200), split_size=split_size)
     assert torch.all(found.out == 0)
@@ -78,6 +78,7 @@ def test_a_split_with_tiles_that_is_taken_for_one_without_is_caught() -> None:
         run(same, Case(150, 333, 1, 2, 1), split_size=208)
 
 
+@pytest.mark.slow
 def test_decoding_has_the_bits_of_a_prefill_with_and_without_pages() -> None:
     how: dict[str, Any] = {"backend": "emulator", "arch": ARCH, "split_size": 208}
     of = Sequences.of((300,), (300,), heads=(2, 1))
