@@ -286,7 +286,7 @@ def paths_of(device: str) -> tuple[str, ...]:
 def _way_out(match: re.Match[str] | None) -> str:
     """A known architecture whose kernels also run on the unknown one, where there is one."""
     if match is None:
-        return f'a name such as "{DEFAULT_ARCH}"'
+        return f'a name such as arch="{DEFAULT_ARCH}"'
     name = f"sm_{match['major']}{match['minor']}"
     for base in reversed(_FACTS):
         if runs_on(base, version_of(name)[:2]):

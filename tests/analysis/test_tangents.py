@@ -18,6 +18,7 @@ from flashgen.spec.language.symbols import SCORE, SCORE_TANGENT, B, H, K, Q
 bias = fg.Tensor("bias", ("heads", 9), "float32", grad=True)
 cap = fg.Tensor("cap", ("heads",), "float32", grad=True)
 row = fg.Tensor("row", ("heads", "seq_q"), "float32", grad=True)
+width = fg.Scalar("width", "int32", minimum=1)
 
 
 def near(q: Any, k: Any) -> Any:
@@ -36,6 +37,8 @@ SCORES: dict[str, Callable[..., Any]] = {
     "silu": lambda s, b, h, q, k: s * fg.sigmoid(s),
     "relu squared": lambda s, b, h, q, k: fg.maximum(s, 0) ** 2,
     "decay": lambda s, b, h, q, k: s * fg.exp(cap[h] * (q - k) / 8),
+    "absolute values": lambda s, b, h, q, k: fg.log1p(fg.abs(s + cap[h])) * fg.abs(s),
+    "choice by a scalar": lambda s, b, h, q, k: fg.tanh(s * fg.where(width > 3, 2, 0)),
     "bias alone": lambda s, b, h, q, k: bias[h, near(q, k)],
     "large": lambda s, b, h, q, k: sum(
         fg.tanh(s * cap[h] + i) * fg.sigmoid(s - i) * bias[h, i % 9] for i in range(12)
@@ -66,7 +69,7 @@ def test_tangents_are_derivatives_along_the_tangents_of_the_score_and_of_learned
     make = torch.Generator().manual_seed(3)
     shapes = {"bias": (2, 9), "cap": (2,), "row": (2, 11)}
     q, k = torch.arange(11)[:, None], torch.arange(13)[None]
-    values = {B: torch.tensor(0), H: torch.tensor(1), Q: q, K: k}
+    values = {B: torch.tensor(0), H: torch.tensor(1), Q: q, K: k, width.expr: torch.tensor(5)}
     moving = {SCORE: (torch.randn(11, 13, generator=make).double(), SCORE_TANGENT)}
     for tensor in spec.tensors:
         made = 1 + 0.3 * torch.randn(shapes[tensor.name], generator=make).double()

@@ -241,6 +241,7 @@ def test_a_malformed_scalar_is_refused(windowed, option, what):
     result = flashgen("run", windowed, "--scalar", option)
     assert result.exit_code == 2
     assert what in result.stderr
+    assert result.stderr.partition("  try ")[2].count("--scalar") == 1
 
 
 def test_examples_that_are_no_dictionary_are_refused(tmp_path):

@@ -318,3 +318,8 @@ def test_a_mask_is_named_and_shown_by_the_users_lines() -> None:
     spec = known_mods.read(strictly_causal, None, sizes)[0].operator(16, 16, "float32").spec
     assert spec.name == "strictly_causal"
     assert spec.mask_line.text == "def strictly_causal(b, h, q, k):\n    return q > k"
+
+    strictly_causal.__name__ = "of_a_long_name" * 10  # that of a file would be too long
+    spec = known_mods.read(strictly_causal, lambda s, b, h, q, k: s + q, sizes)[0]
+    made = spec.operator(16, 16, "float32").spec
+    assert made.name == fg.AttentionSpec(strictly_causal).name == ("of_a_long_name" * 10)[:80]

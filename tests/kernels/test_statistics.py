@@ -420,6 +420,23 @@ def test_weights_that_sum_to_0_are_shares_of_0(arch: str | None) -> None:
     check(results(aux), spec, q, k, tensors=captured)
 
 
+def test_a_statistic_may_compare_divided_weights() -> None:
+    spec = fg.AttentionSpec(
+        some_rows,
+        weight_mod=lambda score, *_: fg.maximum(score, 0) ** 2,
+        normalize="sum",
+        statistics={
+            "heavy": fg.sum_over_keys(lambda score, weight, *_: fg.where(weight > 0.2, score, 0))
+        },
+        dtype="float32",
+    )
+    q, k, v = Case(19, 30, 1, 4, 2, "float32").tensors()
+    q[:, :, ::2] = 0  # no score is above 0
+    _, aux = fg.attention(spec)(q, k, v, return_aux=OF_WEIGHTS)
+    check(results(aux), spec, q, k)
+    assert (aux.statistics["heavy"] > 0).any()
+
+
 def test_weights_of_a_part_of_a_whole_are_those_of_its_heads_and_length() -> None:
     spec = fg.AttentionSpec(
         weight_mod=lambda score, b, h, q, k: (2 + fg.tanh(score)) * (h + 1) / fg.seq_k,
@@ -588,6 +605,8 @@ def test_a_spec_with_statistics_comes_back_from_a_pickle() -> None:
     ("given", "what"),
     [
         ({"statistics": {"a b": OWN["age"]}}, "named sums or maxima"),
+        ({"statistics": {"\u00e9cart": OWN["age"]}}, "named sums or maxima"),
+        ({"statistics": {"a" * 81: OWN["age"]}}, "named sums or maxima"),
         ({"statistics": {"age": lambda s: s}}, "named sums or maxima"),
         ({"statistics": [1]}, "named sums or maxima"),
     ],

@@ -114,6 +114,7 @@ def test_one_name_for_two_scalars_is_refused() -> None:
         ({"dropout": 0.1}, "dropout is True or False", "0.1", "dropout_p=0.1"),
         ({"name": "my spec"}, "name is not an identifier", "'my spec'", "'my_spec'"),
         ({"name": "7b"}, "name is not an identifier", "'7b'", "'spec_7b'"),
+        ({"name": "x" * 300}, "of at most 80 characters", "x" * 300, f"name={'x' * 80!r}"),
     ],
 )
 def test_an_option_out_of_range_is_refused_with_one_that_is_in(

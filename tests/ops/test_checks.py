@@ -57,12 +57,18 @@ def test_a_right_call_gives_its_sizes():
     assert not problem.is_empty
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize(
     ("change", "what", "way_out"),
     [
         (lambda t: t.tolist(), "is not a torch tensor", "torch.as_tensor"),
         (lambda t: t.to_sparse(), "is not an ordinary dense tensor", "to_dense"),
+        (
+            lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+            "is not an ordinary dense tensor",
+            "dequantize",
+        ),
         (lambda t: t.to("meta"), "it is a meta tensor", "on the CPU or on a CUDA device"),
         (lambda t: t[0], "has 3 dimensions, not 4", "unsqueeze(0)"),
         (lambda t: t.float(), "does not have the dtype of", ".to(torch.float16)"),
@@ -368,6 +374,12 @@ def test_a_call_after_a_good_one_is_checked_as_well():
     for wrong in ({"window": True}, {"window": 1.0}, {"on": 1}, {"slope": True}):
         with pytest.raises(InputError):
             scalars(q, k, v, **{"window": 1, "slope": 1.0, "on": True, **wrong})
+    with_sink = fg.attention(SPEC.replace(sink=True))
+    shared = torch.zeros(1).expand(q.shape[1])
+    with_sink(q, k, v, sink=shared)
+    for wrong in (shared.to_sparse(), shared.to_mkldnn()):  # the strides of sparse ones are 0 too
+        with pytest.raises(InputError, match="not an ordinary dense tensor"):
+            with_sink(q, k, v, sink=wrong)
     drops = fg.attention(DROPS)
     drops(q, k, v, dropout_p=0.5, rng=STATE)
     for wrong in (STATE.int(), STATE[:1], (1, 2)):

@@ -127,6 +127,15 @@ def test_an_argument_that_asks_for_something_is_not_only_left_out():
         assert way_out.endswith("op(q, k, v, window=...) computes without it")
 
 
+def test_scales_of_codes_ask_for_a_cache_that_has_them():
+    op = fg.attention(PLAIN.replace(dtype="float16"))
+    q, k, v = (x.half() for x in operands())
+    for name in ("k_scale", "v_scale"):
+        way_out = refusal(op, q, k, v, **{name: torch.tensor(0.5)}).way_out
+        codes = eval(way_out.partition(", whose")[0], {"op": op})
+        assert name in [tensor.name for tensor in codes.tensors]
+
+
 def test_arguments_that_ask_for_nothing_are_left_out():
     op, (q, k, v) = fg.attention(WINDOWED), operands()
     for options in ({"is_causal": False}, {"attn_mask": None}, {"enable_gqa": False}):

@@ -426,7 +426,8 @@ _DEFAULT_NUMBERS = DEFAULT_OPTIONS[:8]
 def _key(operands: Operands, options: CallOptions) -> Any:
     """The values on which checks and choices depend; the values of rng are not read.
 
-    The key is None for nested and sparse tensors, which have no shape or strides.
+    The key is None for tensors that have no shape or strides, as nested ones; sparse tensors of
+    some layouts have strides, and could pass for expanded ones.
     """
     q, k, v, captured, rng = operands
     try:
@@ -436,19 +437,22 @@ def _key(operands: Operands, options: CallOptions) -> Any:
             q.stride(),
             q.dtype,
             q.device,
+            q.layout,
             k.shape,
             k.stride(),
             k.dtype,
             k.device,
+            k.layout,
             v.shape,
             v.stride(),
             v.dtype,
             v.device,
+            v.layout,
             rng is None,
             options.dropout_p,
             _numbers_key(options),
             _environment(options) if config.is_any_set_for_calls() else None,
-            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in captured])
+            tuple([(t.shape, t.stride(), t.dtype, t.device, t.layout) for t in captured])
             if captured
             else None,
         )
@@ -485,7 +489,10 @@ def _numbers_key(options: CallOptions) -> str | None:
 def _key_of_gradients(gradients: OutputGradients) -> Any:
     try:
         return tuple(
-            [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in gradients]
+            [
+                None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.layout)
+                for t in gradients
+            ]
         )
     except RuntimeError:
         return None

@@ -156,7 +156,7 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
         return (
             tuple(
                 [
-                    None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+                    None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.layout)
                     for t in operands[:-1]
                 ]
             ),

@@ -20,6 +20,7 @@ from flashgen.frontends.score_tensors import (
 )
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_options import as_name
 
 Tensor = torch.Tensor
 
@@ -200,7 +201,7 @@ def _spec(backend: Backend, kind: Kind) -> AttentionSpec:
             head_dim_v=kind.head_dim_v,
             dtype=dtype_name(kind.dtype),
             dropout=kind.dropout,
-            name="_".join(parts),
+            name=as_name("_".join(parts)),
         )
     except SpecError as error:
         raise InputError(

@@ -26,7 +26,7 @@ from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.spec_options import GENERIC_NAMES, HEAD_DIM_STEP
+from flashgen.spec.language.spec_options import GENERIC_NAMES, HEAD_DIM_STEP, as_name
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod
@@ -379,5 +379,5 @@ def _name_of(*mods: Mod | None) -> str:
         name = str(getattr(inner, "__name__", "")).strip("_")
         taken = name in GENERIC_NAMES or name in _TORCH_NAMES or name in BUILT_IN_NAMES
         if name.isidentifier() and name.isascii() and not taken:
-            return name
+            return as_name(name)
     return "flex"

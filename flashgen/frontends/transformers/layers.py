@@ -32,6 +32,7 @@ from flashgen.frontends.score_tensors import (
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language import mod_functions
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.spec_options import as_name
 from flashgen.spec.language.symbols import B, H, K, Q
 from flashgen.spec.language.tensor import Tensor
 
@@ -351,4 +352,4 @@ def _name_of_layer(mask: str, layer: LayerKind) -> str:
     parts += ["softcap"] if layer.softcap is not None else []
     parts += ["sink"] if layer.sink is not None else []
     parts += ["packed"] if layer.packs else []
-    return "_".join(parts)
+    return as_name("_".join(parts))

@@ -135,6 +135,10 @@ def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     # Conditions are hidden behind names, because sympy would rewrite them.
     choices = [each for each in distinct(score) if isinstance(each, sympy.Piecewise)]
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
+    # So are signs, which are constant between their steps: sympy would add a Dirac delta at 0.
+    for sign in (each for each in distinct(score) if isinstance(each, sympy.sign)):
+        names[sign] = Let(sign)
+        names[sign].slopes[by] = sympy.S.Zero
     hidden, sides = _with_named_sides(replaced(score, names), by)
     found = _without_idle_shares(sympy.diff(hidden, by))
     values: dict[sympy.Basic, sympy.Basic] = {let: c for c, let in names.items()}

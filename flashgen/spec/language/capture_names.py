@@ -1,6 +1,7 @@
-"""Checks of capture names, which become arguments of calls.
+"""Checks of capture names, which become arguments of calls, and of names of kernels.
 
-What a name means in C++ or CUDA does not matter: emitted files have it behind a prefix.
+What the name of a capture means in C++ or CUDA does not matter: emitted files have it behind a
+prefix.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ BUILT_IN_NAMES = frozenset(
     choice_rows choice_lengths choice_q_offset choice_sink choice_lse
     """.split()  # noqa: SIM905
 )
+
+
+MOST_LETTERS = 80
+"""Of the name of a spec, and of a statistic: a file in the kernel cache is named after both, what
+the kernel does and a digest, in at most 255 bytes."""
+
+
+def is_part_of_names(name: object) -> bool:
+    """Whether kernels, files and operators of torch can be named after it."""
+    ascii_only = isinstance(name, str) and name.isidentifier() and name.isascii()
+    return ascii_only and len(str(name)) <= MOST_LETTERS
 
 
 def check_name(kind: str, name: str) -> None:

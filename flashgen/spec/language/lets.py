@@ -74,6 +74,11 @@ class Let(sympy.Symbol):  # type: ignore[misc]
         assert n == 1, "derivatives of scores are first derivatives"
         return self._eval_derivative(by)
 
+    def _eval_subs(self, old: sympy.Basic, new: sympy.Basic) -> sympy.Basic:
+        """In the value too: sympy asks for signs of what it substitutes, without end where a
+        symbol stays."""
+        return substituted(self, {old: new}) if old in self._free else self
+
     def __getnewargs_ex__(self) -> tuple[tuple[sympy.Basic], dict[str, Any]]:
         return (self.value,), {}
 

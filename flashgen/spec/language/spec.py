@@ -90,8 +90,8 @@ class AttentionSpec:
         packed: whether a call has several sequences of different lengths, one after another in one
             batch entry, with their boundaries in ``cu_seqlens_q`` and ``cu_seqlens_k``. Mods see
             the number of the sequence as b, and positions and lengths within the sequence.
-        name: identifier after which kernels and files are named; that of the file or the function
-            if None.
+        name: identifier, of at most 80 ASCII characters, after which kernels and files are named;
+            that of the file or the function if None.
         sink: a logit of each head, or of each row, that joins the softmax's denominator: a
             floating-point Tensor, given with each call, whose dims are (1,), or among "batch",
             "heads" and "seq_q", in this order. It is read at the b, h and q that mods see. True

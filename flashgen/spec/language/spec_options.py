@@ -18,6 +18,7 @@ from flashgen.shared.dtypes import (
 )
 from flashgen.shared.errors import SpecError
 from flashgen.spec.language.block_layout import BlockSparse
+from flashgen.spec.language.capture_names import MOST_LETTERS, is_part_of_names
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
@@ -159,7 +160,8 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
                 )
     if spec.name is not None and not _is_name(spec.name):
         mistake(
-            "name is not an identifier, from which kernels and files are named",
+            f"name is not an identifier of at most {MOST_LETTERS} characters, from which kernels "
+            "and files are named",
             f"name {spec.name!r}",
             f"name={as_name(str(spec.name))!r}",
         )
@@ -244,17 +246,17 @@ def _nearest_dtype(text: str) -> str:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is not None
+    return is_part_of_names(name) and not str(name).startswith("_")
 
 
 def as_name(text: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
-    return name if _is_name(name) else f"spec_{name}".rstrip("_")
+    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:MOST_LETTERS]
+    return name if _is_name(name) else f"spec_{name}"[:MOST_LETTERS].rstrip("_")
 
 
 def name_of(*mods: Callable[..., object] | None) -> str:
     for mod in mods:
-        name = getattr(mod, "__name__", "")
-        if name and name not in GENERIC_NAMES and _is_name(name):
-            return str(name)
+        name = str(getattr(mod, "__name__", ""))[:MOST_LETTERS]
+        if name not in GENERIC_NAMES and _is_name(name):
+            return name
     return "attention"

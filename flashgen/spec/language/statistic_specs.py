@@ -111,7 +111,8 @@ def share_of(spec: AttentionSpec, lse: sympy.Expr, *, divides: bool) -> sympy.Ex
     weight = spec.divided_weight
     weight = Let(weight) if weight.args else weight
     if spec.normalizer == "sum" and divides:
-        return where(Value(lse) == 0, 0.0, Value(FloatQuotient(weight, lse))).expr
+        # By a name, because sympy would fold the choice into a comparison of the weight.
+        return Let(where(Value(lse) == 0, 0.0, Value(FloatQuotient(weight, lse))).expr)
     return weight
 
 

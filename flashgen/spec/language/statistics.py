@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 
+from flashgen.spec.language.capture_names import MOST_LETTERS, is_part_of_names
 from flashgen.spec.language.traced import Capture
 from flashgen.spec.language.tracing import PickledMod, TracedMod, trace_statistic
 from flashgen.spec.language.user_source import in_specs, refuse
@@ -111,7 +112,8 @@ def statistics_of(given: object) -> tuple[tuple[str, Statistic], ...]:
     if not isinstance(pairs, tuple) or not all(map(_is_named, pairs)):
         refuse(
             "statistics are named sums or maxima of functions",
-            numbers=f"given {given!r:.100}",
+            numbers=f"given {given!r:.100}; names have at most {MOST_LETTERS} letters of ASCII, "
+            "digits and underscores",
             way_out='statistics={"spread": fg.sum_over_keys(lambda score, weight, *_: ...)}',
         )
     return tuple(pairs)
@@ -119,4 +121,4 @@ def statistics_of(given: object) -> tuple[tuple[str, Statistic], ...]:
 
 def _is_named(pair: Any) -> bool:
     name, each = pair
-    return isinstance(name, str) and name.isidentifier() and isinstance(each, Statistic)
+    return is_part_of_names(name) and isinstance(each, Statistic)

@@ -132,7 +132,7 @@ def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any
         return f"{flag}{'=' if ' ' in flag else ' '}{text or f'{rows}x{keys}'}"
 
     value = r"(\"?)([\w.+-]+)\2|\((\d+), (\d+)\)"
-    error.way_out = re.sub(rf"(?<!-)\b(\w+)=(?:{value})", option_of, error.way_out)
+    error.way_out = re.sub(rf"(?<!-)(?<!--scalar )\b(\w+)=(?:{value})", option_of, error.way_out)
     if flag and error.where == f"option {flag}" and "fg." in error.way_out:
         helps = {_flag(x.name, option): option.help for x, _, option in _options(made_of)}
         error.way_out = f"{flag}: {helps[flag]}" if flag in helps else error.way_out

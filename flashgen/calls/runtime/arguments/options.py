@@ -58,6 +58,10 @@ _BIASED = """score = op.spec.score_mod or (lambda s, b, h, q, k: s)
 op = fg.attention(op.spec.replace(score_mod=lambda s, b, h, q, k: score(s, b, h, q, k) + {added}))
 op(q, k, v{call})"""
 _CAUSAL = _MASKED.replace("{keep}", "(q >= k)")
+_CODES = (
+    'op.spec.replace(paged=True, kv_dtype="int8"), whose calls take the scales of 8-bit codes; '
+    "op(q, k, v{call}) for keys and values of q's dtype"
+)
 _ELSEWHERE = {
     "is_causal": _CAUSAL,
     "causal": _CAUSAL,
@@ -66,6 +70,8 @@ _ELSEWHERE = {
     "softmax_scale": "op(q, k, v{call}, scale=softmax_scale)",
     "enable_gqa": "op(q, k, v{call}): k and v with fewer heads need no argument",
     "kv": "op(q, k, v{call}), by position",
+    "k_scale": _CODES,
+    "v_scale": _CODES,
 }
 """What has the effect of arguments of other attention functions."""
 

@@ -201,7 +201,7 @@ def check_dense(name: str, value: torch.Tensor) -> None:
             "flashgen.distributed.attention computes a sequence that is divided over ranks",
         )
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
-        way_out = f"{name}.to_dense()"
+        way_out = f"{name}.dequantize()" if value.is_quantized else f"{name}.to_dense()"
         if value.is_nested:
             way_out = f"{name}.to_padded_tensor(0), and a mask of the lengths"
         if value.layout == torch.jagged:
