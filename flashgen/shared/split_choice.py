@@ -336,7 +336,7 @@ class SplitPlan:
     @property
     def mean(self) -> float:
         """The geometric mean of the times of `loads` over the HBM bound."""
-        return float(means(self, np.array(self.size)))
+        return float(mean_times(self, np.array(self.size)))
 
     @property
     def of_prefill(self) -> float:
@@ -409,13 +409,13 @@ def choose_split(
         kernel=served,
     )
     sizes = np.arange(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
-    times = means(plan, sizes)
+    times = mean_times(plan, sizes)
     if invariant:
         times = times * _of_prefill(served, sizes)
     return replace(plan, size=int(sizes[np.argmin(times)]))
 
 
-def means(plan: SplitPlan, sizes: Numbers) -> Numbers:
+def mean_times(plan: SplitPlan, sizes: Numbers) -> Numbers:
     """For splits of each size, the geometric mean of the times of the loads over the HBM bound.
 
     A load weighs as much as another one whose time changes by the same factor.
@@ -427,8 +427,8 @@ def means(plan: SplitPlan, sizes: Numbers) -> Numbers:
     times = plan.kernel.predicted(calls, np.reshape(sizes, -1), runs).time
     logs = np.log(times.min(1, keepdims=True) / plan.kernel.bound(calls))
     # One load after another: numpy's own sum has an order that depends on the number of sizes.
-    means: Numbers = np.exp(sum(logs) / len(plan.loads)).reshape(sizes.shape)
-    return means
+    found: Numbers = np.exp(sum(logs) / len(plan.loads))
+    return found.reshape(sizes.shape)
 
 
 def _of_prefill(kernel: SplitKernel, sizes: Numbers) -> Numbers:

@@ -11,7 +11,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.runtime.append_kv import prepare
-from flashgen.calls.runtime.arguments.pages import AppendOperands
+from flashgen.calls.runtime.arguments.new_rows import AppendOperands
 from tests.support import gpu_device as gpu
 from tests.support.paged_caches import LAYOUTS, Appended, Cache, append_in_a_loop, cache_of, rows_of
 

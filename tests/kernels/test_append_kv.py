@@ -11,7 +11,7 @@ import torch
 import flashgen as fg
 from flashgen.calls.runtime import append_kv
 from flashgen.calls.runtime.append_kv import access_bytes, prepare
-from flashgen.calls.runtime.arguments.pages import AppendOperands
+from flashgen.calls.runtime.arguments.new_rows import AppendOperands
 from flashgen.kernels.append_pipeline import build_append_kv
 from flashgen.shared.call import LaunchOptions
 from tests.support.judged import check_gates

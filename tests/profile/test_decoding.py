@@ -20,7 +20,7 @@ from flashgen.kernels.planner.traffic import LaunchSizes, Walk
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import FlashgenError
 from flashgen.shared.paths import PATHS
-from flashgen.shared.split_choice import ALL_SPLITS, LOADS, Load, means
+from flashgen.shared.split_choice import ALL_SPLITS, LOADS, Load, mean_times
 from flashgen.tools.profile.decoding import DecodingPlan, plan_decoding
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.run import profile_forward
@@ -302,5 +302,5 @@ def test_the_time_of_each_number_of_keys_is_that_of_a_plan_with_them(
 ) -> None:
     chosen = plan_splits(spec, "sm_90a", 8)
     sizes = np.arange(32, 600, 16)
-    found = means(chosen, sizes)
+    found = mean_times(chosen, sizes)
     assert found.tolist() == [replace(chosen, size=int(size)).mean for size in sizes]

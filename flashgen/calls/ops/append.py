@@ -9,7 +9,7 @@ import torch
 from flashgen.calls.ops.autograd import are_plain, is_plain
 from flashgen.calls.runtime import backends
 from flashgen.calls.runtime.append_kv import append
-from flashgen.calls.runtime.arguments.pages import AppendOperands, check_append
+from flashgen.calls.runtime.arguments.new_rows import AppendOperands, check_append
 from flashgen.calls.runtime.arguments.refusals import refuse, refuse_jit_trace
 from flashgen.shared import config
 from flashgen.shared.errors import called_by_users

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashgen.calls.runtime.arguments.pages import (
+from flashgen.calls.runtime.arguments.new_rows import (
     DIM_STEP,
     AppendOperands,
     check_append,
