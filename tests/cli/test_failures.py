@@ -206,6 +206,7 @@ def test_ctrl_c_ends_the_program_with_its_status_and_leaves_no_part_of_a_file(
             "--method all_gather",
         ),
         (("--world", "2", "--shape", "1,2,64", "--link", "0"), "option --link", "--link 450"),
+        (("--world", "2", "--shape", "1,2,64", "--shard", "x"), "option --shard", "--shard head_"),
         (("--world", "2", "--shape", "1,2,64", "--map", "a.txt"), "option --map", "--map a.png"),
     ],
 )
@@ -213,6 +214,13 @@ def test_an_error_about_an_option_names_it_and_its_way_out_can_be_typed(line, wh
     lines = refused(flashgen("plan", CAUSAL, *line))
     assert lines[1].endswith(where)
     assert lines[3].startswith(f"  try      {way_out}")
+
+
+def test_an_error_about_one_of_several_architectures_names_the_option(tmp_path):
+    for line in (("emit", CAUSAL), ("export", CAUSAL, "-o", str(tmp_path / "exported"))):
+        lines = refused(flashgen(*line, "--arch", "sm_90a", "--arch", "sm_70"))
+        assert lines[1].endswith("option --arch")
+        assert lines[3].startswith("  try      --arch sm_80, whose")
 
 
 def test_what_a_spec_file_gives_keeps_its_name_in_python(tmp_path):

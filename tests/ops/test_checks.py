@@ -205,7 +205,7 @@ def test_offsets_are_whole_numbers(value):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), True, "1", 2.0**127])
-def test_a_scale_whose_product_with_log2_of_e_is_finite_is_taken(value):
+def test_a_scale_is_positive_and_its_product_with_log2_of_e_is_finite(value):
     error = refusal(scale=value)
     assert error.what == "scale is not a positive number below 2^127"
     assert repr(value) in error.numbers

@@ -98,7 +98,6 @@ class Traced:
     __truediv__, __rtruediv__ = _operators("/")
     __floordiv__, __rfloordiv__ = _operators("//")
     __mod__, __rmod__ = _operators("%")
-    __pow__, __rpow__ = _operators("**")
     __and__, __rand__ = _operators("&")
     __or__, __ror__ = _operators("|")
     __xor__, __rxor__ = _operators("^")
@@ -116,11 +115,19 @@ class Traced:
     def __rdivmod__(self, other: Operand) -> tuple[Traced, Traced]:
         return combine("//", other, self), combine("%", other, self)
 
+    def __pow__(self, other: Operand, modulus: None = None) -> Traced:
+        if modulus is not None:
+            self._no_value("pow() with a modulus", "x**y % modulus")
+        return combine("**", self, other)
+
+    def __rpow__(self, other: Operand) -> Traced:
+        return combine("**", other, self)
+
     def __neg__(self) -> Traced:
-        return apply_function("neg", negative, self)
+        return apply_function("-", negative, self)
 
     def __pos__(self) -> Traced:
-        return apply_function("positive", lambda x: x, self)
+        return apply_function("+", lambda x: x, self)
 
     def __abs__(self) -> Traced:
         return apply_function("abs", Abs, self)
@@ -346,12 +353,13 @@ def combine(operator: str, left: object, right: object) -> Traced:
 
 
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
-    """``function`` of numbers, which messages call fg.``name``."""
+    """``function`` of numbers, which messages call fg.``name``, or by the sign of an operator."""
     exprs = []
+    called = f"fg.{name}" if name.isidentifier() else name
     for expr in exprs_of(*values):
         if is_condition(expr):
             refuse(
-                f"fg.{name} is for numbers, this is a condition",
+                f"{called} is for numbers, this is a condition",
                 numbers=f"operand {python_text(expr)}",
                 way_out="fg.where(condition, 1, 0) to make a number of a condition",
             )

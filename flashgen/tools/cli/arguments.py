@@ -347,7 +347,7 @@ EXAMPLES = {
 }
 """The options that others need, with values: what the help of these has before its colon."""
 
-ARGUMENTS = {"dropout": "dropout_p", "output": "path"}
+ARGUMENTS = {"archs": "arch", "dropout": "dropout_p", "output": "path"}
 """The arguments of functions that have other names than the options that give them."""
 
 GROUPS = {"cache": "List or remove compiled kernels."}

@@ -138,8 +138,16 @@ def _distributed(
     scalars, tensors = captures_of(spec, arguments, sizes)
     captures = {**scalars, **tensors}
     from flashgen.frontends import distributed
+    from flashgen.frontends.distributed.sharding import WAYS
 
     shard: object = arguments.shard
+    if shard not in (*WAYS, "balance"):
+        raise InputError(
+            "no such sharding",
+            where="option --shard",
+            numbers=f"{shard!r}; available: {', '.join(WAYS)}, balance",
+            way_out="--shard head_tail, which suits causal masks",
+        )
     if shard == "balance":
         from flashgen.frontends.distributed.forecast import tile_of
 
