@@ -105,6 +105,13 @@ def test_so_is_one_with_dropout_and_unequal_head_dims(name: str) -> None:
             check_text(source)
 
 
+@pytest.mark.parametrize("name", ["dense_bias", "relative_bias", "strided"])
+def test_no_line_of_a_kernel_is_too_long_whose_tiles_consist_of_boxes(name: str) -> None:
+    layout = fg.BlockSparse(block_q=64, block_k=64)
+    spec = fg.load(ROOT / f"specs/{name}.py").replace(block_sparse=layout)
+    check_text(fg.emit(spec, "sm_90a").forward)
+
+
 def check_text(source: Source) -> None:
     text, lines = source.text, source.text.splitlines()
     assert text.endswith("}\n")

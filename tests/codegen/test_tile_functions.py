@@ -14,7 +14,7 @@ import flashgen as fg
 import ptx_emulator as emulator
 from flashgen.kernels.codegen.environment import environment
 from flashgen.kernels.codegen.functions import SpecFunctions
-from flashgen.kernels.codegen.text import COLUMNS, wrap_code
+from flashgen.kernels.codegen.text import COLUMNS, within_columns, wrap_code
 from flashgen.shared.fast_division import multiplier_of
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.evaluate import evaluate
@@ -131,6 +131,28 @@ def test_statements_are_broken_before_their_loosest_operators() -> None:
         "    && first_operand_1 <= second_operand_1",
         "    && first_operand_2 <= second_operand_2",
         "    && first_operand_3 <= second_operand_3;",
+    ]
+
+
+def test_a_long_line_of_a_template_is_broken_where_nothing_changes_its_meaning() -> None:
+    operand, sentence = "some_operand[row * COLUMNS + column]", "Some words of a comment."
+    lines = [
+        f"    if ({operand} > {operand}) {operand} = one_of(p, {operand});",
+        f"  // {' '.join([sentence] * 5)}",
+        f'  static_assert({operand} == 0, "{" ".join([sentence] * 5)}");',
+        f"  const int* number;  // {' '.join([sentence] * 4)}",
+        f"  const int number = {operand} + {operand};  // {sentence}",
+    ]
+    assert within_columns("\n".join(lines)).splitlines() == [
+        f"    if ({operand} > {operand})",
+        f"      {operand} = one_of(p, {operand});",
+        f"  // {' '.join([sentence] * 3)} Some words of a",
+        f"  // comment. {sentence}",
+        lines[2],
+        f"  const int* number;  // {' '.join([sentence] * 3)}",
+        f"                      // {sentence}",
+        f"  // {sentence}",
+        f"  const int number = {operand} + {operand};",
     ]
 
 

@@ -344,6 +344,16 @@ def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path
         for value in values:
             assert refused(lambda a, f=field, x=value: setattr(a, f, x)) == "ERROR_ARGUMENT", value
     assert refused(no_keys) == "ERROR_NO_KEYS"
+    for field, rows in (("q_offset", CASE.seq_q), ("k_offset", CASE.seq_k)):
+        last = 2**28 - (rows - 1)  # the last row has the largest position that kernels support
+        assert refused(lambda a, f=field, x=last + 1: setattr(a, f, x)) == "ERROR_ARGUMENT"
+        arguments = both.forward_arguments()
+        setattr(arguments, field, last)
+        assert library.run("forward", arguments)[0] == status["OK"]
+        both.python(**{field: last})
+        with pytest.raises(fg.InputError, match=f"{field} makes positions larger"):
+            both.python(**{field: last + 1})
+    library.run("forward", both.forward_arguments())
     library.number("fake_fails").value = 719
     assert library.run("forward", both.forward_arguments())[0] == status["ERROR_CUDA"]
     assert library.c.sliding_window_cuda_result(library.handle) == 719

@@ -118,6 +118,27 @@ def test_requests_that_do_not_suit_a_spec_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.parametrize(
+    ("call", "way_out"),
+    [
+        ("split_size+split_size", "--call split_size"),
+        ("q_offset:int32+whole+q_offset:int32", "--call q_offset:int32+whole"),
+        (
+            "q_offset:int32+q_offset:int64",
+            "--call q_offset:int64; another dtype in a --call of its own",
+        ),
+    ],
+)
+def test_an_argument_that_is_given_twice_in_a_call_is_refused(
+    call: str, way_out: str, tmp_path: Path
+) -> None:
+    request = ExportRequest(spec=spec_of("sliding_window"), archs=("sm_80",), calls=(call,))
+    with pytest.raises(InputError, match="each of its arguments once") as caught:
+        export(request, tmp_path / "refused")
+    assert caught.value.way_out == way_out
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_table_of_a_layout_that_no_machine_would_finish_is_refused_before_the_work() -> None:
     def never(i: int, j: int) -> bool:
         return False

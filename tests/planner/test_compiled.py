@@ -51,6 +51,13 @@ def backward(
                 assert plan == chosen.kernel(plan.kernel), "planned with registers to spare"
 
 
+@pytest.mark.parametrize("head_dim_v", one_in(4, [216, 200, 208, 224]))
+def test_values_wider_than_keys_compile_under_a_layout(head_dim_v):
+    layout = fg.BlockSparse(block_q=64, block_k=64)
+    spec = fg.AttentionSpec(head_dim=24, head_dim_v=head_dim_v, block_sparse=layout)
+    within_its_plan(fg.build(spec, "sm_90a"))
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     one_in(12, itertools.product([64, 8, 40, 96, 128, 256], ["float16", "float32"])),

@@ -118,6 +118,20 @@ def test_dtypes_of_one_size_have_the_same_tiles(deterministic):
         assert [each.tile for each in half] == [each.tile for each in bf]
 
 
+@pytest.mark.parametrize("head_dim_v", [192, 200, 216, 256])
+def test_a_block_begins_with_the_registers_of_each_product(head_dim_v):
+    """The assembler refuses kernels with fewer: of P V with 200 columns it asks for 130."""
+    layout = fg.BlockSparse(block_q=64, block_k=64)
+    spec = fg.AttentionSpec(head_dim=24, head_dim_v=head_dim_v, block_sparse=layout)
+    chosen = plan(spec, "sm_90a")
+    launched = chosen.quantities["launched"]
+    assert max(chosen.block_k / 2 + 26, head_dim_v / 2 + 30) <= launched
+    if head_dim_v == 200:
+        two_blocks = replace(chosen.tile, step=16, blocks=2)
+        with pytest.raises(fg.PlanError, match="registers of a product"):
+            plan(spec, "sm_90a", tile=two_blocks)
+
+
 def test_a_score_function_leaves_registers_for_its_temporaries():
     def softcap(score, b, h, q, k):
         return 30 * fg.tanh(score / 30)

@@ -331,6 +331,13 @@ def test_multiply_adds_are_predicted_exactly_for_whole_fragments():
                 assert quantity.counted == quantity.predicted, profile.kernel
 
 
+def test_multiply_adds_are_predicted_exactly_for_head_dims_that_wgmma_pads():
+    spec = loaded("causal").replace(head_dim=40, head_dim_v=40)
+    profile = forward(spec, SIZES[1], arch="sm_90a")
+    (products,) = [each for each in profile.work if each.name == "multiply-adds"]
+    assert products.counted == products.predicted
+
+
 def test_every_multiply_add_of_the_forward_kernel_is_in_its_two_products():
     profile = forward(loaded("causal"), SIZES[1])
     by_step = {phase.number: phase.totals.tensor_multiply_adds for phase in profile.phases}

@@ -144,6 +144,16 @@ class ExportRequest:
                     numbers=f"given {unknown[0]!r}; known: {', '.join(_CALLS)}",
                     way_out=f"--call {SPLIT}, or several that a call has together, joined by +",
                 )
+            by_argument = {name.partition(":")[0]: name for name in names}
+            if len(by_argument) < len(names):
+                other = "; another dtype in a --call of its own"
+                raise InputError(
+                    "a call has each of its arguments once",
+                    where="option --call",
+                    numbers=f"given {call!r}",
+                    way_out=f"--call {'+'.join(by_argument.values())}"
+                    + (other if len(by_argument) < len(set(names)) else ""),
+                )
             if "cu_seqlens_q" in names and not self.spec.paged:
                 raise InputError(
                     "packed queries alone are those of a paged cache",

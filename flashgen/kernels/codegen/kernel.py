@@ -30,7 +30,7 @@ from flashgen.kernels.codegen.readers import (
 )
 from flashgen.kernels.codegen.source import Param, Source, kernel_name
 from flashgen.kernels.codegen.spec_function import SpecFunction
-from flashgen.kernels.codegen.text import DeviceFunction
+from flashgen.kernels.codegen.text import DeviceFunction, within_columns
 from flashgen.kernels.codegen.tidy import simplified, tidy, used
 from flashgen.kernels.codegen.walk import ScoreCode, WalkCode
 from flashgen.kernels.planner import Plan
@@ -245,7 +245,14 @@ def rendered(
     text, kept = used(simplified(text), params)
     filename = f"{name}_{plan.arch}.cu"
     return Source(
-        name, filename, tidy(text), kept, plan, spec_section, outlined, assumptions=assumptions
+        name,
+        filename,
+        within_columns(tidy(text)),
+        kept,
+        plan,
+        spec_section,
+        outlined,
+        assumptions=assumptions,
     )
 
 

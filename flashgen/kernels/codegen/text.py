@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -92,6 +93,7 @@ _OPERATORS = (
 )
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _INDENT = " " * 4
+_CONDITION = re.compile(r"(?:UNROLL |ROLLED )?(?:if|for|while) \(")
 
 
 def wrap_code(line: str, indent: int) -> list[str]:
@@ -106,10 +108,33 @@ def wrap_code(line: str, indent: int) -> list[str]:
     return [margin + text for text in lines]
 
 
+def within_columns(text: str) -> str:
+    """A file whose lines keep the line limit, whatever the fields of its template became."""
+    lines = (_within_columns(line) if len(line) > COLUMNS else [line] for line in text.split("\n"))
+    return "\n".join(each for some in lines for each in some)
+
+
+def _within_columns(line: str) -> list[str]:
+    code, mark, words = line.partition("// ")
+    text = code.lstrip()
+    if '"' in code or line.endswith("\\"):
+        return [line]
+    if mark:  # words stand behind short code, and above long code
+        short = len(code) < COLUMNS // 2
+        lead = code if short else code[: len(code) - len(text)]
+        behind = " " * len(lead) + mark
+        said = textwrap.wrap(words, COLUMNS, initial_indent=lead + mark, subsequent_indent=behind)
+        return said if short else [*said, *_within_columns(code.rstrip())]
+    return [line] if text.startswith("#") else wrap_code(line, indent=0)
+
+
 def _broken(text: str, room: int) -> list[str]:
     """The lines of a statement or of a part of a statement; all but the first are indented."""
     if len(text) <= room:
         return [text]
+    condition, behind = _divided(text)
+    if behind:
+        return [*_broken(condition, room), *("  " + line for line in _broken(behind, room - 2))]
     for operators, one_per_line in _OPERATORS:
         first, *others = _split(text, operators)
         if others:
@@ -131,6 +156,17 @@ def _broken(text: str, room: int) -> list[str]:
     else:
         lines = _behind(opened, _broken(first, min(inner, room - len(opened))))
     return [*lines[:-1], lines[-1] + closed]
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """A condition or loop, and the statement behind it on the same line; "" without one."""
+    depth = 0
+    for place, letter in enumerate(text) if _CONDITION.match(text) else ():
+        depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
+        if letter == ")" and depth == 0:
+            behind = text[place + 1 :].strip()
+            return (text, "") if behind in ("", "{") else (text[: place + 1], behind)
+    return text, ""
 
 
 def _behind(opened: str, lines: list[str]) -> list[str]:

@@ -9,13 +9,12 @@ from flashgen.kernels.codegen.walk import ScoreCode
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.models.panels_sm90 import (
     PANEL_COLUMNS,
+    columns_of_instructions,
     panel_of_scores,
     panels_of_kernel,
     queries_of_sums,
 )
 from flashgen.spec.language.spec import AttentionSpec
-
-MOST_COLUMNS = 256  # of a wgmma (PTX ISA 8.8, section 9.7.15.5)
 
 
 class Product(NamedTuple):
@@ -33,16 +32,9 @@ class Product(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The first column and the columns of each instruction, which has at most 256 of them.
-
-        A transposed operand begins at a whole swizzle pattern: parts begin at a multiple of 64
-        columns, where a panel of any width begins.
-        """
-        if self.columns <= MOST_COLUMNS:
-            return ((0, self.columns),)
-        panels = self.columns // PANEL_COLUMNS[0]
-        first = (panels + 1) // 2 * PANEL_COLUMNS[0]
-        return (0, first), (first, self.columns - first)
+        """The first column and the columns of each instruction."""
+        first, *others = columns_of_instructions(self.columns)
+        return (0, first), *((first, each) for each in others)
 
 
 def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, object]:

@@ -27,10 +27,11 @@ from flashgen.kernels.planner.models.fitted_sm90 import (
     CLUSTER_GAIN,
     FMA_EXP2_GAIN,
     PRODUCT_REGISTERS,
+    REGISTERS_OF_P,
 )
 from flashgen.kernels.planner.models.forward_sm80 import PANEL, WIDER_THAN
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
-from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP
+from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, columns_of_instructions
 from flashgen.kernels.planner.models.spec_terms import window_bytes
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
@@ -157,11 +158,14 @@ def _excesses(
     if at["registers"] > at["register_limit"]:
         yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
     resident = tile.blocks * (tile.warps + model.other_warps)
-    registers = tile.step // 2 + PRODUCT_REGISTERS
-    if problem.kernel == "forward" and registers > at.get("launched", registers):
+    if problem.kernel == "forward" and "launched" in at:
         # The assembler allots one instruction of a warpgroup within the registers of the launch,
-        # which the consumers take more than.
-        yield Excess("registers of a product", registers, at["launched"], "")
+        # which the consumers take more than. P is in registers, Q in shared memory.
+        output = max(columns_of_instructions(int(at["d_v"]) // tile.column_warps))
+        sums = max(tile.step // 2, output // 2 + REGISTERS_OF_P)
+        if sums + PRODUCT_REGISTERS > at["launched"]:
+            needs = sums + PRODUCT_REGISTERS
+            yield Excess("registers of a product", needs, at["launched"], "")
     if resident > arch.warps_per_sm:
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:

@@ -126,8 +126,10 @@ def expected_multiply_adds(call: KnownCall, plans: Sequence[Plan]) -> Number:
 
 def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
     """Multiply-adds of the tensor cores for score elements; None without a prediction."""
-    dims = plan.head_dim + plan.head_dim_v
-    macs = dims if plan.kernel == "forward" else plan.quantities.get("macs")
+    at = plan.quantities
+    # Of Q K^T, an instruction may multiply more columns at once than the head dim divides into.
+    forward = at.get("depth", plan.head_dim) + plan.head_dim_v
+    macs = forward if plan.kernel == "forward" else at.get("macs")
     return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
 
 

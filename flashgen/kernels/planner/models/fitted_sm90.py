@@ -60,8 +60,10 @@ FORWARD_WGMMA_INSTRUCTIONS = 3.7
 FORWARD_INSTRUCTIONS = 4.5
 # Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
 EXCHANGE_INSTRUCTIONS = 0.25
-# Registers that the assembler needs for Q K^T beside its sums: it asks for 130 with 208 keys.
+# Registers that the assembler needs for a product beside its sums: it asks for 130 with 208 keys in
+# Q K^T, and as many with 200 columns in P V, of which P has some.
 PRODUCT_REGISTERS = 26
+REGISTERS_OF_P = 4
 # The further ones of an exponential on FMA units instead of special-function units.
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.

@@ -11,6 +11,7 @@ from flashgen.shared.launch_facts import KEY_KERNELS
 GROUP_ROWS = 64  # rows that a warpgroup multiplies at a time
 DEPTH_STEP = 16  # columns of 16-bit operands that one wgmma multiplies
 PANEL_COLUMNS = (64, 32, 16)  # of 16-bit operands: swizzle patterns of 128, 64 and 32 bytes
+MOST_COLUMNS = 256  # of a wgmma (PTX ISA 8.8, section 9.7.15.5)
 
 
 def panels_of(dim: int) -> tuple[int, int]:
@@ -44,6 +45,18 @@ def panels_of_kernel(
         return panels_of(d_qk), (panel, count * column_warps)
     of_v = GROUP_ROWS if column_warps > 1 else DEPTH_STEP
     return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, of_v))
+
+
+def columns_of_instructions(columns: int) -> tuple[int, ...]:
+    """The columns of each wgmma of a product, which has at most 256 of them.
+
+    A transposed operand begins at a whole swizzle pattern: all but the first begin at a multiple of
+    64 columns, where a panel of any width begins.
+    """
+    if columns <= MOST_COLUMNS:
+        return (columns,)
+    first = (columns // PANEL_COLUMNS[0] + 1) // 2 * PANEL_COLUMNS[0]
+    return first, columns - first
 
 
 def panel_of_scores(block_k: int) -> int:
