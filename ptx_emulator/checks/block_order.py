@@ -79,15 +79,22 @@ class BlockOrder:
         return False
 
     def synchronise(self, rows: Array, flat: Array, pc: int) -> None:
-        """Strong accesses acquire what was released at their address, and release."""
+        """Strong accesses acquire what was released at their address, and release.
+
+        Those of a scope that is narrower than the device do so within their block alone.
+        """
         if not self.tracks_fences:
             return
         m, clocks = self.machine, self.machine.clocks
+        narrow = pc in m.program.accesses.narrow
         if pc in m.program.accesses.releases:
-            self.fence(np.unique(rows))
+            if not narrow:
+                self.fence(np.unique(rows))
             clocks.fence(np.unique(rows))
         poll = pc in m.program.acquired_by_fences
         clocks.synchronise(rows, -1 - flat, poll)
+        if narrow:
+            return
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
             slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
             block = int(m.cluster_ids[slot])

@@ -98,6 +98,7 @@ _MANY_BLOCKS = 1 << 61
 _RACING = 1 << 62  # with ATOMIC volatile, see `PtxProgram.racing`; without: `Accesses.guesses`
 _FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
 _LOG_BYTES = 128 << 20
+_NARROW = "; an access of scope .cta or .cluster is strong within its block or cluster alone"
 _PROBLEMS = {
     "read": "a read and a write of {} are not ordered",
     "write": "a write and a write of {} are not ordered",
@@ -222,8 +223,11 @@ class GlobalRaces:
         self.lanes.writer[a.vectors] = a.lane
         self._accessed(here)
         left = self.write_stamp.take(a.vectors)
-        if not strong and (left != stamps).any():
-            self._report(a, left != stamps, left, _PROBLEMS["write"], together=True)
+        bad = left != stamps
+        if strong:
+            bad &= self._out_of_scope(a, left, "write")
+        if bad.any():
+            self._report(a, bad, left, _PROBLEMS["write"], together=True)
 
     def complete(self, here: Execution, offset: Any, size: int) -> None:
         """The threads of bulk stores have waited for them: the bytes are written now."""
@@ -271,6 +275,7 @@ class GlobalRaces:
             excused = (before & ATOMIC) != 0
             if a.racing and verb != "write":
                 excused &= (before & _RACING) == 0
+            excused &= ~self._out_of_scope(a, before, verb)
             if (excused | (before == 0)).all():
                 return
         bad = self._unordered(before, a.stamps, a.rows, excused)
@@ -279,6 +284,22 @@ class GlobalRaces:
         bad = self.lanes.unordered(verb, a.vectors, a.lane, before, a.stamps, a.rows) & ~excused
         if bad.any():
             self._report(a, bad, before, LANES_OF_A_WARP)
+
+    def _out_of_scope(self, a: _Access, before: Array, verb: str) -> Array:
+        """Which pairs of accesses are of two blocks, and one of them is strong in its own alone.
+
+        The scope of an earlier read is not kept.
+        """
+        narrow = self.machine.program.accesses.narrow
+        if not narrow:
+            return np.zeros(len(before), bool)
+        apart: Array = block_of(before) != block_of(a.stamps)
+        apart |= (before & _MANY_BLOCKS) != 0
+        if a.here.pc in narrow:
+            return apart
+        if verb == "overtake":
+            return np.zeros_like(apart)
+        return apart & np.isin(self.write_pc.take(a.vectors), list(narrow))
 
     def _flatten(self, here: Execution, offset: Any) -> tuple[Array, Array]:
         rows = here.cohort.rows
@@ -419,6 +440,9 @@ class GlobalRaces:
             way += m.forgives_store(site, together)
         if a.racing:
             numbers += VOLATILE
+        if a.strong and stamp & ATOMIC and m.program.accesses.narrow and not a.racing:
+            numbers += _NARROW
+            way = f"give both accesses the scope .gpu or .sys, or {way}"
         atomic = stamp & ATOMIC
         way += m.forgives_guess(site.pc, atomic)
         if a.strong and stamp & _RACING and not atomic:

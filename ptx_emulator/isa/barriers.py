@@ -38,7 +38,7 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
     mods.take("cta")
     mods.take("aligned")
     action = g.one_of("sync", "arrive", "red")
-    votes, operands = "", list(ins.operands)
+    votes, operands, to = "", list(ins.operands), None
     if action == "red":
         operation = mods.take("popc", "and", "or")
         kind = mods.take("u32", "pred")
@@ -53,6 +53,8 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
     number = g.let(uniform(g, operands[0]))
     count = g.let(uniform(g, operands[1])) if len(operands) > 1 else "0"
     g.require_defined()
+    if isinstance(to, Reg):  # `Barriers` writes its value
+        g.set_defined(to.index)
     if g.masked:
         g.finish(g.pc, g.pc + 1)  # a cohort that waits for its warp executes this instruction again
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
@@ -164,7 +166,7 @@ def emit_fence(g: Generator, ins: Instruction) -> None:
         return
     g.refuse_if(not scope, "no scope")
     sequential = kind == "sc" or ins.op == "membar"
-    g.emit(f"E.fence(C, {scope != 'cta'}, {sequential})")
+    g.emit(f"E.fence(C, {scope not in ('cta', 'cluster')}, {sequential})")
 
 
 def fence_proxy(g: Generator, ins: Instruction) -> None:

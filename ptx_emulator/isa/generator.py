@@ -370,15 +370,13 @@ class Generator:
                 raise self.unknown("a destination that is too narrow")
             else:
                 expression = f"({expression}).view({held})"
-        defined = self.result_definedness(index)
         if self.guard:
             old = self.current(index)
             name = self.let(f"where({self.guard}, {expression}, {old})")
         else:
             name = self.let(expression)
         self.names[index] = name
-        if defined is not None:
-            self.set_definedness(index, defined)
+        self.set_defined(index)
 
     def write_items(self, items: Iterable[Operand], value: str, dtype: str) -> None:
         """Assigns the elements of ``value``, whose text has {} for the number of an element."""
@@ -411,6 +409,12 @@ class Generator:
         if self.guard:
             value = f"where({self.guard}, {value}, {self.current(slot)})"
         self.names[slot] = self.let(value)
+
+    def set_defined(self, index: int) -> None:
+        """The register is as defined as what was read since `require_defined`."""
+        defined = self.result_definedness(index)
+        if defined is not None:
+            self.set_definedness(index, defined)
 
     def require_defined(self) -> None:
         """Emits a check that the registers read so far by this instruction have been written.

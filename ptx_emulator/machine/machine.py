@@ -54,6 +54,7 @@ class Machine(Scheduler):
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.steps = 0
+        self.idle_steps = 0
         self.ticks = 0
         self.threads = math.prod(config.block)
         self.warps = -(-self.threads // 32)

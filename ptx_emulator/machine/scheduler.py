@@ -29,6 +29,8 @@ from ptx_emulator.state.cohort import (
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Site, Wave, ranges_text
 
+# Turns of polling, and nothing else, of each cohort until the launch counts as a deadlock.
+_MOST_TURNS = 16
 # Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
 FAIR_EVERY = 256
 MOST_AHEAD = 1 << 12  # steps after which the launch before this one ends, while warps wait for it
@@ -51,7 +53,7 @@ class Scheduler(Wave):
         if self.steps > self.config.step_limit:
             self._too_many_steps(c)
         c.age = self.steps
-        mask, rows = c.mask, c.n
+        mask, rows, others = c.mask, c.n, len(self.cohorts)
         try:
             if found.run(self, c):
                 return
@@ -62,6 +64,11 @@ class Scheduler(Wave):
                 near = program.source_line(found.start)
                 problem.add_note(f"while emulating {program.name} near {near}")
             raise
+        spin = program.repeats.spins.get(found.start)
+        c.polls |= spin is not None
+        stays = spin is not None and program.repeats.spins.get(c.pc) == spin
+        stays = stays and rows == c.n and mask is c.mask and others == len(self.cohorts)
+        self.idle_steps = self.idle_steps + 1 if stays else 0  # of nothing but polling
         key = (found.start, found.end)
         counters.segments[key] = counters.segments.get(key, 0) + rows
         counters.segment_runs += 1
@@ -76,7 +83,11 @@ class Scheduler(Wave):
             goes_on = self._deliver() or self._meet_at_warp_barriers()
             if not goes_on and not (self.dependent and self.dependent.release()):
                 self._report_deadlock()
-        if self.program.asynchronous:
+        if self.idle_steps > _MOST_TURNS * FAIR_EVERY * len(runnable):
+            self.idle_steps = 0
+            if not self._deliver() and not (self.dependent and self.dependent.release()):
+                self._report_deadlock()
+        if self.program.asynchronous or self.program.repeats.spins:
             runnable = self._not_polling(runnable)
             self._deliver_at_random()
         if self.random:
@@ -105,7 +116,7 @@ class Scheduler(Wave):
         return merged
 
     def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
-        """The cohorts whose last test of an mbarrier did not fail; all if there are none."""
+        """The cohorts whose last test of an mbarrier or a flag did not fail; all if none."""
         busy = [c for c in runnable if not c.polls]
         for c in runnable:
             c.polls = False
@@ -342,14 +353,18 @@ class Scheduler(Wave):
             if type(c.waits) in described:
                 lines += described[type(c.waits)](c)
                 continue
+            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
+            who = f"{self.warps_text(c.rows)}, lanes {lanes} of {alive},"
+            if c.waits is None:
+                pc = self.program.repeats.spins.get(c.pc, c.pc)
+                lines.append(f"{who} poll at {self.program.describe(pc)}")
+                continue
             pc = c.waits.pc
             # The first one in program order is inside the branch; the others wait at the point of
             # reconvergence.
             if not self._comes(c) and (partial is None or pc < partial.waits.pc):
                 partial = c
-            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
-            at = self.program.describe(pc)
-            lines.append(f"{self.warps_text(c.rows)}, lanes {lanes} of {alive}, wait at {at}")
+            lines.append(f"{who} wait at {self.program.describe(pc)}")
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
             what = f"only a part of a {whole} reached an instruction that the whole {whole} must "
@@ -359,17 +374,26 @@ class Scheduler(Wave):
             raise BarrierDivergence(what + "execute", where=where, numbers=numbers, way_out=way)
         # A wait for the rest of a warp is a consequence of what the rest waits for.
         causes = [c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)]
-        first = (causes or self.cohorts)[0]
+        polls = [c for c in causes if c.waits is None]
+        first = (polls or causes or self.cohorts)[0]
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
         what = "deadlock: every warp waits and none can be released"
-        where = self.place(int(first.rows[0]), None, first.waits.pc)
+        pc = self.program.repeats.spins.get(first.pc, first.pc) if polls else first.waits.pc
+        where = self.place(int(first.rows[0]), None, pc)
         way = "check that all warps that a barrier counts arrive at it, and that as many bytes are "
         way += "copied as an mbarrier expects"
+        if polls:
+            way = (
+                "check that a thread writes what the loop waits for, at this address, and that it "
+            )
+            way += "does not wait for this one itself"
         raise DeadlockError(what, where=where, numbers="\n".join(lines), way_out=way)
 
     def _comes(self, c: Cohort) -> bool:
-        """Whether the lanes that ``c`` waits for wait at an mbarrier themselves."""
+        """Whether the lanes that ``c`` waits for wait at an mbarrier or poll themselves."""
         partners = c.waits.partners(c.rows)
-        waiting = (o.rows for o in self.cohorts if isinstance(o.waits, WaitsForPhase))
+        waiting = (
+            o.rows for o in self.cohorts if o.waits is None or isinstance(o.waits, WaitsForPhase)
+        )
         return any(np.isin(partners, rows).any() for rows in waiting)

@@ -167,6 +167,7 @@ class Accesses(NamedTuple):
         volatile: the volatile ones of these.
         relaxed: loads with the order .relaxed, which acquire nothing by themselves.
         releases: strong ones that release.
+        narrow: strong ones of scope .cta or .cluster.
         read_only: loads from global memory that nothing may write (.nc).
         guesses: weak loads whose value a compare-and-swap compares.
         between_threads: whether one thread may read what another one writes.
@@ -181,6 +182,7 @@ class Accesses(NamedTuple):
     volatile: frozenset[int]
     relaxed: frozenset[int]
     releases: frozenset[int]
+    narrow: frozenset[int]
     read_only: frozenset[int]
     guesses: frozenset[int]
     between_threads: bool
@@ -200,6 +202,7 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     volatile = those(lambda ins: "volatile" in ins.mods) & strong
     relaxed = those(lambda ins: ins.op == "ld" and "relaxed" in ins.mods) & strong
     releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
+    narrow = those(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods)) & strong
     read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
     guesses = _compared(code) - strong - read_only
     between_threads = any(may_access_between_threads(ins) for ins in code)
@@ -207,7 +210,7 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     barriers = any(is_barrier(ins) and "relaxed" in ins.mods for ins in code)
     orders = fences and (bool(strong) or barriers)
     sizes = (shared, device)
-    orders_of = (strong, volatile, relaxed, releases, read_only, guesses)
+    orders_of = (strong, volatile, relaxed, releases, narrow, read_only, guesses)
     return Accesses(*sizes, *orders_of, between_threads, orders, barriers)
 
 

@@ -37,6 +37,8 @@ class Repeats(NamedTuple):
         idle: those whose loop does nothing meanwhile that another thread could wait for.
         counted: waits in a loop that their result ends, or something else.
         ignored: waits whose result nothing uses.
+        spins: of each instruction of a loop that only the result of a strong load ends, and that
+            does nothing another thread could wait for, the number of that load.
     """
 
     polls: frozenset[int]
@@ -44,6 +46,7 @@ class Repeats(NamedTuple):
     idle: frozenset[int]
     counted: frozenset[int]
     ignored: frozenset[int]
+    spins: dict[int, int]
 
 
 def find_waits(code: list[Instruction]) -> list[int]:
@@ -55,22 +58,24 @@ def find_waits(code: list[Instruction]) -> list[int]:
 def find_repeats(program: PtxProgram) -> Repeats:
     """The polls of a kernel, by data-flow analysis."""
     code = program.code
-    loads = [pc for pc in program.accesses.volatile if code[pc].op == "ld"]
+    loads = [pc for pc in program.accesses.strong if code[pc].op == "ld"]
     waits = find_waits(code)
     if not loads and not waits:
-        return Repeats(*(frozenset[int]() for _ in Repeats._fields))
+        none = frozenset[int]()
+        return Repeats(none, none, none, none, none, {})
     decided = {pc: _uses(program, pc) for pc in (*loads, *waits)}
     repeated: set[int] = set()
     idle: set[int] = set()
     counted: set[int] = set()
+    spins: dict[int, int] = {}
     for loop in _loops(program):
         for pc in loop.intersection(decided) - repeated:
             ways_out, own = _ways_out(program, loop), decided[pc].branches
+            # Without the result, nothing that changes from turn to turn decides.
+            guards = [r for way in ways_out for r in program.effects(code[way])[1]]
+            alone = bool(ways_out) and ways_out <= own and _is_fixed(program, loop, guards, pc)
             if pc in waits:
-                # Without the result, nothing that changes from turn to turn decides.
-                guards = [r for way in ways_out for r in program.effects(code[way])[1]]
-                found = bool(ways_out) and ways_out <= own
-                found = found and _is_fixed(program, loop, guards, pc)
+                found = alone
                 counted |= {pc} if ways_out & own else set()
             else:
                 place = registers_in(code[pc].operands[1])
@@ -79,14 +84,24 @@ def find_repeats(program: PtxProgram) -> Repeats:
                 repeated.add(pc)
                 if not any(_matters(code[at]) for at in loop - {pc}):
                     idle.add(pc)
+                    if alone and pc not in waits:
+                        spins |= dict.fromkeys(loop, pc)
         if len(repeated) == len(decided):
             break
-    polls, endless = repeated.intersection(loads), repeated.intersection(waits)
+    volatile = [pc for pc in loads if pc in program.accesses.volatile]
+    polls, endless = repeated.intersection(volatile), repeated.intersection(waits)
     ignored = [pc for pc in waits if not decided[pc].any]
     # Compilers copy the first turn of a loop to the place before it.
     places = {_place(code[pc]) for pc in polls}
-    polls.update(pc for pc in loads if _place(code[pc]) in places)
-    return Repeats(*map(frozenset, (polls, endless, endless & idle, counted, ignored)))
+    polls.update(pc for pc in volatile if _place(code[pc]) in places)
+    return Repeats(
+        frozenset(polls),
+        frozenset(endless),
+        frozenset(endless & idle),
+        frozenset(counted),
+        frozenset(ignored),
+        spins,
+    )
 
 
 def _place(ins: Instruction) -> tuple[object, ...]:
@@ -132,17 +147,28 @@ def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
 
 
 def _is_fixed(program: PtxProgram, loop: set[int], registers: list[int], but: int = -1) -> bool:
-    """Whether registers have the same value in every turn, but for the result of ``but``."""
-    todo, seen = list(registers), set[int]()
+    """Whether registers have the same value in every turn, but for the result of ``but``.
+
+    They do not if one of them is computed from itself, be it by way of other registers.
+    """
+    sources: dict[int, set[int]] = {}
+    todo = list(registers)
     while todo:
         register = todo.pop()
-        for at in loop - {but} if register not in seen else ():
+        if register in sources:
+            continue
+        sources[register] = set()
+        for at in loop - {but}:
             if program.writes[at] >> register & 1:
-                if program.code[at].op in _USES or program.reads[at] >> register & 1:
+                if program.code[at].op in _USES:
                     return False
-                todo += program.effects(program.code[at])[1]
-        seen.add(register)
-    return True
+                sources[register].update(program.effects(program.code[at])[1])
+        todo += sources[register]
+    # Without those whose sources are all fixed, what is left is a circle and what it leads to.
+    left = set(sources)
+    while fixed := {register for register in left if left.isdisjoint(sources[register])}:
+        left -= fixed
+    return not left
 
 
 class _Uses(NamedTuple):

@@ -23,7 +23,7 @@ class Cohort:
         mask: active lanes (n, 32), or None when every lane is active. Values of inactive lanes are
             arbitrary; only side effects use the mask.
         waits: why the cohort cannot run, or None.
-        polls: its last test of an mbarrier failed, so that other cohorts run first.
+        polls: its last test of an mbarrier or a flag failed, so that other cohorts run first.
         age: the step at which it last ran.
         shared_base: see `Wave.shared_base`; None until it is first read.
         groups: numbers of its warpgroups in the wave, if it consists of whole warpgroups.

@@ -185,6 +185,7 @@ class Wave:
     strong: frozenset[int]  # the strong accesses, and those that this launch takes for such
     random: random.Random | None
     steps: int
+    idle_steps: int
     threads: int
     warps: int
     shared_size: int

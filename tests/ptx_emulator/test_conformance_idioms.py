@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from ptx_emulator import launch
-from ptx_emulator.errors import LaunchArguments, OutOfBounds, RaceError, UninitialisedRead
+from ptx_emulator.errors import (
+    DeadlockError,
+    LaunchArguments,
+    OutOfBounds,
+    RaceError,
+    UninitialisedRead,
+)
+from ptx_emulator.machine import scheduler
 from tests.ptx_emulator.test_conformance import HEADER, agree, compiled, probe, run, run_ptx
 from tests.support.nvrtc_helper import compile_ptx
 
@@ -92,6 +99,24 @@ extern "C" __global__ void flag_of_a_group(const int* in, int* out) {
         out[T] = data[63 - T];
     }
 }
+#define ACQUIRE(seen, from) \
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory")
+extern "C" __global__ void take_turns(int* turn, int* out) {
+    for (int i = blockIdx.x; i < 40; i += 2) {
+        int seen;
+        if (T == 0) do ACQUIRE(seen, turn); while (seen != i);
+        __syncwarp();
+        out[T] += i;
+        __syncwarp();
+        if (T == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;"
+                                 :: "l"(turn), "r"(i + 1) : "memory");
+    }
+}
+extern "C" __global__ void gives_up(int* turn, int* out) {
+    int seen, tries = 0;
+    do ACQUIRE(seen, turn); while (seen != 99 && ++tries < 900);
+    out[T] = tries;
+}
 extern "C" __global__ void far_apart(int* out, int last) {
     if (T == 0 && (blockIdx.x == 0 || blockIdx.x == last))
         out[0] = blockIdx.x;                                                     // BUG
@@ -138,6 +163,31 @@ def test_a_block_may_spin_on_a_flag_of_another(seed: int | None) -> None:
     mail, flag = np.zeros(64, np.int32), np.zeros(1, np.int32)
     run(CUDA, "flag_between_blocks", (2,), (64,), values, mail, flag, out, seed=seed)
     assert (out == values[::-1] + 5).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_polls_lets_others_run(seed: int | None) -> None:
+    turn, out = np.zeros(1, np.int32), np.ones(32, np.int32)
+    counters = launch(compile_ptx(CUDA), "take_turns", 2, 32, [turn, out], order_seed=seed)
+    agree(out, np.full(32, 781, np.int32))
+    assert counters.segment_runs < 40 * 40
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_polls_of_what_nobody_writes_are_a_deadlock(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_MOST_TURNS", 1)
+    turn, out = np.full(1, 7, np.int32), np.ones(32, np.int32)
+    with pytest.raises(DeadlockError, match=r"lanes 0 of 0-31, poll at test.cu:\d+: ld.acquire"):
+        launch(compile_ptx(CUDA), "take_turns", 2, 32, [turn, out], order_seed=seed)
+
+
+def test_a_poll_that_gives_up_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_MOST_TURNS", 1)
+    out = np.zeros(32, np.int32)
+    launch(compile_ptx(CUDA), "gives_up", 1, 32, [np.zeros(1, np.int32), out])
+    agree(out, np.full(32, 900, np.int32))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -89,6 +89,53 @@ KERNEL(message_written_after_the_flag) {
         out[32] = out[0];                                           // BUG
     }
 }
+KERNEL(atomics_of_each_block_at_one_address) {
+    atomicAdd_block(out + FIX(B) BUG(0), in[T]);                    // BUG
+}
+KERNEL(atomics_of_the_block_and_of_the_device) {
+    if (B == 1) atomicAdd_block(out FIX(+ 1), 1);                   // BUG
+    else atomicAdd(out, 1);                                         // BUG
+}
+KERNEL(a_flag_released_to_the_own_block) {
+    if (B == 1) {
+        if (T == 0) {
+            out[0] = in[0];
+            asm volatile("st.release." FIX("gpu") BUG("cta")
+                         ".s32 [%0], 1;" :: "l"(out + 100) : "memory");
+        }
+    } else if (B == 0 && T == 0) {
+        int flag = 0;
+        while (!flag) asm volatile("ld.acquire.gpu.s32 %0, [%1];"   // BUG
+                                   : "=r"(flag) : "l"(out + 100) : "memory");
+        out[32] = out[0];
+    }
+}
+KERNEL(a_flag_acquired_from_the_own_block) {
+    if (B == 1) {
+        if (T == 0) {
+            out[0] = in[0];
+            __threadfence(); atomicExch(out + 100, 1);
+        }
+    } else if (B == 0 && T == 0) {
+        int flag = 0;
+        while (!flag) asm volatile("ld.acquire." FIX("gpu") BUG("cta") // BUG
+                                   ".s32 %0, [%1];" : "=r"(flag) : "l"(out + 100) : "memory");
+        out[32] = out[0];
+    }
+}
+KERNEL(a_fence_of_the_cluster_between_clusters) {
+    if (B == 1) {
+        if (T == 0) {
+            out[0] = in[0];                                         // BUG
+            FIX(__threadfence();) BUG(asm volatile("fence.acq_rel.cluster;" ::: "memory");)
+            atomicExch(out + 100, 1);
+        }
+    } else if (B == 0 && T == 0) {
+        while (atomicAdd(out + 100, 0) == 0) {}
+        __threadfence();
+        out[32] = out[0];                                           // BUG
+    }
+}
 KERNEL(another_warp_reads_before_its_barrier) {
     if (B == 1) {
         if (T == 0) { out[0] = in[0]; __threadfence(); atomicExch(out + 100, 1); } // BUG

@@ -354,6 +354,16 @@ KERNEL(three_tries, RaceError, a read and an asynchronous write are not ordered)
     FIX(wait(&full, 0);) BUG(for (int i = 0; i < 3; ++i) if (try_once(&full)) break;)
     out[T] = T < 64 ? s[T] + 1 : 1;                                     // BUG
 }
+KERNEL(tries_that_are_counted, RaceError, a read and an asynchronous write are not ordered) ARGS {
+    TILE                                                                // BUG
+    u fails, last, tries = 0;
+    do {
+        last = tries;
+        fails = !try_once(&full);
+        tries = last + fails;                       // the compiler keeps both in registers
+    } while (fails BUG(&& last < 900));
+    out[T] = T < 64 ? s[T] + 1 : tries + 1;                             // BUG
+}
 """
 
 
@@ -376,6 +386,7 @@ def test_its_correct_twin_runs(kernel: str) -> None:
         "a_test_that_only_chooses_a_value",
         "a_try_before_the_wait",
         "three_tries",
+        "tries_that_are_counted",
         "phases_that_pass_before_the_first_wait",
     ],
 )

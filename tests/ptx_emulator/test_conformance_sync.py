@@ -76,6 +76,13 @@ extern "C" __global__ void counts(const int* in, int* out) {
     out[3 * threadIdx.x + 1] = __syncthreads_and(x != 77);
     out[3 * threadIdx.x + 2] = __syncthreads_or(x == 77);
 }
+extern "C" __global__ void counts_of_local(const int* in, int* out) {
+    int many[4], x = in[threadIdx.x];            // a variable index: it is in local memory
+    for (int i = 0; i < 4; ++i) many[i] = x + i;
+    out[3 * threadIdx.x] = __syncthreads_count(many[x & 3] > 5);
+    out[3 * threadIdx.x + 1] = __syncthreads_and(many[x & 3] != 77);
+    out[3 * threadIdx.x + 2] = __syncthreads_or(many[x & 3] == 77);
+}
 extern "C" __global__ void tree(const float* in, float* out) {
     __shared__ float s[256];
     int t = threadIdx.x;
@@ -196,6 +203,13 @@ def test_one_producer_warp_feeds_two_consumer_warps(seed: int | None) -> None:
     for i in range(steps):
         want = want * 5 + np.roll(values[i], -i, axis=1)
     assert (out == want).all()
+
+
+def test_barriers_that_combine_what_was_read_from_local_memory() -> None:
+    values, out = np.arange(64, dtype=np.int32), np.zeros((64, 3), np.int32)
+    run(CUDA, "counts_of_local", (1,), (64,), values, out)
+    read = values + (values & 3)
+    assert (out == [(read > 5).sum(), (read != 77).all(), (read == 77).any()]).all()
 
 
 def test_barriers_that_count_and_combine_predicates() -> None:
