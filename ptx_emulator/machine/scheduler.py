@@ -384,10 +384,8 @@ class Scheduler(Wave):
         way = "check that all warps that a barrier counts arrive at it, and that as many bytes are "
         way += "copied as an mbarrier expects"
         if polls:
-            way = (
-                "check that a thread writes what the loop waits for, at this address, and that it "
-            )
-            way += "does not wait for this one itself"
+            way = "check that a thread writes what the loop waits for, at this address, and that "
+            way += "it does not wait for this one itself"
         raise DeadlockError(what, where=where, numbers="\n".join(lines), way_out=way)
 
     def _comes(self, c: Cohort) -> bool:

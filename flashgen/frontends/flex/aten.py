@@ -67,9 +67,8 @@ class _Operation:
             return self._in_place()
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, TracedTensor)]
-        empty = [x for x in tensors if x.array.data is None and 0 in x.shape]
         if all(x.array.data is not None or 0 in x.shape for x in tensors):
-            self.tracer.rigid = self.tracer.rigid or bool(empty)
+            self.tracer.rigid |= any(x.array.data is None for x in tensors)
             args, kwargs = self._mapped(_data)
             computed = self.func(*args, **kwargs)
             return self._views(pytree.tree_map_only(torch.Tensor, self.tracer.constant, computed))

@@ -162,9 +162,8 @@ def _excesses(
         # The assembler allots one instruction of a warpgroup within the registers of the launch,
         # which the consumers take more than. P is in registers, Q in shared memory.
         output = max(columns_of_instructions(int(at["d_v"]) // tile.column_warps))
-        sums = max(tile.step // 2, output // 2 + REGISTERS_OF_P)
-        if sums + PRODUCT_REGISTERS > at["launched"]:
-            needs = sums + PRODUCT_REGISTERS
+        needs = max(tile.step // 2, output // 2 + REGISTERS_OF_P) + PRODUCT_REGISTERS
+        if needs > at["launched"]:
             yield Excess("registers of a product", needs, at["launched"], "")
     if resident > arch.warps_per_sm:
         yield Excess("resident warps", resident, arch.warps_per_sm, "")

@@ -31,13 +31,16 @@ the kernel does and a digest, in at most 255 bytes."""
 
 def is_part_of_names(name: object) -> bool:
     """Whether kernels, files and operators of torch can be named after it."""
-    ascii_only = isinstance(name, str) and name.isidentifier() and name.isascii()
-    return ascii_only and len(str(name)) <= MOST_LETTERS
+    return _is_ascii_identifier(name) and len(str(name)) <= MOST_LETTERS
+
+
+def _is_ascii_identifier(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name.isascii()
 
 
 def check_name(kind: str, name: str) -> None:
     """Raises SpecError unless a capture of this ``kind`` (Scalar or Tensor) can have the name."""
-    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+    if not _is_ascii_identifier(name):
         refuse(
             f"the name of a {kind} is an identifier",
             numbers=f"name {name!r}",
