@@ -7,7 +7,7 @@ cubins, without a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +20,7 @@ from flashgen.kernels.planner import (
     NO_TILES,
     BackwardPlan,
     BackwardPlanRequest,
+    Plan,
     PlanRequest,
     TangentPlanRequest,
     Tile,
@@ -85,9 +86,8 @@ class Kernels:
             SpecError: the spec has no derivative, because it is a partial result.
         """
         of = self._backward
-        return _emit_tangent(
-            TangentPlanRequest(of.spec, of.arch, tangents or tangents_of(of.spec), of.sram)
-        )
+        names = tangents or tangents_of(of.spec)
+        return _emit(TangentPlanRequest(of.spec, of.arch, names, of.sram))[0]
 
     @functools.cached_property
     def backward(self) -> tuple[Source, ...]:
@@ -96,7 +96,7 @@ class Kernels:
         Raises:
             PlanError: no tile fits the architecture.
         """
-        return _emit_backward(self._backward)
+        return _emit(self._backward)
 
 
 @called_by_users()
@@ -142,7 +142,7 @@ def emit(
         spec, arch, sram, policy, access_bytes, spare_registers, tile, heads_per_tile
     )
     spec = request.spec
-    forward = _emit_forward(request)
+    (forward,) = _emit(request)
     return Kernels(
         analysed(spec, codegen.walk_of_kernel("forward")),
         _emit_minmax_tables(spec, arch),
@@ -151,16 +151,34 @@ def emit(
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _emit_forward(request: PlanRequest, wide: bool = False) -> Source:
-    analysis = analysed(request.spec, codegen.walk_of_kernel("forward"))
-    chosen = replace(plan_forward(request), integer_bits=64 if wide else 32)
+def _planned(request: Request) -> Plan | BackwardPlan:
+    if isinstance(request, BackwardPlanRequest):
+        return plan_schemes(request)
+    return (
+        plan_tangent(request) if isinstance(request, TangentPlanRequest) else plan_forward(request)
+    )
+
+
+@functools.lru_cache(maxsize=192)
+def _emit(request: Request, wide: bool = False) -> tuple[Source, ...]:
+    """The files of the kernels that a request is for, in the order of their launches.
+
+    Args:
+        wide: whether mask and score have integers of 64 bits.
+    """
+    chosen, spec = _planned(request), request.spec
     config.log(1, str(chosen))
-    if config.debug_level() >= 3:  # printing the expressions takes longer than the analysis
-        config.log(3, str(analysis))
-    source = codegen.forward(request.spec, analysis, chosen)
-    config.log(4, source.text)
-    return source
+    sources = []
+    for plan in chosen.kernels if isinstance(chosen, BackwardPlan) else (chosen,):
+        analysis = analysed(spec, codegen.walk_of_kernel(plan.kernel))
+        # Printing the expressions takes longer than the analysis.
+        if isinstance(request, PlanRequest) and config.debug_level() >= 3:
+            config.log(3, str(analysis))
+        bits = 64 if wide and not plan.streams else 32
+        sources.append(codegen.emitted(spec, analysis, replace(plan, integer_bits=bits)))
+    for source in sources:
+        config.log(4, source.text)
+    return tuple(sources)
 
 
 def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
@@ -173,33 +191,6 @@ def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
         for axis in range(len(tensor.dims))
         if (tensor.symbol, axis) in read
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _emit_backward(request: BackwardPlanRequest, wide: bool = False) -> tuple[Source, ...]:
-    chosen, spec = plan_schemes(request), request.spec
-    config.log(1, str(chosen))
-    sources = tuple(
-        codegen.backward(
-            spec,
-            analysed(spec, codegen.walk_of_kernel(kernel.kernel)),
-            replace(kernel, integer_bits=64 if wide and not kernel.streams else 32),
-        )
-        for kernel in chosen.kernels
-    )
-    for source in sources:
-        config.log(4, source.text)
-    return sources
-
-
-@functools.lru_cache(maxsize=64)
-def _emit_tangent(request: TangentPlanRequest, wide: bool = False) -> Source:
-    chosen = replace(plan_tangent(request), integer_bits=64 if wide else 32)
-    config.log(1, str(chosen))
-    walk = codegen.walk_of_kernel(chosen.kernel)
-    source = codegen.tangent(request.spec, analysed(request.spec, walk), chosen)
-    config.log(4, source.text)
-    return source
 
 
 def _pairs(tiles: Mapping[str, Tile]) -> tuple[tuple[str, Tile], ...]:
@@ -260,7 +251,7 @@ def build(
         few_rows=few_rows,
         unpaired=unpaired,
     )
-    return _build_forward(request, _needs_wide(request, ranges))
+    return _build(request, _needs_wide(request, ranges))[0]
 
 
 def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
@@ -273,54 +264,32 @@ def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _beyond_int32(request: Request, ranges: CallRanges) -> str:
     """The first expression of these kernels that may exceed int32; "" where none may."""
-    if isinstance(request, BackwardPlanRequest):
-        sources = _emit_backward(request)
-    elif isinstance(request, TangentPlanRequest):
-        sources = (_emit_tangent(request),)
-    else:
-        sources = (_emit_forward(request),)
-    found = (codegen.beyond_int32(source.assumptions, ranges) for source in sources)
+    found = (codegen.beyond_int32(source.assumptions, ranges) for source in _emit(request))
     return next((text for text in found if text), "")
 
 
-@override.cached(maxsize=512)
-def _build_forward(request: PlanRequest, wide: bool) -> Build:
-    # A given tile is kept, and so is that of served calls, which all have one.
-    kept = {"forward"} if request.tile is not None or request.spec.is_served else set()
-
-    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
-        of = replace(request, spare_registers=spare.get("forward", 0))
-        return _all_compiled((_emit_forward(of, wide),), request)
-
-    return with_enough_registers(made, kept)[0]
-
-
-@override.cached(maxsize=512)
-def _build_backward(request: BackwardPlanRequest, wide: bool) -> tuple[Build, ...]:
-    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
-        of = replace(request, spare_registers=tuple(spare.items()))
-        return _all_compiled(_emit_backward(of, wide), request)
-
-    return with_enough_registers(made, dict(request.tiles))
-
-
-@override.cached(maxsize=512)
-def _build_tangent(request: TangentPlanRequest, wide: bool) -> Build:
-    kept = {"tangent"} if request.tile is not None else set()
-
-    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
-        of = replace(request, spare_registers=spare.get("tangent", 0))
-        return _all_compiled((_emit_tangent(of, wide),), request)
-
-    return with_enough_registers(made, kept)[0]
-
-
-def _all_compiled(sources: tuple[Source, ...], request: Request) -> tuple[Build, ...]:
+@override.cached(maxsize=1536)
+def _build(request: Request, wide: bool) -> tuple[Build, ...]:
+    """The kernels of a request, compiled, with plans that leave the compiler enough registers."""
     names = _names(request.spec, request.arch)
-    return tuple(
-        compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
-        for source in sources
-    )
+
+    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
+        if isinstance(request, BackwardPlanRequest):
+            of: Request = replace(request, spare_registers=tuple(spare.items()))
+        else:
+            of = replace(request, spare_registers=sum(spare.values()))
+        return tuple(
+            compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
+            for source in _emit(of, wide)
+        )
+
+    # A given tile is kept, and so is that of served calls, which all have one.
+    if isinstance(request, BackwardPlanRequest):
+        kept: Container[str] = dict(request.tiles)
+    else:
+        serves = isinstance(request, PlanRequest) and request.spec.is_served
+        kept = ("forward", "tangent") if serves or request.tile is not None else ()
+    return with_enough_registers(made, kept)
 
 
 @override.cached(maxsize=512)
@@ -406,7 +375,7 @@ def build_backward(
     )
     if sizes is not None and not alone:
         request = replace(request, in_parts=divides_groups(request, sizes, memory))
-    return _build_backward(request, _needs_wide(request, ranges))
+    return _build(request, _needs_wide(request, ranges))
 
 
 def build_tangent(
@@ -431,7 +400,7 @@ def build_tangent(
     """
     names = tangents or tangents_of(spec)
     request = TangentPlanRequest(spec, arch, names, sram, tile=tile)
-    return _build_tangent(request, _needs_wide(request, ranges))
+    return _build(request, _needs_wide(request, ranges))[0]
 
 
 def plan_backward_of_call(
@@ -486,9 +455,7 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
                 found += made.backward
         for alone in ("", "queries"):
             with suppress(PlanError, SpecError):
-                found += _emit_backward(
-                    BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone)
-                )
+                found += _emit(BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone))
         return tuple(dict.fromkeys(source.filename for source in found))
 
     return names

@@ -125,7 +125,7 @@ def test_cache_lists_prunes_and_clears(tmp_path, windowed, monkeypatch):
     folder = str(tmp_path / "cache")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", folder)
     compile.forget()
-    pipeline._build_forward.cache_clear()
+    pipeline._build.cache_clear()
     assert f"0 kernels, 0 B in {folder}" in flashgen("cache", "list").stdout
     flashgen("inspect", windowed)
     listed = flashgen("cache", "list").stdout

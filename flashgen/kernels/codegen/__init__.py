@@ -6,9 +6,8 @@ the same bytes: no timestamp, no path of a machine, everything in a fixed order.
 
 from __future__ import annotations
 
-from flashgen.kernels.codegen.backward import backward, walk_of_kernel
-from flashgen.kernels.codegen.forward import forward
 from flashgen.kernels.codegen.integer_ranges import beyond_int32
+from flashgen.kernels.codegen.passes import emitted, walk_of_kernel
 from flashgen.kernels.codegen.source import Param, Source
 from flashgen.kernels.codegen.streaming import (
     add_rows,
@@ -17,7 +16,6 @@ from flashgen.kernels.codegen.streaming import (
     merge,
     minmax_table,
 )
-from flashgen.kernels.codegen.tangent import tangent
 
 __all__ = [
     "Param",
@@ -25,11 +23,9 @@ __all__ = [
     "add_rows",
     "append_codes",
     "append_kv",
-    "backward",
     "beyond_int32",
-    "forward",
+    "emitted",
     "merge",
     "minmax_table",
-    "tangent",
     "walk_of_kernel",
 ]

@@ -26,6 +26,7 @@ from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import FlashgenError, InputError, SpecError
+from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES, CHOICE, LAYOUT_NAMES, LISTS, PAGE_NAMES
 from flashgen.spec.language.chosen_specs import with_layout as in_blocks
@@ -240,7 +241,7 @@ def sizes_of(shape: Any) -> Sizes:
 def _kernel_tile(spec: AttentionSpec, arch: str, tile: Any, kernel: str) -> KernelTile:
     if isinstance(tile, KernelTile):
         return tile
-    owns_keys = kernel in ("dkdv", "fused")
+    owns_keys = kernel in KEY_KERNELS
     if kernel not in ("forward", "dkdv", "fused", "dq"):
         raise InputError(
             "this kernel does not walk the tiles of a mask",
