@@ -25,7 +25,6 @@ from tests.support.tiers import slow
 
 Tensor = torch.Tensor
 STATE = torch.tensor(RNG)
-ARCHES = ("sm_80", "sm_90a")
 rate = fg.Scalar("rate", "float32")
 width = fg.Tensor("width", ("heads",), "float32", grad=True)
 

@@ -9,6 +9,7 @@ from flashgen.kernels.planner import columns_of_launch, plan_splits
 from flashgen.kernels.planner.models.forward_sm80 import PANEL
 from flashgen.kernels.planner.traffic import forward_traffic
 from flashgen.shared.paths import PATHS
+from flashgen.tools.views.values import smem_map
 
 Dims = tuple[int, int]
 
@@ -30,7 +31,7 @@ def test_every_architecture_has_a_tile(dims: Dims, arch: str) -> None:
     plan = fg.plan(spec_of(dims), arch)
     assert plan.one_tensor
     assert plan.smem_v == 0
-    regions = {region.title: region.size for region in plan.smem_map}
+    regions = {region.title: region.size for region in smem_map(plan)}
     exchanges = dims[1] == 512 and not plan.code_path.copies_by_tma
     assert plan.exchanges == exchanges
     columns = PANEL * plan.quantities["panels"] if exchanges else dims[0]
@@ -85,6 +86,6 @@ def test_two_tiles_of_heads_are_few_rows() -> None:
 def test_p_and_the_factors_of_o_have_a_place_where_two_warpgroups_share_rows(shared: bool) -> None:
     plan = fg.plan(spec_of((512, 512), shared), "sm_90a")
     assert (plan.block_q, plan.column_warps, plan.score_warps) == (64, 2, 1)
-    regions = {region.title: region.size for region in plan.smem_map}
+    regions = {region.title: region.size for region in smem_map(plan)}
     assert regions["P"] == 64 * plan.block_k * plan.itemsize + 128 * 8
     assert plan.stages == 2  # a tile of keys and values has two parts instead of a third buffer

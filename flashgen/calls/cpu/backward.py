@@ -18,7 +18,7 @@ from flashgen.calls.cpu import sinks
 from flashgen.calls.cpu.chunks import Workspace
 from flashgen.calls.cpu.elements import add_at
 from flashgen.calls.cpu.parts import ChunkScores, Modified, SequenceParts, parts_of
-from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_, real_of
 from flashgen.calls.cpu.threads import alone, share, threads_of
 from flashgen.shared.call import OutputGradients
 from flashgen.spec.language.spec import AttentionSpec
@@ -59,7 +59,7 @@ def backward(
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if spec.packed:
         _zero(*gradients)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = real_of(q)
     tensors, (out, lse, dout, dlse) = arguments.tensors, outputs
     learned = [tensors[tensor.name].detach() for tensor in spec.tensors if tensor.grad]
     elements = sum(x.numel() for x in learned)

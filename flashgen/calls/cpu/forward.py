@@ -15,7 +15,7 @@ import torch
 from flashgen.calls.cpu import sinks
 from flashgen.calls.cpu.chunks import Workspace
 from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
-from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.problem import LOG2_E, SequenceProblem, TileArguments, exp_, real_of
 from flashgen.calls.cpu.threads import alone, share, threads_of
 from flashgen.calls.sinks import logits_of
 from flashgen.spec.language.signature import signature_of
@@ -76,7 +76,7 @@ def forward(
 
 def empty_results(spec: AttentionSpec, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """O, and the numbers of each row beside it: LSE, and the largest score where it is returned."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = real_of(q)
     out = empty_like_q(q, v.shape[3], dtype if spec.partial else q.dtype)
     rows = torch.empty(*q.shape[:3], 1 + spec.returns_maxima, dtype=dtype)
     if spec.packed:  # rows outside all sequences

@@ -80,6 +80,11 @@ class Products(NamedTuple):
     power_of_2: bool
 
 
+def real_of(q: Tensor) -> torch.dtype:
+    """The dtype of scores, statistics and accumulators."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def array(tensor: Tensor) -> Any:
     """The elements of a tensor as NumPy has them: wide floats, or int64."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -167,7 +172,7 @@ class SequenceProblem:
             q, k: the rows of ``sequence``.
         """
         self.device = q.device
-        self.real = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.real = real_of(q)
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
         self.programs = programs_of(spec, self.real)

@@ -30,14 +30,13 @@ from flashgen.calls.cpu import sinks
 from flashgen.calls.cpu.elements import add_at
 from flashgen.calls.cpu.mods import compiled
 from flashgen.calls.cpu.parts import ChunkScores
-from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_, real_of
 from flashgen.calls.cpu.program import Program
 from flashgen.calls.cpu.tangents import (
     Moved,
     TangentOperands,
     analysis_of,
     finite_bits,
-    real_of,
     shares_of,
     wide_of_queries,
 )

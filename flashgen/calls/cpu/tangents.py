@@ -29,7 +29,7 @@ from flashgen.calls.cpu import sinks
 from flashgen.calls.cpu.chunks import Chunk
 from flashgen.calls.cpu.mods import compiled
 from flashgen.calls.cpu.parts import ChunkScores, SequenceParts, parts_of
-from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_
+from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_, real_of
 from flashgen.calls.cpu.program import Program
 from flashgen.calls.sinks import logits_of
 from flashgen.shared.call import Tangents
@@ -91,11 +91,6 @@ def tangent(
             chunk.to_queries(rows_out, o)
             chunk.to_queries(rows_lse[..., None], mu)
     return of_out, of_lse
-
-
-def real_of(q: Tensor) -> torch.dtype:
-    """The dtype of scores, statistics and accumulators."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,7 +125,6 @@ def register(operator: Operator) -> None:
     if _library is None:
         _library = torch.library.Library("flashgen", "FRAGMENT")  # type: ignore[no-untyped-call]
     signature, name = operator.signature, operator.name
-    qualified, qualified_backward = f"flashgen::{name}", f"flashgen::{name}_backward"
     _define(operator)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
@@ -173,18 +172,12 @@ def register(operator: Operator) -> None:
             *(captured[i].new_empty(captured[i].shape if wanted else 0) for i, wanted in learned),
         )
 
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, kernel, device)
-        _library.impl(f"{name}_backward", kernel_backward, device)
-    _library.impl(name, autograd, "Autograd")
-    _library.impl(f"{name}_backward", autograd_backward, "Autograd")
-    torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_fake(qualified_backward, fake_backward, lib=_library)
-
+    overload = _implement(name, kernel, autograd, fake)
+    overload_backward = _implement(
+        f"{name}_backward", kernel_backward, autograd_backward, fake_backward
+    )
     operator.kernels = kernel, kernel_backward
     operator.differentiate = functools.partial(differentiate_native, operator)
-    overload = getattr(torch.ops.flashgen, name).default
-    overload_backward = getattr(torch.ops.flashgen, f"{name}_backward").default
 
     def rule(called: Any, results: int) -> Any:
         """The rule of torch.vmap; results: the arguments for results and their gradients."""
@@ -204,8 +197,8 @@ def register(operator: Operator) -> None:
 
         return batched
 
-    torch.library.register_vmap(qualified, rule(overload, 0), lib=_library)
-    torch.library.register_vmap(qualified_backward, rule(overload_backward, 4), lib=_library)
+    torch.library.register_vmap(overload, rule(overload, 0), lib=_library)
+    torch.library.register_vmap(overload_backward, rule(overload_backward, 4), lib=_library)
     operator.overload, operator.overload_backward = overload, overload_backward
     _register_tangents(operator)
     tangents = operator.overload_tangent, operator.overload_backward_tangent
@@ -213,6 +206,15 @@ def register(operator: Operator) -> None:
     register_flops(signature, *(each.overloadpacket for each in overloads))
     if "torch.distributed.tensor" in sys.modules:
         serve_dtensors(operator)
+
+
+def _implement(name: str, kernel: Any, autograd: Any, fake: Any) -> Any:
+    """Registers what an operator that is defined computes, and returns its overload."""
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    _library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"flashgen::{name}", fake, lib=_library)
+    return getattr(torch.ops.flashgen, name).default
 
 
 def _register_tangents(operator: Operator) -> None:
@@ -298,14 +300,9 @@ def _register_tangents(operator: Operator) -> None:
         ),
     )
     for suffix, compute, autograd, meta, learns in operators:
-        name = f"{operator.name}_{suffix}"
-        for device in ("CPU", "CUDA"):
-            _library.impl(name, compute, device)
-        _library.impl(name, autograd, "Autograd")
-        torch.library.register_fake(f"flashgen::{name}", meta, lib=_library)
-        overload = getattr(torch.ops.flashgen, name).default
+        overload = _implement(f"{operator.name}_{suffix}", compute, autograd, meta)
         setattr(operator, f"overload_{suffix}", overload)
-        torch.library.register_vmap(f"flashgen::{name}", rule(overload, learns), lib=_library)
+        torch.library.register_vmap(overload, rule(overload, learns), lib=_library)
 
 
 @runs_while_traced

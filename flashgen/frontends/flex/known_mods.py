@@ -160,10 +160,10 @@ def _read(
     found: Record | None,
     pure: bool = False,
 ) -> tuple[TracedMods, Record]:
-    """The same.
+    """What `read` returns, of mods that are recorded.
 
     Args:
-        found: a record of the mods; they are recorded if None.
+        found: their record; they are recorded now if None.
         pure: whether the mods are known to compute the same each time.
     """
     if found is None:

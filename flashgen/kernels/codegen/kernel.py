@@ -239,6 +239,7 @@ def rendered(
         grouped=plan.heads_per_tile > 1,
         equal_dims=plan.head_dim == plan.head_dim_v,
         params=params,
+        struct_fields="\n".join(param.line for param in params),
         spec_section=spec_section,
         **fields,
     )

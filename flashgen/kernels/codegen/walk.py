@@ -207,7 +207,6 @@ class ScoreCode:
 
     Attributes:
         call: C++ of the call; None for the identity.
-        value: C++ of the score: of the call's result, or the element of Q K^T itself.
         unit: C++ of the factor from these values to the exponents of e.
         folded: whether the call takes the element of Q K^T, which is not multiplied by the scale.
         distance: whether the call takes k - q as a float.
@@ -217,7 +216,6 @@ class ScoreCode:
 
     functions: tuple[SpecFunction, ...]
     call: str | None
-    value: str
     uses_q: bool
     parts: FunctionInParts | None = None
     unit: str = "p.scale"
@@ -242,10 +240,10 @@ class ScoreCode:
         function.
         """
         if make.score.identity and make.spec.is_softmax:
-            return ScoreCode((), None, element, uses_q=False)
+            return ScoreCode((), None, uses_q=False)
         unit, shift = _outside(make, folded) if folded else ("1.0f", "")
         if folded and folded.value == PRODUCT and not slope:
-            return ScoreCode((), None, element, uses_q=False, unit=unit, shift=shift)
+            return ScoreCode((), None, uses_q=False, unit=unit, shift=shift)
         # A row of a served call has the same bits in every kernel of its spec.
         make.printer.rounds_products = served = make.spec.is_served
         make.printer.score_is_product = not scaled and not served
@@ -253,12 +251,10 @@ class ScoreCode:
         product = f"__fmul_rn({element}, p.scale)" if served else f"{element} * p.scale"
         given = element if scaled else product
         call = parts.function.call(score=given, product=element, h=head)
-        value = "scored.value" if slope else "value"
         uses_q = any(Q in function.uses for function in parts.functions)
         return ScoreCode(
             parts.functions,
             call,
-            value,
             uses_q,
             parts.at(h=head),
             unit,
@@ -274,7 +270,7 @@ class ScoreCode:
         parts = make.score_mod_and_tangent(tangents)
         call = parts.function.call(h="h")
         uses_q = any(Q in function.uses for function in parts.functions)
-        return ScoreCode(parts.functions, call, "here.value", uses_q, parts.at(h="h"), "1.0f")
+        return ScoreCode(parts.functions, call, uses_q, parts.at(h="h"), "1.0f")
 
 
 # With a scale outside these bounds all scores are equal, or one of them is above all others.

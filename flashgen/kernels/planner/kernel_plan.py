@@ -29,7 +29,6 @@ from flashgen.kernels.planner.quantities import QUANTITIES, Quantities
 from flashgen.kernels.planner.tile_problem import MODELS, Tile
 from flashgen.shared.arch import facts
 from flashgen.shared.launch_facts import (
-    CONVERT_KERNELS,
     Box,
     LaunchFacts,
     LaunchMachine,
@@ -38,35 +37,6 @@ from flashgen.shared.launch_facts import (
 )
 from flashgen.shared.signature import GradientTerm
 from flashgen.spec.language.block_layout import BlockSparse
-
-_TITLES = {
-    "smem_q": "Q",
-    "smem_k": "K",
-    "smem_v": "V",
-    "smem_q_tangent": "Q's tangent",
-    "smem_k_tangent": "K's tangent",
-    "smem_v_tangent": "V's tangent",
-    "smem_do": "dO",
-    "smem_ring": "panels in a ring",
-    "smem_rows": "LSE and delta",
-    "smem_p": "P",
-    "smem_ds": "dS",
-    "smem_windows": "sums of learned elements",
-}
-
-
-@dataclass(frozen=True)
-class SmemRegion:
-    """A range of dynamic shared memory.
-
-    Attributes:
-        title: what it holds, as a person names it: "K", "dS", "mbarriers".
-        offset, size: bytes.
-    """
-
-    title: str
-    offset: int
-    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,31 +509,6 @@ class Plan(LaunchRules):
             moving = ((f"{name}_tangent", box) for name, box in found if name in self.moving)
             return (*found, *moving)
         return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
-
-    @property
-    def smem_map(self) -> tuple[SmemRegion, ...]:
-        """The regions of a block's dynamic shared memory, in the order of their offsets.
-
-        They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
-        the forward kernel of the path sm_80 stages O over Q, K and V.
-        """
-        found, end = [], 0
-        gradient = CONVERT_KERNELS.get(self.kernel)
-        only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
-        for name, size in self.smem_parts or ((only, self.smem_bytes),):
-            title = _TITLES.get(name, name)
-            if self.one_tensor and name == "smem_k":
-                title = "K and V"
-            if self.exchanges:
-                more = {"smem_k": "panels of K and V", "smem_rows": "maxima and sums of warps"}
-                title = more.get(name, title)
-            buffers = {"smem_k": self.stages, "smem_v": self.stages_v}.get(name, 1)
-            if self.kernel == "forward" and buffers > 1:
-                title += f" ({buffers} buffers)"
-            if size:
-                found.append(SmemRegion(title, end, size))
-            end += size
-        return tuple(found)
 
     def launch_facts(
         self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()

@@ -89,8 +89,6 @@ def plan_of_tile(
         box_q=int(at.get("box_q", 0)),
         key_box=int(at.get("key_box", 0)),
         key_stride=int(at.get("key_stride", 1)),
-        in_parts=False,
-        of_parts=None,
         tangents=problem.tangents,
         partial=spec.partial or (merged and at["e"] == 2),
         folds=spec.folds and problem.kernel == "forward",

@@ -13,7 +13,7 @@ from flashgen.kernels.compile import Resources
 from flashgen.kernels.pipeline import Build
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.duration import Duration
-from flashgen.kernels.planner.kernel_plan import SmemRegion
+from flashgen.shared.launch_facts import CONVERT_KERNELS
 from flashgen.tools.views.code import KernelCode
 
 if TYPE_CHECKING:
@@ -59,6 +59,61 @@ class ErrorHistogram:
     ordinary: tuple[int, ...]
 
 
+_TITLES = {
+    "smem_q": "Q",
+    "smem_k": "K",
+    "smem_v": "V",
+    "smem_q_tangent": "Q's tangent",
+    "smem_k_tangent": "K's tangent",
+    "smem_v_tangent": "V's tangent",
+    "smem_do": "dO",
+    "smem_ring": "panels in a ring",
+    "smem_rows": "LSE and delta",
+    "smem_p": "P",
+    "smem_ds": "dS",
+    "smem_windows": "sums of learned elements",
+}
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """A range of dynamic shared memory.
+
+    Attributes:
+        title: what it holds, as a person names it: "K", "dS", "mbarriers".
+        offset, size: bytes.
+    """
+
+    title: str
+    offset: int
+    size: int
+
+
+def smem_map(plan: Plan) -> tuple[SmemRegion, ...]:
+    """The regions of a block's dynamic shared memory, in the order of their offsets.
+
+    They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
+    the forward kernel of the path sm_80 stages O over Q, K and V.
+    """
+    found, end = [], 0
+    gradient = CONVERT_KERNELS.get(plan.kernel)
+    only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
+    for name, size in plan.smem_parts or ((only, plan.smem_bytes),):
+        title = _TITLES.get(name, name)
+        if plan.one_tensor and name == "smem_k":
+            title = "K and V"
+        if plan.exchanges:
+            more = {"smem_k": "panels of K and V", "smem_rows": "maxima and sums of warps"}
+            title = more.get(name, title)
+        buffers = {"smem_k": plan.stages, "smem_v": plan.stages_v}.get(name, 1)
+        if plan.kernel == "forward" and buffers > 1:
+            title += f" ({buffers} buffers)"
+        if size:
+            found.append(SmemRegion(title, end, size))
+        end += size
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class KernelPane:
     """Everything that is shown of one launch.
@@ -100,7 +155,7 @@ class KernelPane:
 
     @property
     def smem(self) -> tuple[SmemRegion, ...]:
-        return self.plan.smem_map
+        return smem_map(self.plan)
 
 
 @dataclass(frozen=True)

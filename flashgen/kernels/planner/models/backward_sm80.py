@@ -140,9 +140,6 @@ def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
 
-TENSOR = Formula("tensor", "factors*macs/tensor_rate", "clk")
-BARRIERS = Formula("barriers", "syncs*barrier/(block_q*block_k*blocks)", "clk")
-
 # mma.sync and ldmatrix of 16-bit operands. For float32 six products of parts, and additions outside
 # the tensor cores: one for each step of S and dP, two for each step of a gradient.
 PRODUCTS = {
@@ -152,6 +149,38 @@ PRODUCTS = {
         f"6*macs/64 + macs/8 - repeats*(d_qk + d_v)/16 + {fitted.SPLIT_INSTRUCTIONS}*reads/4",
     ),
 }
+
+
+def steps_to_cost(
+    kernel: str,
+    itemsize: int,
+    macs: str,
+    reads: str,
+    rest: str,
+    shared: str,
+    of_step: str = "d_qk + d_v",
+) -> tuple[Formula, ...]:
+    """The steps to the cost of a kernel that starts from O and LSE.
+
+    Args:
+        macs, reads, rest: the quantities of these names.
+        shared: bytes that pass through shared memory, by score element.
+        of_step: as in `rates`.
+    """
+    return (
+        Formula("macs", macs),
+        Formula("reads", reads, "B"),
+        PRODUCTS[itemsize],
+        Formula("rest", rest),
+        Formula("tensor", "factors*macs/tensor_rate", "clk"),
+        Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
+        *rates(kernel, computed="repeats", tensor=SUSTAINED, of_step=of_step),
+        ALONE,
+        OVERLAP,
+        OCCUPIED,
+        Formula("barriers", "syncs*barrier/(block_q*block_k*blocks)", "clk"),
+        COST,
+    )
 
 
 def _cost_steps(kernel: str, itemsize: int) -> tuple[Formula, ...]:
@@ -185,20 +214,7 @@ def _cost_steps(kernel: str, itemsize: int) -> tuple[Formula, ...]:
         macs += " + warps*dq_columns/dq_row_warps"
         reads += " + e*warps*(dq_columns/block_q + 1/dq_row_warps)"
         rest += f" + {fitted.ATOMIC_INSTRUCTIONS}*d_qk/block_k"
-    return (
-        Formula("macs", macs),
-        Formula("reads", reads, "B"),
-        PRODUCTS[itemsize],
-        Formula("rest", rest),
-        TENSOR,
-        Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
-        *rates(kernel, computed="repeats", tensor=SUSTAINED),
-        ALONE,
-        OVERLAP,
-        OCCUPIED,
-        BARRIERS,
-        COST,
-    )
+    return steps_to_cost(kernel, itemsize, macs, reads, rest, shared)
 
 
 MODELS = {

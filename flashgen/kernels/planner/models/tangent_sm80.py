@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from flashgen.kernels.planner.formulas import Formula
 from flashgen.kernels.planner.models import fitted_sm80 as fitted
-from flashgen.kernels.planner.models.backward_sm80 import BARRIERS, PRODUCTS, TENSOR
-from flashgen.kernels.planner.models.forward_sm80 import ALONE, COST, OCCUPIED, OVERLAP, SUSTAINED
+from flashgen.kernels.planner.models.backward_sm80 import steps_to_cost
 from flashgen.kernels.planner.models.kernel_model import (
     SPACE,
     KernelModel,
-    rates,
     solved_registers,
     sum_of,
 )
 from flashgen.kernels.planner.models.spec_terms import registers_sm80
-from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK
 
 # Products of Q and K, with depth d_qk, and products with V, with d_v columns.
 OF_SCORES, OF_RESULTS = "(1 + q_moves + k_moves)", "(scores_move + v_moves)"
@@ -68,20 +65,8 @@ def _cost_steps(itemsize: int) -> tuple[Formula, ...]:
         f" + {fitted.BY_QUERIES_STEP_INSTRUCTIONS}*column_warps/(row_groups*block_k)"
         f" + e*({OF_STEP})/(access*block_q)"
     )
-    return (
-        Formula("macs", macs),
-        Formula("reads", reads, "B"),
-        PRODUCTS[itemsize],
-        Formula("rest", rest),
-        TENSOR,
-        Formula("shared", f"(reads + e*({OF_STEP})/block_q)/{SMEM_BYTES_PER_CLOCK}", "clk"),
-        *rates("tangent", computed="repeats", tensor=SUSTAINED, of_step=OF_STEP),
-        ALONE,
-        OVERLAP,
-        OCCUPIED,
-        BARRIERS,
-        COST,
-    )
+    shared = f"reads + e*({OF_STEP})/block_q"
+    return steps_to_cost("tangent", itemsize, macs, reads, rest, shared, OF_STEP)
 
 
 MODELS = {

@@ -6,6 +6,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.kernels.planner import Plan, plan_backward
+from flashgen.tools.views.values import smem_map
 from tests.support.profiles import loaded
 
 OFFSETS = {
@@ -21,7 +22,7 @@ OFFSETS = {
 
 
 def check(plan: Plan) -> None:
-    regions = plan.smem_map
+    regions = smem_map(plan)
     end = 0
     for region in regions:
         assert region.offset == end
