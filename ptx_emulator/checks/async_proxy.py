@@ -58,8 +58,10 @@ class AsyncProxy:
         self._reads = 0
         self._reader = np.zeros(64, np.int64)
         self._reader_pc = np.zeros(64, np.int64)
-        self._tables: dict[str, Array] = {}  # time of the last read of each vector
-        self._table_of: dict[int, str] = {}
+        # By kind of agent, tables of the time of a read of each vector. Agents of a kind share
+        # them, and reads of the same bytes that may be in progress together use different ones.
+        self._tables: dict[str, list[Array]] = {}
+        self._kind: dict[int, str] = {}
         self._readers = np.zeros(0, np.int64)  # columns of agents that have read
         self._last_read = np.zeros((0, len(shadow.clocks.seen)), np.int64)  # its time, per block
         # Of each asynchronous write: the column of its agent, and its time.
@@ -77,8 +79,8 @@ class AsyncProxy:
         if column is None:
             column = self._columns[kind, number] = self.clocks.new_column()
             self._names[column] = name or f"{kind} {number}"
-            # Bulk stores of different threads rarely read the same bytes: they share a table.
-            self._table_of[column] = kind if kind == "bulk" else f"{kind} {number}"
+            # Bulk stores of different threads rarely read the same bytes.
+            self._kind[column] = kind if kind == "bulk" else f"{kind} {number}"
         return column
 
     # ---- accesses
@@ -100,10 +102,7 @@ class AsyncProxy:
         time = self._reads
         self._reader, self._reader_pc = room(time + 1, self._reader, self._reader_pc)
         self._reader[time], self._reader_pc[time] = column, a.pc
-        table = self._tables.get(self._table_of[column])
-        if table is None:
-            table = self._tables[self._table_of[column]] = np.zeros(self.shadow.count, np.uint32)
-        self.shadow.put(table, a.where, a.size, np.uint32(time))
+        self.shadow.put(self._table(a, column), a.where, a.size, np.uint32(time))
         if column not in self._readers:
             self._readers = np.append(self._readers, column)
             self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
@@ -111,6 +110,21 @@ class AsyncProxy:
         blocks = self.machine.row_cluster[first]
         self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
+
+    def _table(self, a: SharedAccess, column: int) -> Array:
+        """The table that reads by the agent of a column enter."""
+        tables = self._tables.setdefault(self._kind[column], [])
+        blocks, warps = np.divmod(a.rows.reshape(len(a.rows), -1)[:, :1], self.shadow.warps)
+        for table in tables:
+            if self._kind[column] != "bulk":
+                return table
+            times = self.shadow.take(table, a.where, a.size)
+            readers = self._reader[times]
+            done = times <= self.clocks.seen[blocks, warps, readers]
+            if (done | (readers == column)).all():
+                return table
+        tables.append(np.zeros(self.shadow.count, np.uint32))
+        return tables[-1]
 
     def write(self, a: SharedAccess, column: int | Array) -> Array:
         """Checks writes, which start now and are in flight until `completed`.
@@ -211,8 +225,9 @@ class AsyncProxy:
         if not unseen.any():
             return
         unsafe = self._readers[unseen.any(axis=0)].tolist()
-        for name in dict.fromkeys(self._table_of[column] for column in unsafe):
-            times = self.shadow.take(self._tables[name], a.where, a.size)
+        kinds = dict.fromkeys(self._kind[column] for column in unsafe)
+        for table in [table for kind in kinds for table in self._tables[kind]]:
+            times = self.shadow.take(table, a.where, a.size)
             late = times > np.take_along_axis(seen, self._reader[times], axis=1)
             if late.any():
                 time = int(times[late][0])

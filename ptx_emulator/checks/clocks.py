@@ -140,6 +140,12 @@ class Clocks:
         np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
 
+    def acquire_later(self, rows: Array, slots: Array) -> None:
+        """What was published in slots (n,) is ordered before the next fences of warps (n,)."""
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            given = self.published[row // self.warps, slot]
+            self._polled[row] = np.maximum(given, self._polled.get(row, 0))
+
     def forgo(self, row: int, before: Array, after: Array) -> None:
         """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
         block, warp = divmod(row, self.warps)

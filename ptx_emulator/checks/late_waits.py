@@ -120,6 +120,7 @@ class LateWaits:
         b = m.row_block[rows]
         columns = m.mbarriers.columns[k, b % m.cluster_size]
         known = m.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
+        known = np.maximum(known, self.phase[k, rows] + 1)  # a relaxed wait orders nothing
         phase = known - ((known ^ parity) & 1)
         late = (m.mbarriers.phase[k, b] > phase + 1) & ~self.arrives[k, rows]
         for first in np.flatnonzero(late)[:1]:

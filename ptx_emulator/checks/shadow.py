@@ -130,6 +130,9 @@ class SharedShadow:
         self.warps = machine.cluster_warps
         self.count = len(machine.blocks) * machine.shared_pitch >> self.shift
         self.written = np.full(self.count, NEVER, np.uint32)
+        reserved = machine.program.reserved
+        zeroed = slice(reserved.start >> self.shift, reserved.stop >> self.shift)
+        self.written.reshape(len(machine.blocks), -1)[:, zeroed] = 0  # before all clocks
         self.writer_pc = np.zeros(self.count, np.int32)
         self.clocks = Clocks(blocks, self.warps, machine.program.asynchronous, machine.cluster_size)
         self.tracks_lanes = "warp_synchronous" not in machine.config.allow

@@ -140,7 +140,8 @@ def atomic_async(
 ) -> None:
     """red.async: an atomic on shared memory of the cluster that an mbarrier of its block counts."""
     atomic(here, "cluster", operation, address, values)
-    here.machine.mbarriers.complete_store(here, barrier, TYPE_BYTES[operation[1]])
+    size = TYPE_BYTES[operation[1]]
+    here.machine.mbarriers.complete_store(here, address, barrier, size)
 
 
 def _emit_async(g: Generator, ins: Instruction) -> None:

@@ -111,13 +111,13 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
             count = f", {number}" if action == "init" else ""
             g.emit(f"E.mbarriers.{action}({g.here()}, {where}{count})")
     elif action in ("test_wait", "try_wait"):
-        _wait(g, operands)
+        _wait(g, operands, order == "relaxed")
     else:
         drop = "drop" if action == "arrive_drop" else ""
         _arrive(g, operands, f"{order} {drop} {mods.take('noComplete')}")
 
 
-def _wait(g: Generator, operands: list[Operand]) -> None:
+def _wait(g: Generator, operands: list[Operand], relaxed: bool) -> None:
     parity = bool(g.mods.take("parity"))
     where = shared_address(g, operands[1])
     g.refuse_if(parity and as_immediate(operands[2]) not in (None, 0, 1), "this parity")
@@ -128,7 +128,8 @@ def _wait(g: Generator, operands: list[Operand]) -> None:
     # Without a loop around it, a thread may go on before the phase completes. In a loop that does
     # nothing else, waiting is as good as testing again and again.
     blocks = g.pc in repeats.idle
-    done = g.let(f"E.mbarriers.wait({g.here()}, {where}, {phase}, {parity}, {blocks})")
+    how = f"{parity}, {blocks}, {relaxed}"
+    done = g.let(f"E.mbarriers.wait({g.here()}, {where}, {phase}, {how})")
     if blocks:
         g.emit(f"if {done} is None: return True")
     g.write(operands[0], done, "b1")
@@ -158,6 +159,12 @@ def _arrive(g: Generator, operands: list[Operand], modifiers: str) -> None:
 def emit_fence(g: Generator, ins: Instruction) -> None:
     scope = g.mods.take("cta", "gl", "sys", "gpu", "cluster")
     kind = g.mods.take("sc", "acq_rel", "acquire", "release")
+    # Restricts a fence to what lies in shared memory, which orders no less there.
+    restricted = g.mods.take("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+    g.refuse_if(
+        restricted and (scope, kind) not in (("cluster", "acquire"), ("cluster", "release")),
+        f".{restricted} of this fence",
+    )
     if g.mods.take("mbarrier_init"):
         g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
@@ -179,7 +186,8 @@ def fence_proxy(g: Generator, ins: Instruction) -> None:
         else:
             g.emit("E.fence(C, True)")
         return
-    g.refuse_if(not g.mods.take("async"), "a fence of this proxy")
+    # From the generic proxy to the asynchronous one; without ::generic also back.
+    g.refuse_if(not g.mods.take("async", "async::generic"), "a fence of this proxy")
     # Which proxy wrote global memory is not tracked.
     if not g.mods.take("global"):
         g.mods.take("shared::cta", "shared::cluster")

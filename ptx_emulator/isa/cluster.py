@@ -6,7 +6,7 @@ block in the cluster, plus one, in the bits from `RANK_SHIFT` on.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction
 from ptx_emulator.state.cohort import Cohort
 from ptx_emulator.state.memory import SHARED_WINDOW, Array
-from ptx_emulator.state.wave import Execution, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 RANK_SHIFT = 24  # the window of a block is smaller than 16 MiB
 _OFFSET = (1 << RANK_SHIFT) - 1
@@ -28,8 +28,10 @@ def remote(address: Any) -> bool:
     return bool((np.asarray(address) > _OFFSET).any())
 
 
-def resolved(here: Execution, address: Any, size: int) -> tuple[Array, Array]:
+def resolved(here: Execution, address: Any, size: int, at_once: bool = True) -> tuple[Array, Array]:
     """The block of the wave and the offset in its shared memory, both (n, 32), of addresses.
+
+    The access takes place ``at_once``, or is watched until its end by the caller.
 
     Raises:
         OutOfBounds: there is no block of that rank, or it has exited, or the offset is too large.
@@ -47,15 +49,19 @@ def resolved(here: Execution, address: Any, size: int) -> tuple[Array, Array]:
     gone = machine.live_warps[blocks] == 0
     if here.any(gone):
         site = here.first(gone)
-        what = "an access to the shared memory of a block that has exited"
-        numbers = f"rank {int(blocks[site.row, site.lane] % machine.cluster_size)} of the cluster"
-        way_out = "let every block wait at a barrier of the cluster before it exits"
-        machine.fail(OutOfBounds, what, site, numbers, way_out)
-    if machine.shared_races and machine.cluster_size > 1:
+        fail_exited(site, machine, int(blocks[site.row, site.lane]))
+    if at_once and machine.shared_races and machine.cluster_size > 1:
         chosen = here.active & (blocks != own)
         others = here.spread(rows[:, None])[chosen]
         machine.shared_races.note_remote(others, blocks[chosen], here.pc)
     return blocks, offset
+
+
+def fail_exited(site: Site, machine: Wave, block: int) -> NoReturn:
+    what = "an access to the shared memory of a block that has exited"
+    numbers = f"rank {block % machine.cluster_size} of the cluster"
+    way_out = "let every block wait at a barrier of the cluster before it exits"
+    machine.fail(OutOfBounds, what, site, numbers, way_out)
 
 
 def _require_rank(here: Execution, above: Array) -> None:

@@ -9,6 +9,7 @@ from ptx_emulator.ptx.syntax import Instruction, Mem, Operand, Reg, Sym
 from ptx_emulator.state.memory import PARAM_WINDOW
 
 # Of each field of tensormap.replace: its offset, the bytes of one entry, and how many there are.
+# Maps have no place for element strides, which are all 1.
 FIELDS = {
     "rank": (4, 4, 1),
     "elemtype": (8, 4, 1),
@@ -19,6 +20,7 @@ FIELDS = {
     "global_stride": (32, 8, 4),
     "global_dim": (64, 4, 5),
     "box_dim": (84, 4, 5),
+    "element_stride": (0, 4, 5),
 }
 
 
@@ -112,7 +114,7 @@ def bulk(g: Generator, ins: Instruction) -> None:
     if _group(g, ins, "bulk"):
         return
     if mods.take("prefetch"):
-        mods.left.clear()
+        _prefetch(g, _without_policy(g, ins))
         return
     operation = mods.take(*_REDUCTIONS) if mods.take("reduce") else ""
     operands = _without_policy(g, ins)
@@ -126,6 +128,9 @@ def bulk(g: Generator, ins: Instruction) -> None:
     for space in spaces:
         mods.take(space)
     wanted = (("shared::cluster", "global"), ("shared::cta", "global"))
+    if into and tuple(spaces) == ("shared::cluster", "shared::cta"):
+        _between_blocks(g, operands, operation, mask)
+        return
     if tuple(spaces) not in (wanted if into else (("global", "shared::cta"),)):
         raise g.unknown("a bulk copy between these state spaces")
     if mods.take("tensor"):
@@ -134,20 +139,46 @@ def bulk(g: Generator, ins: Instruction) -> None:
         _plain(g, operands, into, operation, mask)
 
 
-def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
-    mods = g.mods
-    rank = mods.take("1d", "2d", "3d", "4d", "5d")
-    mods.take("tile")
-    g.refuse_if(len(operands) != (3 if into else 2), "im2col copies, or masks of blocks")
-    tensor, shared = (operands[1], operands[0]) if into else (operands[0], operands[1])
+def _between_blocks(g: Generator, operands: list[Operand], operation: str, mask: str) -> None:
+    """A copy from shared memory of the block to that of another one of its cluster."""
+    g.refuse_if(operation, "a bulk reduction in shared memory")
+    g.refuse_if(mask != "None" or len(operands) != 4, "with these operands")
+    to, source, barrier = (address(g, operands[place], "shared") for place in (0, 1, 3))
+    count = f"{g.read(operands[2], 'u4')}.astype(i8)"
+    g.emit(f"E.bulk.between_blocks({g.here()}, {to}, {source}, {barrier}, {count})")
+
+
+def _prefetch(g: Generator, operands: list[Operand]) -> None:
+    """A copy of global memory into L2: nothing, but for what its operands must be."""
+    g.need("L2", "global")
+    if g.mods.take("tensor"):
+        g.refuse_if(len(operands) != 1, "im2col copies")
+        tensor_map, coordinates = _place_in_tensor(g, operands[0])
+        g.emit(f"E.bulk.prefetch_tensor({g.here()}, {tensor_map}, ({coordinates}))")
+        return
+    source, size = operands
+    count = f"{g.read(size, 'u4')}.astype(i8)"
+    g.emit(f"E.bulk.prefetch({g.here()}, {address(g, source, 'global')}, {count})")
+
+
+def _place_in_tensor(g: Generator, tensor: Operand) -> tuple[str, str]:
+    """The address of a tensor map, and the coordinates of a box."""
+    rank = g.mods.take("1d", "2d", "3d", "4d", "5d")
+    g.mods.take("tile")
     if not isinstance(tensor, Mem) or len(tensor.coordinates) != int(rank[:1] or 0):
         raise g.unknown("a number of coordinates that differs from its dimension")
-    at = address(g, shared, "shared")
     tensor_map = address(g, tensor, "")
     if isinstance(tensor.base, Sym):
         tensor_map = f"({tensor_map} + {PARAM_WINDOW})"
+    return tensor_map, "".join(g.read(c, "i4") + ", " for c in tensor.coordinates)
+
+
+def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
+    g.refuse_if(len(operands) != (3 if into else 2), "im2col copies, or masks of blocks")
+    tensor, shared = (operands[1], operands[0]) if into else (operands[0], operands[1])
+    tensor_map, coordinates = _place_in_tensor(g, tensor)
+    at = address(g, shared, "shared")
     barrier = address(g, operands[2], "shared") if into else "None"
-    coordinates = "".join(g.read(c, "i4") + ", " for c in tensor.coordinates)
     given = f"{at}, {tensor_map}, {barrier}, {mask}, ({coordinates})"
     g.emit(f"E.bulk.tensor({g.here()}, {given}, {operation or None!r})")
 

@@ -421,7 +421,8 @@ _PROPERTIES = {
     "infinite": "np.isinf({x})",
     "number": "~np.isnan({x})",
     "notanumber": "np.isnan({x})",
-    "normal": "np.isfinite({x}) & (np.abs({x}) >= np.finfo({dtype}).tiny)",
+    # Zeros count as normal.
+    "normal": "np.isfinite({x}) & ((np.abs({x}) >= np.finfo({dtype}).tiny) | ({x} == 0))",
     "subnormal": "({x} != 0) & (np.abs({x}) < np.finfo({dtype}).tiny)",
 }
 

@@ -329,6 +329,8 @@ class Generator:
         return self.literal(value, dtype)
 
     def special(self, name: str) -> tuple[str, str]:
+        if name in self.program.shared:  # what the system reserves there
+            return self.literal(self.program.shared[name], "u4"), "u4"
         self.refuse_if(name not in SPECIAL, f"the special register %{name}")
         text, dtype = SPECIAL[name]
         if name.startswith(("clock", "globaltimer")):

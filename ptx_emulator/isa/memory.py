@@ -124,7 +124,7 @@ def store_cluster(here: Execution, address: Any, value: Any, size: int) -> None:
 def store_async(here: Execution, address: Any, barrier: Any, values: Any, size: int) -> None:
     """st.async: a store to shared memory of the cluster that an mbarrier of its block counts."""
     store_cluster(here, address, values, size)
-    here.machine.mbarriers.complete_store(here, barrier, size)
+    here.machine.mbarriers.complete_store(here, address, barrier, size)
 
 
 # ---- local memory

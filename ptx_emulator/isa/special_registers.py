@@ -17,7 +17,12 @@ SPECIAL: dict[str, tuple[str, str]] = {
 _LAUNCH = ("tid", "ntid", "ctaid", "nctaid")
 _CLUSTER = ("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
 _WARP = ("laneid", "warpid", "nwarpid", "smid", "nsmid", "gridid")
-_SIZES = ("dynamic_smem_size", "total_smem_size", "cluster_ctarank", "cluster_nctarank")
+_SIZES = (
+    *("dynamic_smem_size", "total_smem_size", "aggr_smem_size"),
+    *("cluster_ctarank", "cluster_nctarank"),
+)
+# Since sm_80: the unit in which shared memory is allocated, and what the system reserves of it.
+_UNIT_BYTES, _RESERVED_BYTES = 128, 1024
 for _name in (
     *(f"{name}.{axis}" for name in _LAUNCH + _CLUSTER for axis in "xyz"),
     *(f"lanemask_{which}" for which in ("eq", "lt", "le", "gt", "ge")),
@@ -42,6 +47,9 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
     lane = np.arange(32)[None, :].astype(np.uint64)
     config, one, full = machine.config, np.uint64(1), np.uint64(0xFFFFFFFF)
     block = machine.blocks[machine.row_block][:, None]
+    reserved = machine.program.reserved
+    used = machine.shared_size - (reserved.stop - reserved.start)
+    allocated = -(-used // _UNIT_BYTES) * _UNIT_BYTES
     table = {
         "laneid": unsigned(lane),
         "lanemask_eq": unsigned(one << lane),
@@ -55,7 +63,8 @@ def special_values(machine: Wave, thread: Array) -> dict[str, Any]:
         "nsmid": unsigned(108),
         "gridid": unsigned(1),
         "dynamic_smem_size": unsigned(config.shared_bytes),
-        "total_smem_size": unsigned(machine.shared_size),
+        "total_smem_size": unsigned(allocated),
+        "aggr_smem_size": unsigned(allocated + _RESERVED_BYTES),
     }
     for name, number, sizes in (("tid", thread, config.block), ("ctaid", block, config.grid)):
         x, y, _ = sizes

@@ -1,4 +1,5 @@
-"""Bulk copies and reductions between global and shared memory, with and without tensor maps.
+"""Bulk copies and reductions between global and shared memory, with and without tensor maps, and
+copies between blocks of a cluster.
 
 A copy is executed as late as possible: a copy into shared memory when no warp can run, a copy out
 of shared memory when its thread waits for its group. Until then it is in flight and the destination
@@ -20,20 +21,21 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ptx_emulator import errors
+from ptx_emulator.checks.async_proxy import IN_FLIGHT
 from ptx_emulator.checks.bounds import check_aligned, check_window, check_writable
 from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
 from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
 from ptx_emulator.isa.atomics import FLUSHED_ADD, combine
-from ptx_emulator.isa.cluster import remote, resolved
+from ptx_emulator.isa.cluster import fail_exited, remote, resolved
 from ptx_emulator.machine import tma
 from ptx_emulator.machine.map_bytes import PlacedMap
 from ptx_emulator.machine.tma import Boxes
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.state.cohort import Cohort, SingleThreads, active
 from ptx_emulator.state.memory import SHIFT, Array
-from ptx_emulator.state.wave import Execution, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 Reduction = tuple[str, str] | None
 """The operation and the type of a reduction; None for a copy."""
@@ -54,13 +56,16 @@ class BulkTransfer:
 
     Attributes:
         here: the execution; its cohort consists of single threads, ``issued``.
-        box: their bytes in global memory, as offsets into `GlobalMemory.flat`.
+        box: their bytes in global memory, as offsets into `GlobalMemory.flat`; of copies between
+            blocks (``near``) their sources, as offsets into `Wave.shared`.
         start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
         blocks: the block of the wave in whose shared memory each box lies, (n,).
         reduction: operation and type.
         barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
-            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns).
+            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns);
+            ``phases``: those of the mbarriers that they completed in.
         source: what copies into shared memory read; None without checkers.
+        columns, times: the agents and the times of the reads of copies between blocks (n,).
         groups: number of the group (n,) of copies out of shared memory; ``column``, ``time``: the
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
@@ -71,13 +76,17 @@ class BulkTransfer:
     shared_offsets: Array
     blocks: Array
     reduction: Reduction
+    near: bool = False
     barriers: Array | None = None
     writes: Array | None = None
     known: Array | None = None
+    phases: Array | None = None
     source: CopySource | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     column: int = 0
     time: int = 0
+    columns: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    times: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -200,6 +209,12 @@ def count_transfer(t: BulkTransfer, into: bool, one_read: int) -> None:
     m, taken = t.here.machine, t.box.bytes // one_read
     counters = m.counters
     moved = t.size * t.issued.n if into else taken
+    if t.near:
+        counters.shared_read_bytes += moved
+        counters.shared_write_bytes += moved
+        if m.recorder is not None:
+            m.recorder.operand(2 * moved, t.pc)
+        return
     if into:
         kind = READ
         counters.global_read_bytes += taken
@@ -268,12 +283,8 @@ class BulkCopies:
         m = self.machine
         for of in self._threads(here, (shared, map_at, barrier, mask, *coordinates), 1):
             some = of.here
-            tensor = m.maps.at(some.site(), int(of.device[0]))
+            tensor = self._map(some.site(), int(of.device[0]), len(coordinates))
             spec = tensor.spec
-            if len(coordinates) != len(spec.dims):
-                what = "a tensor copy whose number of dimensions differs from its map"
-                numbers = f"{len(coordinates)} coordinates; the map has {len(spec.dims)}"
-                m.fail(LaunchArguments, what, some.site(), numbers, _FIT)
             where = np.stack(of.others, axis=1).astype(np.int32).astype(np.int64)
             box = boxes_at(some, tensor, where, of.shared, load=barrier is not None)
             reduction = None
@@ -284,6 +295,34 @@ class BulkCopies:
                     m.fail(LaunchArguments, what, some.site(), repr(spec), _FIT)
             self._start(of, box, tma.places(spec, of.shared, box.unit), reduction)
 
+    def _map(self, site: Site, address: int, dimensions: int) -> PlacedMap:
+        """The tensor map at an address, which must have this number of dimensions."""
+        m = self.machine
+        tensor = m.maps.at(site, address)
+        if dimensions != len(tensor.spec.dims):
+            what = "a tensor copy whose number of dimensions differs from its map"
+            numbers = f"{dimensions} coordinates; the map has {len(tensor.spec.dims)}"
+            m.fail(LaunchArguments, what, site, numbers, _FIT)
+        return tensor
+
+    def prefetch_tensor(self, here: Execution, map_at: Any, coordinates: tuple[Any, ...]) -> None:
+        """Checks the tensor map of a prefetch."""
+        chosen = here.active
+        for address in np.unique(here.spread(map_at)[chosen]).tolist():
+            site = here.first(chosen & (here.spread(map_at) == address))
+            self._map(site, address, len(coordinates))
+
+    def prefetch(self, here: Execution, device: Any, size: Any) -> None:
+        """Checks the address and the size of a prefetch without a tensor map."""
+        counts, chosen = here.spread(size), here.active
+        check_aligned(here, np.asarray(device), tma.CHUNK_BYTES, "global")
+        if (bad := chosen & (counts % tma.CHUNK_BYTES != 0)).any():
+            self._refuse_size(here.first(bad), int(counts[bad][0]))
+
+    def _refuse_size(self, site: Site, count: int) -> NoReturn:
+        what = "a bulk copy whose size is not a multiple of 16 bytes"
+        self.machine.fail(LaunchArguments, what, site, f"{count} bytes", _FIT)
+
     def plain(
         self, here: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
         reduction: Reduction,
@@ -293,23 +332,42 @@ class BulkCopies:
         for of in self._threads(here, (shared, device, barrier, mask, size), 4):
             count = int(of.others[0][0])
             if count % tma.CHUNK_BYTES or count <= 0:
-                what = "a bulk copy whose size is not a multiple of 16 bytes"
-                m.fail(LaunchArguments, what, of.here.site(), f"{count} bytes", _FIT)
+                self._refuse_size(of.here.site(), count)
             check_shared(of.here, of.shared, count, tma.CHUNK_BYTES)
             check_global(of.here, of.device, count, barrier is None)
-            first = (of.device - m.memory.base)[:, None]
-            steps = np.arange(count // tma.CHUNK_BYTES) * tma.CHUNK_BYTES
-            wide = tma.lowest_bit(np.append(first, count), tma.WIDEST_BYTES)
-            box = Boxes(
-                unit=tma.CHUNK_BYTES,
-                offsets=first + steps,
-                inside=None,
-                wide_unit=wide,
-                wide_offsets=first + np.arange(count // wide) * wide,
-                bytes=count * len(first),
-                sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
-            )
+            box = self._run_of(of.device - m.memory.base, count)
+            steps = np.arange(0, count, tma.CHUNK_BYTES)
             self._start(of, box, of.shared[:, None] + steps, reduction)
+
+    def between_blocks(
+        self, here: Execution, shared: Any, source: Any, barrier: Any, size: Any
+    ) -> None:
+        """Copies ``size`` bytes of the shared memory of the block to that of another block."""
+        m = self.machine
+        for of in self._threads(here, (shared, source, barrier, None, size), 4):
+            count = int(of.others[0][0])
+            if count % tma.CHUNK_BYTES or count <= 0:
+                self._refuse_size(of.here.site(), count)
+            for at in (of.shared, of.device):
+                check_shared(of.here, at, count, tma.CHUNK_BYTES)
+            own = m.row_block[of.here.cohort.rows]
+            box = self._run_of(of.device + own * m.shared_pitch, count)
+            self._start(
+                of, box, of.shared[:, None] + np.arange(0, count, tma.CHUNK_BYTES), None, True
+            )
+
+    def _run_of(self, first: Array, count: int) -> Boxes:
+        """``count`` consecutive bytes from offsets ``first`` (n,) on."""
+        wide = tma.lowest_bit(np.append(first, count), tma.WIDEST_BYTES)
+        return Boxes(
+            unit=tma.CHUNK_BYTES,
+            offsets=first[:, None] + np.arange(0, count, tma.CHUNK_BYTES),
+            inside=None,
+            wide_unit=wide,
+            wide_offsets=first[:, None] + np.arange(0, count, wide),
+            bytes=count * len(first),
+            sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
+        )
 
     def _threads(self, here: Execution, values: Any, by: int) -> Iterator[_Operands]:
         """The active threads with their operands, in groups that agree in operand ``by``.
@@ -326,7 +384,7 @@ class BulkCopies:
         blocks, copies = m.row_block[issued.rows], np.ones(len(place), np.int64)
         if len(place) and (remote(found[0]) or remote(found[2])):
             (blocks, found[0]), (others, found[2]) = (
-                [part[:, 0] for part in resolved(here, found[which][:, None], 1)]
+                [part[:, 0] for part in resolved(here, found[which][:, None], 1, False)]
                 for which in (0, 2)
             )
             if values[2] is not None and (others != blocks).any():
@@ -338,6 +396,8 @@ class BulkCopies:
             which, blocks = self._multicast(here, found[3].astype(np.int64))
             issued, found = issued.some(which), [given[which] for given in found]
             copies = np.bincount(which)[which]
+        for row in np.flatnonzero(m.live_warps[blocks] == 0)[:1]:
+            fail_exited(here._replace(cohort=issued).site(row), m, int(blocks[row]))
         kinds = np.stack([found[by], copies])
         for one in np.unique(kinds, axis=1).T:
             chosen = (kinds == one[:, None]).all(axis=0)
@@ -358,10 +418,13 @@ class BulkCopies:
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
         return which, m.row_cluster[here.cohort.rows[which]] * size + rank
 
-    def _start(self, of: _Operands, box: Boxes, to: Array, reduction: Reduction) -> None:
+    def _start(
+        self, of: _Operands, box: Boxes, to: Array, reduction: Reduction, near: bool = False
+    ) -> None:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
         base = of.blocks * self.machine.shared_pitch
-        t = BulkTransfer(of.here, box, of.shared + base, to + base[:, None], of.blocks, reduction)
+        places = of.shared + base, to + base[:, None]
+        t = BulkTransfer(of.here, box, *places, of.blocks, reduction, near)
         count_transfer(t, of.barrier is not None, of.one_read)
         if of.barrier is not None:
             self._start_in(t, of.barrier)
@@ -380,10 +443,28 @@ class BulkCopies:
             columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
             access = SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc)
             t.writes = m.proxy.write(access, columns)
+            t.phases = np.full(t.issued.n, IN_FLIGHT)
         if m.shared_races is not None:
             t.known = m.clocks.of(t.issued.rows)
-        self._global_order(t, READ)
+        self._read_near(t) if t.near else self._global_order(t, READ)
         self.incoming.append(t)
+
+    def _read_near(self, t: BulkTransfer) -> None:
+        """Copies between blocks read their sources until their mbarriers complete."""
+        m = self.machine
+        if m.proxy is None or t.barriers is None:
+            return
+        t.columns, t.times = np.zeros((2, t.issued.n), np.int64)
+        signals = np.stack([t.barriers, t.blocks % m.cluster_size])
+        for signal in np.unique(signals, axis=1).T:
+            chosen = np.flatnonzero((signals == signal[:, None]).all(axis=0))
+            at, rank = m.mbarriers.addresses[int(signal[0])], int(signal[1])
+            name = f"a bulk copy that the mbarrier at shared offset {at} of rank {rank} counts"
+            column = m.proxy.agent("copy between blocks", (at, rank), name)
+            where = t.box.wide_offsets[chosen]
+            rows = t.issued.rows[chosen]
+            access = SharedAccess(t.issued, rows, where, t.box.wide_unit, t.pc, chosen)
+            t.columns[chosen], t.times[chosen] = column, m.proxy.read(access, column)
 
     def _start_out(self, t: BulkTransfer) -> None:
         """Starts a copy out of shared memory, which reads until its group has been waited for."""
@@ -471,7 +552,8 @@ class BulkCopies:
             return
         t.done = True
         m, unit, inside = self.machine, t.box.unit, t.box.inside
-        shared, device = m.shared.view[unit], m.memory.flat.view[unit]
+        shared = m.shared.view[unit]
+        device = shared if t.near else m.memory.flat.view[unit]
         to, source = t.shared_offsets >> SHIFT[unit], t.box.offsets >> SHIFT[unit]
         if t.barriers is not None:
             if inside is None:
@@ -489,8 +571,13 @@ class BulkCopies:
                 m.fail(MbarrierMisuse, what, t.here.site(np.argmax(gone)), numbers, advice)
             if t.known is not None:
                 m.mbarriers.late.delivered(t.barriers, blocks, t.known)
+            if len(t.columns):
+                slots = m.mbarriers.slots(t.barriers, blocks)
+                places = m.row_cluster[t.issued.rows], slots, t.columns
+                np.maximum.at(m.clocks.published, places, t.times)
             phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
             if m.proxy is not None and t.writes is not None:
+                t.phases = phases
                 m.proxy.completed(t.writes, phases + 1)
                 self.landed.append(t)
             return
@@ -508,15 +595,40 @@ class BulkCopies:
                 data = data.astype(dtype, copy=False).view(device.dtype)
             device[source[row][here]] = data
 
+    def block_exits(self, blocks: Array) -> None:
+        """Checks that these blocks have waited for the copies into their shared memory.
+
+        Raises:
+            RaceError: a copy is in flight, or need not have completed for what the block has seen.
+        """
+        m = self.machine
+        for t in (*self.incoming, *self.landed):
+            if m.proxy is None or t.writes is None or t.barriers is None or t.phases is None:
+                continue
+            for row in np.flatnonzero(np.isin(t.blocks, blocks)).tolist():
+                warps = int(t.blocks[row]) * m.warps + np.arange(m.warps)
+                cluster, members = m.row_cluster[warps], m.row_member[warps]
+                seen = m.proxy.has_completed(cluster, members, t.writes[row])
+                # A relaxed wait orders nothing, and yet the copy has completed.
+                seen |= m.mbarriers.late.phase[t.barriers[row], warps] >= t.phases[row]
+                if not seen.any():
+                    advice = "wait for its mbarrier in that block before it ends"
+                    self._unfinished(t, row, "into", advice)
+            sources = m.row_block[t.issued.rows] if t.near else np.zeros(0, np.int64)
+            for row in np.flatnonzero(np.isin(sources, blocks)).tolist():
+                warps = int(sources[row]) * m.warps + np.arange(m.warps)
+                seen = m.clocks.seen[m.row_cluster[warps], m.row_member[warps], t.columns[row]]
+                if (seen < t.times[row]).all():
+                    advice = "let the block that it copies to wait for it, and meet it at a "
+                    self._unfinished(t, row, "out of", advice + "barrier of the cluster")
+
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: no copy may still be in flight.
 
         Raises:
-            RaceError: a copy still reads or writes the shared memory of a block that has ended.
+            RaceError: a copy still reads the shared memory of a block that has ended.
         """
         if self.machine.config.check:
-            for t in self.incoming:
-                self._unfinished(t, 0, "into", "wait for its mbarrier before the block ends")
             allowed = "exit_before_bulk_store" in self.machine.config.allow
             for t in () if allowed else self.outgoing:
                 row = int(np.argmin(t.waited))

@@ -107,6 +107,7 @@ class Machine(Scheduler):
         self.shared = FlatMemory(count * self.shared_pitch)
         if "uninitialised_rows" in self.config.allow:
             self.shared.bytes[:] = 0xFF
+            self.shared.bytes.reshape(count, -1)[:, self.program.reserved] = 0
         self.local = FlatMemory(count * warps * 32 * self.program.local_bytes)
         self.local_written = None
         self.unwritten = {}

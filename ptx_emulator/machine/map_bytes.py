@@ -172,7 +172,7 @@ class TensorMaps:
     def replace(
         self, here: Execution, where: tuple[str, Any], field: tuple[str, int], value: Any
     ) -> None:
-        """tensormap.replace.
+        """tensormap.replace; a kernel may make a map by replacing all fields of one of zeros.
 
         Args:
             where: the state space, and the address of the map.
@@ -186,6 +186,13 @@ class TensorMaps:
             way_out = "count entries from 0, the innermost dimension"
             self.machine.fail(LaunchArguments, what, here.site(), numbers, way_out)
         store = memory.store_shared if space == "shared" else memory.store_global
+        store(here, here.spread(address), np.uint32(_MARK), 4)
+        if field[0] == "element_stride":
+            if here.any(strided := here.spread(value) != 1):
+                what = "the emulator does not support element strides other than 1"
+                numbers, way_out = f"of dimension {field[1]}", "copy the elements in between, too"
+                self.machine.fail(LaunchArguments, what, here.first(strided), numbers, way_out)
+            return
         at = here.spread(address) + offset + size * field[1]
         kind = np.uint64 if size == 8 else np.uint32
         store(here, at, np.asarray(value).astype(kind), size)

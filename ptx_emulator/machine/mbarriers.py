@@ -294,7 +294,8 @@ class Mbarriers:
         """mbarrier.arrive and arrive_drop: ``count`` arrivals by each lane.
 
         Args:
-            modifiers: words: "relaxed": earlier accesses are not published; "drop": later phases
+            modifiers: words: "relaxed": what the last fence releases is published, and no access
+                after it; "drop": later phases
                 expect ``count`` arrivals fewer; "noComplete": the phase must not complete.
             expects: bytes per lane to expect before the arrival.
 
@@ -325,8 +326,9 @@ class Mbarriers:
             states[step] = self.phase[k, b] | self.pending[k, b] << 32
             if tx is not None:
                 self._expect(here, k, b, tx[step].astype(np.int64), place[step])
-            if m.shared_races and release:
-                m.clocks.publish(*_distinct(rows[step], self.slots(k, b)))
+            if m.shared_races:
+                publish = m.clocks.publish if release else m.clocks.publish_fenced
+                publish(*_distinct(rows[step], self.slots(k, b)))
             self._demand_room(here, k, b, place[step], self.pending[k, b] < counts[step])
             np.subtract.at(self.pending, (k, b), counts[step])
             if drop:
@@ -354,12 +356,18 @@ class Mbarriers:
         self._demand_room(here, k, b, np.arange(len(k)), self.pending[k, b] < 0)
         self._complete(k, b)
 
-    def complete_store(self, here: Execution, address: Any, size: int) -> None:
-        """complete_tx of the ``size`` bytes that each lane has stored by st.async."""
+    def complete_store(self, here: Execution, stored: Any, address: Any, size: int) -> None:
+        """complete_tx of the ``size`` bytes that each lane has ``stored`` by st.async."""
         m = self.machine
-        place, _, numbers, blocks = self.find(here, address)
+        place, lane, numbers, blocks = self.find(here, address)
         if not len(place):
             return
+        there = resolved(here, stored, size)[0][place, lane]
+        for which in np.flatnonzero(there != blocks)[:1]:
+            what = "an asynchronous store whose mbarrier lies in another block than its destination"
+            text = f"blocks {blocks[which]} and {there[which]} of the wave"
+            advice = "give mapa the same rank for both addresses"
+            m.fail(MbarrierMisuse, what, here.site(place[which]), text, advice)
         rows = here.cohort.rows[place]
         if m.shared_races:
             m.clocks.publish(*_distinct(rows, self.slots(numbers, blocks)))
@@ -494,13 +502,14 @@ class Mbarriers:
                     self._ordered[row, wait] = before, clocks.of(rows)[0]
 
     def wait(
-        self, here: Execution, address: Any, phase: Any, parity: bool, blocks: bool
+        self, here: Execution, address: Any, phase: Any, parity: bool, blocks: bool, relaxed: bool
     ) -> Array | None:
         """test_wait and try_wait: whether a phase has completed.
 
         Args:
             phase: its parity, or the state that an arrival returned.
             blocks: whether warps for which it has not completed wait.
+            relaxed: what the phase orders comes before the next fence of a warp, not the wait.
 
         Returns:
             A predicate (n, 1) or (n, 32); None if some warps of the cohort have to wait. The
@@ -534,12 +543,15 @@ class Mbarriers:
         if blocks and stuck.any() and not gives_up:
             m.hold(cohort, ~stuck, pc, WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck]), pc)
             return None
-        if stuck.any():
+        cohort.failed = bool(stuck.any())
+        if cohort.failed:
             cohort.polls = self._polls(pc)
         if m.shared_races and done.any():
             pairs = np.unique(cohort.rows[np.nonzero(done)[0]] * (1 << 20) + numbers[done])
             slots = self.slots(pairs & MOST, m.row_block[pairs >> 20]) + 1
-            if pc in m.program.failed_waits.loose:
+            if relaxed:
+                m.clocks.acquire_later(pairs >> 20, slots)
+            elif pc in m.program.failed_waits.loose:
                 found = zip((pairs >> 20).tolist(), slots.tolist(), strict=True)
                 self._succeeded.update({(row, pc): slot for row, slot in found})
             else:

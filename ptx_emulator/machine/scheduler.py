@@ -116,11 +116,16 @@ class Scheduler(Wave):
         return merged
 
     def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
-        """The cohorts whose last test of an mbarrier or a flag did not fail; all if none."""
+        """The cohorts whose last test of an mbarrier or a flag did not fail; all if none.
+
+        Copies arrive when all poll. The loops of some are long: they need not poll all at once.
+        """
         busy = [c for c in runnable if not c.polls]
+        all_failed = all(c.polls or c.failed for c in runnable)
         for c in runnable:
             c.polls = False
-        if not busy and not self._deliver() and self.dependent:
+            c.failed &= not all_failed
+        if all_failed and not self._deliver() and not busy and self.dependent:
             self.dependent.release()
         return busy or runnable
 
@@ -271,9 +276,12 @@ class Scheduler(Wave):
             self.cohorts.remove(cohort)
         self.wake(WaitsForWarp)
         self.barriers.after_exit(np.unique(blocks))
+        ended = np.unique(blocks)
+        ended = ended[self.live_warps[ended] == 0]
         if self.cluster_size > 1 and self.shared_races:
-            ended = np.unique(blocks)
-            self.shared_races.block_exits(ended[self.live_warps[ended] == 0])
+            self.shared_races.block_exits(ended)
+        if len(ended):
+            self.bulk.block_exits(ended)
         if self.cluster.used:
             self.cluster.check(np.unique(blocks // self.cluster_size))
 

@@ -79,6 +79,13 @@ def is_barrier(ins: Instruction) -> bool:
     return fact("width", ins) is Width.BLOCK
 
 
+def is_relaxed_arrival_or_wait(ins: Instruction) -> bool:
+    """Whether it is an arrival at an mbarrier or a wait for one that orders nothing by itself."""
+    counts_bytes = not {"expect_tx", "complete_tx"}.isdisjoint(ins.mods)
+    arrives = not {"arrive", "arrive_drop"}.isdisjoint(ins.mods)
+    return ins.op == "mbarrier" and "relaxed" in ins.mods and (arrives or not counts_bytes)
+
+
 def is_warp_barrier(ins: Instruction) -> bool:
     """Whether it is bar.warp.sync, at which lanes may also meet by different instructions."""
     return ins.op in ("bar", "barrier") and "warp" in ins.mods
@@ -171,8 +178,8 @@ class Accesses(NamedTuple):
         read_only: loads from global memory that nothing may write (.nc).
         guesses: weak loads whose value a compare-and-swap compares.
         between_threads: whether one thread may read what another one writes.
-        synchronises: whether fences may order other accesses, with strong ones or with such
-            barriers.
+        synchronises: whether fences may order other accesses, with strong ones, with such barriers,
+            or with relaxed arrivals at mbarriers and waits for them.
         relaxed_barriers: whether there are barriers that order nothing without a fence.
     """
 
@@ -208,7 +215,8 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     between_threads = any(may_access_between_threads(ins) for ins in code)
     fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
     barriers = any(is_barrier(ins) and "relaxed" in ins.mods for ins in code)
-    orders = fences and (bool(strong) or barriers)
+    mbarriers = any(is_relaxed_arrival_or_wait(ins) for ins in code)
+    orders = fences and (bool(strong) or barriers or mbarriers)
     sizes = (shared, device)
     orders_of = (strong, volatile, relaxed, releases, narrow, read_only, guesses)
     return Accesses(*sizes, *orders_of, between_threads, orders, barriers)

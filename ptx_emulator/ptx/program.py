@@ -22,6 +22,7 @@ from ptx_emulator.ptx.syntax import (
     Module,
     Operand,
     Reg,
+    Special,
     Sym,
     Variable,
 )
@@ -48,6 +49,17 @@ class Region(NamedTuple):
     warp_wide: bool
 
 
+# Shared memory that the system reserves for cooperative groups, which expect at least 288 bytes.
+_RESERVED, _RESERVED_BYTES = "reserved_smem_offset_1", 288
+
+
+def _reserved(code: list[Instruction]) -> dict[str, Variable]:
+    """The shared memory that the system reserves, as a variable, if code uses it."""
+    if not any(Special(_RESERVED) in ins.operands for ins in code):
+        return {}
+    return {_RESERVED: Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)}
+
+
 class PtxProgram:
     """One kernel of a module.
 
@@ -64,6 +76,7 @@ class PtxProgram:
         maybe_undefined: registers that are read before they are written on some path.
         strays: shuffles whose member mask may leave out lanes, or name some that do not exist.
         shared: offset of each shared variable; ``dynamic_shared``: where the extern array starts.
+        reserved: offsets of the shared memory that the system reserves, zero at first.
         constants: address of each module variable of .global and .const.
     """
 
@@ -87,7 +100,7 @@ class PtxProgram:
         self.code = flat.code
         self.registers = flat.registers
         self.branch_targets = flat.branch_targets
-        self.variables = {**module.variables, **flat.variables}
+        self.variables = {**module.variables, **flat.variables, **_reserved(self.code)}
         self._place_variables()
         self._require_operands()
         self.accesses = instructions.find_accesses(self.code)
@@ -135,6 +148,8 @@ class PtxProgram:
         top = max(dynamic.values(), default=1)
         self.dynamic_shared = -(-ends["shared"] // top) * top
         self.shared |= dict.fromkeys(dynamic, self.dynamic_shared)
+        at = self.shared.get(_RESERVED)
+        self.reserved = slice(0, 0) if at is None else slice(at, at + _RESERVED_BYTES)
         self.local_bytes = -(-ends["local"] // 16) * 16
         self.param_bytes = ends["param"]
         self.constant_bytes = ends["global"] - GLOBAL_BASE

@@ -111,8 +111,10 @@ def _place(ins: Instruction) -> tuple[object, ...]:
 def _loops(program: PtxProgram) -> Iterator[set[int]]:
     """The instructions of each loop, those between a branch back and its target; short ones first.
 
-    A branch back may lead to what never comes to the branch again: then there is no loop.
+    A branch back may lead to what never comes to the branch again: then there is no loop. A loop
+    with several branches back is found by each of them, and then together with the shorter ones.
     """
+    found: list[set[int]] = []
     after = [program.successors(pc) for pc in range(len(program.code))]
     before: dict[int, list[int]] = {}
     for pc, targets in enumerate(after):
@@ -122,7 +124,12 @@ def _loops(program: PtxProgram) -> Iterator[set[int]]:
     for end, start in sorted(back, key=lambda edge: edge[0] - edge[1]):
         behind = _reached(end, start, lambda pc: before.get(pc, ()))
         if start in behind:
-            yield behind & _reached(start, end, lambda pc: after[pc] if pc < len(after) else ())
+            loop = behind & _reached(start, end, lambda pc: after[pc] if pc < len(after) else ())
+            yield loop
+            whole = loop.union(*(other for other in found if not other.isdisjoint(loop)))
+            found.append(whole)
+            if whole != loop:
+                yield whole
 
 
 def _reached(first: int, last: int, ways: Callable[[int], Iterable[int]]) -> set[int]:

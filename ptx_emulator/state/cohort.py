@@ -24,6 +24,7 @@ class Cohort:
             arbitrary; only side effects use the mask.
         waits: why the cohort cannot run, or None.
         polls: its last test of an mbarrier or a flag failed, so that other cohorts run first.
+        failed: its last test of an mbarrier failed, however long ago.
         age: the step at which it last ran.
         shared_base: see `Wave.shared_base`; None until it is first read.
         groups: numbers of its warpgroups in the wave, if it consists of whole warpgroups.
@@ -35,6 +36,7 @@ class Cohort:
     mask: Array | None
     waits: Any = None
     polls: bool = False
+    failed: bool = False
     age: int = 0
     shared_base: Array | None = None
     groups: Array | None = None

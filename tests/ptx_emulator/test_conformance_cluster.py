@@ -55,6 +55,11 @@ __device__ __forceinline__ void load_all(void* to, const CUtensorMap* m, int a, 
                  ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" :: "r"(SM(to)), "l"(m),
                  "r"(a), "r"(b), "r"(SM(full)), "h"(mask) : "memory");
 }
+__device__ __forceinline__ void copy_there(u to, const void* from, u bytes, u full) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];"
+                 :: "r"(to), "r"(SM(from)), "r"(bytes), "r"(full) : "memory");
+}
 // Each block reads what the next one of its cluster wrote.
 KERNEL(reads_its_neighbour) ARGS {
     __shared__ u s[64];
@@ -175,6 +180,17 @@ KERNEL(asynchronous_stores, RaceError|UninitialisedRead) ARGS {
     BUG(wait_cluster(&full, 0);)
     cluster_sync();
 }
+KERNEL(asynchronous_stores_counted_elsewhere, MbarrierMisuse, lies in another block) ARGS {
+    __shared__ u s[64];
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 256); }
+    cluster_sync();
+    u other = (rank() + 1) % blocks(), counts = FIX(other) BUG(rank());
+    store_async(there(s + T, other), in[blockIdx.x * 64 + T], there(&full, counts)); // BUG
+    wait_cluster(&full, 0);
+    out[blockIdx.x * 64 + T] = s[63 - T];
+    cluster_sync();
+}
 KERNEL(asynchronous_additions, RaceError) ARGS {
     __shared__ u s[64];
     __shared__ ull full;
@@ -189,6 +205,66 @@ KERNEL(asynchronous_additions, RaceError) ARGS {
     FIX(wait_cluster(&full, 0);)
     out[blockIdx.x * 64 + T] = s[63 - T];                                       // BUG
     BUG(wait_cluster(&full, 0);)
+    cluster_sync();
+}
+// Each block copies its numbers to the shared memory of the next one.
+#define COPY_TO_NEXT \
+    __shared__ __align__(128) u mine[64], s[64]; \
+    __shared__ ull full; \
+    const u next = (rank() + 1) % blocks(); \
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 256); }
+#define COPY copy_there(there(s, next), mine, 256, there(&full, next))
+KERNEL(copied_and_not_waited_for) ARGS {
+    COPY_TO_NEXT;
+    mine[T] = in[blockIdx.x * 64 + T];
+    fence_async();
+    cluster_sync();
+    if (T == 0) COPY;                                                           // BUG
+    FIX(wait_cluster(&full, 0);)
+    out[blockIdx.x * 64 + T] = s[63 - T];                                       // BUG
+    BUG(wait_cluster(&full, 0);)
+    cluster_sync();
+}
+KERNEL(copied_without_a_proxy_fence, RaceError, proxy fence) ARGS {
+    COPY_TO_NEXT;
+    mine[T] = in[blockIdx.x * 64 + T];                                          // BUG
+    FIX(fence_async();)
+    cluster_sync();
+    if (T == 0) COPY;                                                           // BUG
+    wait_cluster(&full, 0);
+    out[blockIdx.x * 64 + T] = s[63 - T];
+    cluster_sync();
+}
+KERNEL(overwritten_while_a_copy_reads, RaceError, overtake an asynchronous read) ARGS {
+    COPY_TO_NEXT;
+    mine[T] = in[blockIdx.x * 64 + T];
+    fence_async();
+    cluster_sync();
+    if (T == 0) COPY;
+    wait_cluster(&full, 0);
+    FIX(cluster_sync();)
+    mine[T] = 0;                                                                // BUG
+    out[blockIdx.x * 64 + T] = s[63 - T];
+    cluster_sync();
+}
+KERNEL(exits_while_a_copy_reads, RaceError, out of shared memory) ARGS {
+    COPY_TO_NEXT;
+    mine[T] = in[blockIdx.x * 64 + T];
+    fence_async();
+    cluster_sync();
+    if (T == 0) COPY;                                                           // BUG
+    wait_cluster(&full, 0);
+    out[blockIdx.x * 64 + T] = s[63 - T];
+    FIX(cluster_sync();)
+}
+KERNEL(copied_and_counted_elsewhere, LaunchArguments, in another block) ARGS {
+    COPY_TO_NEXT;
+    mine[T] = in[blockIdx.x * 64 + T];
+    fence_async();
+    cluster_sync();
+    if (T == 0) FIX(COPY) BUG(copy_there(there(s, next), mine, 256, SM(&full))); // BUG
+    wait_cluster(&full, 0);
+    out[blockIdx.x * 64 + T] = s[63 - T];
     cluster_sync();
 }
 // One block loads a tile for all, or each block its part of it.
@@ -217,6 +293,17 @@ KERNEL(multicast_before_the_other_is_ready, EmulatorError) ARGS {
     wait_cluster(&full, 0);
     for (int i = T; i < 8 * 32; i += 64) out[blockIdx.x * 256 + i] = s[i];
     cluster_sync();
+}
+KERNEL(exits_while_a_multicast_comes, RaceError|OutOfBounds) ARGS {
+    __shared__ __align__(128) u s[8 * 32];
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); expect(&full, 1024); }
+    cluster_sync();
+    if (T == 0 && rank() == 0)
+        load_all(s, &map, 0, 16, &full, (1 << blocks()) - 1);                   // BUG
+    BUG(if (rank()) return;)
+    wait_cluster(&full, 0);
+    for (int i = T; i < 8 * 32; i += 64) out[blockIdx.x * 256 + i] = s[i];
 }
 KERNEL(multicast_over_what_others_read, EmulatorError) ARGS {
     __shared__ __align__(128) u s[8 * 32];
@@ -267,7 +354,8 @@ def wanted(kernel: str, size: int, grid: int) -> Array:
         return rows[:4, ::-1]
     if kernel == "asynchronous_additions":
         return 1 + 2 * rows[block // size * size + (block - 1) % size, ::-1]
-    if kernel in ("asynchronous_stores", "written_before_a_relaxed_arrival"):
+    of_the_one_before = ("asynchronous_stores", "written_before_a_relaxed", "copied", "a_copy")
+    if any(words in kernel for words in of_the_one_before):
         return rows[block // size * size + (block - 1) % size, ::-1]
     tiles = VALUES.reshape(-1, 256)
     if kernel == "multicast":

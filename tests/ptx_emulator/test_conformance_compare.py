@@ -178,6 +178,8 @@ def test_packed_half_min_and_max_work_on_each_half(name: str, nan: str) -> None:
          lambda a: int(a & 0x7F800000 != 0x7F800000)),
         (".reg .pred p; testp.subnormal.f32 p, %a; selp.b32 %d, 1, 0, p;",
          lambda a: int(0 < a & 0x7FFFFFFF < 0x00800000)),
+        (".reg .pred p; testp.normal.f32 p, %a; selp.b32 %d, 1, 0, p;",
+         lambda a: int(a & 0x7FFFFFFF == 0 or 0x00800000 <= a & 0x7FFFFFFF < 0x7F800000)),
         (".reg .pred p; setp.eq.u32 p, 1, 1; selp.f32 %d, %a, 0f00000000, p;", lambda a: a),
         ("slct.f32.f32 %d, 0f3F800000, 0f40000000, %a;",
          lambda a: 0x3F800000 if a < 0x7F800001 or a == 0x80000000 else 0x40000000),

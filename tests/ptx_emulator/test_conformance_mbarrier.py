@@ -185,6 +185,61 @@ KERNEL(relaxed)(int* out) {
                                   ".cta.shared::cta.b64 _, [%0];" :: "r"(SM(b)) : "memory");
     } else { wait(b, 0); out[blockIdx.x * 128 + T] = s[T]; }
 }
+// One warp writes and arrives, another waits and reads; what is relaxed needs a fence.
+#define ARRIVE(order) asm volatile("mbarrier.arrive" order ".shared::cta.b64 _, [%0];" \
+                                   :: "r"(SM(b)) : "memory")
+#define WAIT(order, parity) asm volatile("{ .reg .pred P; A: mbarrier.try_wait.parity" order \
+    ".shared::cta.b64 P, [%0], %1; @P bra D; bra A; D: }" :: "r"(SM(b)), "r"(parity) : "memory")
+#define RELAXED ".relaxed.cluster"
+#define FENCE(kind) asm volatile("fence." kind ";" ::: "memory")
+#define PASS(arrive, released, wait, acquired) { \
+    START(1); \
+    __shared__ int s[32]; \
+    for (int i = 0; i < 3; ++i) { \
+        if (T >= 32) { \
+            s[T - 32] = T + i; __syncwarp(); released; \
+            if (T == 32) ARRIVE(arrive); \
+        } else { WAIT(wait, i & 1); acquired; out[blockIdx.x * 128 + T] = s[T]; } \
+        __syncthreads(); \
+    } }
+KERNEL(relaxed_wait)(int* out) PASS("", , RELAXED, FIX(FENCE("acq_rel.cta")))
+KERNEL(relaxed_arrival)(int* out) PASS(RELAXED, FIX(FENCE("acq_rel.cta")), "", )
+KERNEL(both_relaxed)(int* out)
+    PASS(RELAXED, FENCE("release.sync_restrict::shared::cta.cluster"),
+         RELAXED, FIX(FENCE("acquire.sync_restrict::shared::cluster.cluster")))
+KERNEL(relaxed_wait_for_a_copy)(int* out, const int* in) {
+    START(1);
+    __shared__ __align__(128) int s[32];
+    if (T == 0) { fence_init(); expect(b, 128); load_bulk(s, in, 128, b); }
+    __syncwarp();
+    WAIT(RELAXED, 0);
+    FIX(FENCE("acq_rel.cta");)
+    out[T] = s[T];
+}
+// Two warps wait for copies, and do something else meanwhile.
+__device__ __forceinline__ bool complete(ull* b, u parity) {
+    u done;
+    asm volatile("{ .reg .pred P; mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2;"
+                 " selp.u32 %0, 1, 0, P; }" : "=r"(done) : "r"(SM(b)), "r"(parity) : "memory");
+    return done;
+}
+KERNEL(meanwhile)(int* out, const int* in, int* turns) {
+    __shared__ __align__(128) int s[2][32];
+    __shared__ ull full[2];
+    if (T == 0) { init(full, 1); init(full + 1, 1); fence_init(); }
+    __syncthreads();
+    const int w = T / 32;
+    if (T % 32 == 0) { expect(full + w, 128); load_bulk(s[w], in + 32 * w, 128, full + w); }
+    __syncwarp();
+    if (w == 0) {
+        while (!complete(full, 0)) atomicAdd(turns, 1);
+    } else {
+        while (!complete(full + 1, 0))
+            for (int i = 0; i < 3; ++i)
+                if (atomicAdd(turns + 1, 1) < 0) atomicAdd(turns, 1);
+    }
+    out[T] = s[w][T % 32];
+}
 KERNEL(completes)(int* out) {
     START(2);
     if (T == 0) {
@@ -291,6 +346,34 @@ def test_a_relaxed_arrival_publishes_nothing() -> None:
         launch(hopper_ptx(CUDA), "relaxed", 1, 64, [out])
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kernel", ["relaxed_wait", "relaxed_arrival", "both_relaxed"])
+def test_fences_order_what_relaxed_arrivals_and_waits_do_not(kernel: str, seed: int | None) -> None:
+    out = np.zeros(32, np.int32)
+    launch(hopper_ptx(CUDA, True), kernel, 1, 64, [out], order_seed=seed)
+    assert (out == np.arange(32) + 34).all()
+    with pytest.raises(RaceError, match="a read and a write of another warp are not ordered"):
+        launch(hopper_ptx(CUDA), kernel, 1, 64, [out], order_seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_relaxed_wait_alone_does_not_show_what_a_copy_wrote(seed: int | None) -> None:
+    out, given = np.zeros(32, np.int32), np.arange(32, dtype=np.int32)
+    name = "relaxed_wait_for_a_copy"
+    launch(hopper_ptx(CUDA, True), name, 1, 32, [out, given], order_seed=seed)
+    assert (out == given).all()
+    with pytest.raises(RaceError, match="a read and an asynchronous write are not ordered"):
+        launch(hopper_ptx(CUDA), name, 1, 32, [out, given], order_seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_arrive_while_all_warps_do_something_between_their_waits(seed: int | None) -> None:
+    out, given = np.zeros(64, np.int32), np.arange(64, dtype=np.int32)
+    args = [out, given, np.zeros(3, np.int32)]
+    launch(hopper_ptx(CUDA), "meanwhile", 1, 64, args, order_seed=seed, step_limit=20_000)
+    assert (out == given).all()
+
+
 def test_an_arrival_without_completion_must_not_complete() -> None:
     launch(hopper_ptx(CUDA, True), "completes", 1, 32, [None])
     with pytest.raises(MbarrierMisuse, match="noComplete"):
@@ -326,6 +409,17 @@ def test_spellings(form: str, seed: int | None) -> None:
     launch(header + ptx, "k", 1, 64, [out], order_seed=seed)
     want = np.where(np.arange(64) < 40, 1, 2) if form == "a guarded wait" else 1
     assert (out == want).all()
+
+
+def test_a_wait_that_sleeps_after_some_turns_is_a_deadlock_too() -> None:
+    """As those of libcu++: the loop has two branches back, of which one counts."""
+    body = """setp.lt.u32 %p, %t, 32; @%p mbarrier.arrive.shared.b64 _, [room+8]; mov.u32 %v, 0;
+        bra W; COUNT: add.u32 %v, %v, 1; W: mbarrier.try_wait.parity.shared.b64 %q, [room+8], 0;
+        @!%q bra SLEEP; bra DONE; SLEEP: setp.lt.u32 %p, %v, 16; @%p bra COUNT;
+        nanosleep.u32 20; bra W; DONE:"""
+    text = ".version 8.0\n.target sm_90\n.address_size 64\n" + PTX.replace("BODY", body)
+    with pytest.raises(DeadlockError, match="32 of 64 arrivals pending"):
+        launch(text, "k", 1, 64, [np.zeros(64, np.uint32)], step_limit=1000)
 
 
 @pytest.mark.parametrize(

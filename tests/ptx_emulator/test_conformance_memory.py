@@ -330,3 +330,28 @@ def test_the_address_of_an_array_keeps_its_alignment() -> None:
         view = room[offset : offset + 1]
         run_ptx(ptx, "k", 1, 1, view)
         assert view[0] == view.ctypes.data % 16
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_system_reserves_shared_memory_that_is_zero(strict: bool) -> None:
+    """Groups of several warps meet there: `cooperative_groups::tiled_partition<64>`."""
+    ptx = """.visible .entry k(.param .u64 out) { .reg .b64 %o; .reg .b32 %t, %at, %mine, %x, %y;
+        .shared .align 4 .b32 s[32]; ld.param.u64 %o, [out]; mov.u32 %t, %tid.x;
+        mad.wide.u32 %o, %t, 4, %o; mov.u32 %at, %reserved_smem_offset_1; mov.u32 %mine, s;
+        mad.lo.u32 %mine, %t, 4, %mine; st.shared.u32 [%mine], %t; bar.warp.sync -1;
+        atom.shared.or.b32 %x, [%at+284], 64; ld.shared.u32 %y, [%mine]; add.u32 %x, %x, %y;
+        st.global.u32 [%o], %x; ret; }"""
+    out = np.zeros(32, np.uint32)
+    run_ptx(ptx, "k", 1, 32, out, strict=strict)
+    assert sorted((out - np.arange(32)).tolist()) == [0] + [64] * 31
+
+
+def test_sizes_of_shared_memory_are_those_allocated() -> None:
+    """In units of 128 bytes since sm_80, and with 1 KiB that the system reserves."""
+    ptx = """.visible .entry k(.param .u64 out) { .reg .b64 %o; .reg .b32 %x, %y, %z;
+        .shared .align 4 .b8 s[100]; ld.param.u64 %o, [out]; mov.u32 %x, s;
+        mov.u32 %x, %dynamic_smem_size; mov.u32 %y, %total_smem_size; mov.u32 %z, %aggr_smem_size;
+        st.global.v2.u32 [%o], {%x, %y}; st.global.u32 [%o+8], %z; ret; }"""
+    out = np.zeros(3, np.uint32)
+    run_ptx(ptx, "k", 1, 1, out, shared_bytes=40)
+    assert out.tolist() == [40, 256, 1280]

@@ -210,6 +210,19 @@ KERNEL(store_read_known_to_its_thread_only) ARGS {
         FIX(__syncthreads();)
     }
 }
+KERNEL(store_that_another_thread_stores_too) ARGS {
+    START;
+    for (int i = T; i < TILE / 2; i += blockDim.x) s[i] = raw[i];
+    fence_async();
+    __syncthreads();
+    if (first) { store2(&out, 0, 0, s); commit(); }                             // BUG
+    __syncthreads();
+    if (T == 32) { store2(&out, 0, 32, s); commit(); wait_read<0>(); }
+    FIX(if (first) wait_read<0>();)
+    __syncthreads();
+    for (int i = T; i < TILE / 2; i += blockDim.x) s[i] = raw[i];               // BUG
+    BUG(if (first) wait_read<0>();)
+}
 KERNEL(load_over_a_store_that_still_reads) ARGS {
     START;
     if (first) {

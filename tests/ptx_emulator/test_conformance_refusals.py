@@ -167,7 +167,7 @@ def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(ref
 
 
 def test_a_function_that_is_not_called_may_have_special_registers_that_are_refused() -> None:
-    unused = ".func unused() { .reg .b32 %r; mov.u32 %r, %reserved_smem_offset_1; ret; }"
+    unused = ".func unused() { .reg .b32 %r; mov.u32 %r, %reserved_smem_offset_cap; ret; }"
     out = np.zeros(1, np.uint32)
     launch(f".version 8.8\n.target sm_90\n.address_size 64\n{unused}\n{PLAIN}", "k", 1, 1, [out, 7])
     assert out[0] == 7

@@ -62,6 +62,39 @@ KERNEL(changed) (MAP map, unsigned short* out, CUtensorMap* maps, unsigned short
     }
     COPY_BOX(own, 0, 0)
 }
+#define SET(field, entry, value) \
+    asm volatile("tensormap.replace.tile." field ".shared::cta.b1024.b32 [%0], " entry "%1;" \
+                 :: "r"(SM(&mine)), value : "memory")
+// A map of a matrix with 64 columns that no host has made, as a descriptor of Triton.
+KERNEL(made) (unsigned short* out, CUtensorMap* own, unsigned short* rows, u count, u stride) {
+    __shared__ __align__(128) CUtensorMap mine;
+    if (T < 16) mine.opaque[T] = 0;
+    __syncwarp();
+    if (T == 0) {
+        REPLACE("global_address", "b64", &mine, "l"(rows));
+        asm volatile("tensormap.replace.tile.rank.shared::cta.b1024.b32 [%0], 1;"
+                     :: "r"(SM(&mine)) : "memory");
+        SET("box_dim", "0, ", "r"(64));
+        SET("box_dim", "1, ", "r"(8));
+        SET("global_dim", "0, ", "r"(64));
+        SET("global_dim", "1, ", "r"(count));
+        asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;"
+                     :: "r"(SM(&mine)), "l"(128ull) : "memory");
+        SET("element_stride", "0, ", "r"(1));
+        SET("element_stride", "1, ", "r"(stride));
+        SET("elemtype", "", "n"(1));
+        SET("interleave_layout", "", "n"(0));
+        SET("swizzle_mode", "", "n"(0));
+        SET("fill_mode", "", "n"(0));
+    }
+    __syncwarp();
+    if (T < 32) {
+        asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu"
+                     ".sync.aligned [%0], [%1], 128;" :: "l"(own), "r"(SM(&mine)) : "memory");
+        FIX(acquire(own);)
+    }
+    COPY_BOX(own, 0, 0)
+}
 KERNEL(wider) (MAP map, unsigned short* out, CUtensorMap* own) {
     if (T < 16) own->opaque[T] = map.opaque[T];
     __syncwarp();
@@ -143,6 +176,23 @@ def test_a_changed_map_needs_its_fence(seed: int | None) -> None:
     with pytest.raises(FenceError, match="tensor map that the kernel has written") as caught:
         changed(8, fixed=False, seed=seed)
     assert "fence.proxy.tensormap" in caught.value.way_out
+
+
+def made(out: Array, fixed: bool = True, stride: int = 1) -> None:
+    room = np.zeros(256, np.uint8)
+    own = room[-room.ctypes.data % 128 :][:128]
+    run("made", out, own, VALUES[8:], np.uint32(5), np.uint32(stride), fixed=fixed)
+
+
+def test_a_kernel_makes_a_map_of_nothing() -> None:
+    out = np.ones((8, 64), np.uint16)
+    made(out)
+    assert (out[:5] == VALUES[8:13]).all()
+    assert not out[5:].any()
+    with pytest.raises(FenceError, match="tensor map that the kernel has written"):
+        made(out, fixed=False)
+    with pytest.raises(LaunchArguments, match="element strides other than 1"):
+        made(out, stride=2)
 
 
 def test_a_changed_map_must_stay_in_a_buffer() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashgen.shared.errors import LaunchError
 from ptx_emulator import TensorMap, launch
-from ptx_emulator.errors import LaunchArguments, UnknownInstruction
+from ptx_emulator.errors import LaunchArguments, Misaligned, UnknownInstruction
 from ptx_emulator.machine.tma import boxes
 from tests.ptx_emulator.test_conformance import Array
 from tests.support.tma_boxes import box_kernel, load, swizzled_by_hand
@@ -278,3 +278,42 @@ def test_other_forms_are_refused(old: str, new: str) -> None:
     assert new in ptx
     with pytest.raises(UnknownInstruction):
         launch(ptx, "k", 1, 128, [TensorMap(array, (64, 4, 2)), np.zeros(3, np.int32), out], 1024)
+
+
+def prefetch_ptx(body: str) -> str:
+    return f""".version 8.6\n.target sm_90a\n.address_size 64
+        .visible .entry k(.param .align 64 .b8 m[128], .param .u64 x) {{ .reg .b64 %map, %x;
+        mov.b64 %map, m; cvta.param.u64 %map, %map; ld.param.u64 %x, [x]; {body} ret; }}"""
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ("[%map, {0, 0}]", None, ""),
+        ("[%map, {0, 0, 0}]", LaunchArguments, "number of dimensions"),
+        ("[%x, {0, 0}]", LaunchArguments, "no tensor map lies"),
+        ("[%x], 64", None, ""),
+        ("[%x+16], 24", LaunchArguments, "not a multiple of 16"),
+        ("[%x+8], 64", Misaligned, "misaligned 16-byte access to global memory"),
+    ],
+)
+def test_a_prefetch_has_the_operands_of_a_copy(
+    body: str, error: type[Exception] | None, said: str
+) -> None:
+    rank = f".tensor.{body.count(',')}d" if "{" in body else ""
+    where = "L2.global.tile" if rank else "L2.global"
+    ptx = prefetch_ptx(f"cp.async.bulk.prefetch{rank}.{where} {body};")
+    array = np.zeros((16, 64), np.uint16)
+    args = [TensorMap(array, (64, 8)), array]
+    if error is None:
+        launch(ptx, "k", 1, 1, args)
+        return
+    with pytest.raises(error, match=said):
+        launch(ptx, "k", 1, 1, args)
+
+
+def test_a_prefetch_with_a_word_that_it_does_not_have_is_refused() -> None:
+    array = np.zeros((16, 64), np.uint16)
+    ptx = prefetch_ptx("cp.async.bulk.prefetch.later.L2.global [%x], 64;")
+    with pytest.raises(UnknownInstruction, match=r"\.later"):
+        launch(ptx, "k", 1, 1, [TensorMap(array, (64, 8)), array])
