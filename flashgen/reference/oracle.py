@@ -78,8 +78,10 @@ def attention(
     if isinstance(call.get("q_offset"), Tensor):
         captured[OFFSETS[0]] = call["q_offset"]  # type: ignore[assignment]
     copied = contiguous_call(q, k, v, captured)
-    call["q_offset"], call["tensors"] = copied.tensors.pop(OFFSETS[0]), copied.tensors
     own = contiguous(packed_queries(spec))
+    call["q_offset"], call["tensors"] = copied.tensors[OFFSETS[0]], copied.tensors
+    if all(tensor.name != OFFSETS[0] for tensor in own.tensors):
+        del copied.tensors[OFFSETS[0]]
     out, lse = _attend(problem_of(own, *copied[:3], exact=exact, **call))
     return copied.of_queries(out, q), copied.of_queries(lse, q)
 

@@ -105,6 +105,21 @@ def test_rows_of_any_head_dim_have_their_own_scale(dims: tuple[int, int]) -> Non
     assert all(map(torch.equal, found.contents, by_loop.contents))
 
 
+@pytest.mark.parametrize("backend", ["tiled", "emulator"])
+def test_values_that_are_columns_of_the_keys_have_their_codes(backend: str) -> None:
+    rows = rows_of((3, 3), (3, 14), SHAPE, (32, 16), torch.float16)
+    alone = Caches("int8", (32, 16)).append(rows, rows.by_slots, backend=backend)
+    cache, scale = Caches("int8", (32, 16)).k, torch.full(SHAPE, 7.0)
+    columns = rows.k, rows.k[..., :16], cache, cache[..., :16]
+    given = {**rows.by_slots, "k_scale": scale, "write_scales": True, "backend": backend}
+    with pytest.raises(fg.InputError, match="would replace what is written of the keys") as error:
+        fg.append_kv(*columns, **given, v_scale=scale.clone())
+    assert "and v_scale=k_scale, for values" in error.value.way_out
+    fg.append_kv(*columns, **given, v_scale=scale)
+    assert torch.equal(cache, alone.k)
+    assert torch.equal(scale, alone.scales["k_scale"])
+
+
 def all_numbers(dtype: torch.dtype) -> Tensor:
     """The 65,536 numbers of a dtype of 16 bits, in rows that no infinity shares with others."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -289,3 +289,12 @@ def test_every_order_of_blocks_writes_the_same_bytes() -> None:
     launch(rows, one, rows.by_table)
     launch(rows, other, rows.by_table, order_seed=3)
     assert same(one, other)
+
+
+def test_values_that_are_columns_of_the_keys_are_written_once() -> None:
+    """The emulator would report two stores of the same bytes."""
+    k = torch.randn(1, 2, 3, 32, generator=torch.Generator().manual_seed(1)).half()
+    cache = torch.zeros(2, 2, 4, 32, dtype=HALF)
+    places = torch.tensor([5, 0, 3])
+    fg.append_kv(k, k[..., :16], cache, cache[..., :16], slot_mapping=places, backend="emulator")
+    assert torch.equal(cache.transpose(1, 2).flatten(0, 1)[places], k[0].transpose(0, 1))

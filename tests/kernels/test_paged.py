@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
+import flashgen as fg
 from flashgen.shared.paths import PATHS
 from tests.support.judged import check_few_spills, check_gates
 from tests.support.paged_calls import Paged, Sequences
@@ -56,6 +58,22 @@ def test_queries_of_different_numbers_are_packed(
 ) -> None:
     call = dataclasses.replace(paged(name, MIXED, arch, split_size=split_size), packed=True)
     call.judged()
+
+
+def test_packed_rows_of_no_sequence_have_no_sink_where_splits_are_merged() -> None:
+    op = fg.attention(CAUSAL.replace(head_dim=32, sink=True))
+    q, k = torch.randn(2, 1, 2, 5, 32, generator=torch.Generator().manual_seed(1)).half()
+    cache = torch.zeros(8, 2, 5, 32).half()
+    cache[:1] = k
+    integers = {"page_table": [[0] * 8], "cache_seqlens": [5], "cu_seqlens_q": [0, 3]}
+    given: dict[str, Any] = {name: torch.tensor(x).int() for name, x in integers.items()}
+    given |= {"sink": torch.ones(2), "return_lse": True, "split_size": 16}
+    for backend in ("tiled", "emulator"):
+        out, lse = op(q, cache, cache, **given, backend=backend)
+        assert (lse[:, :, :3] >= 1).all()
+        assert (lse[:, :, 3:] == -torch.inf).all(), backend
+        assert not out[:, :, 3:].any()
+    assert op.report.merge is not None
 
 
 @pytest.mark.slow

@@ -240,6 +240,10 @@ def test_values_do_not_replace_keys_unless_they_are_columns_of_them() -> None:
         assert error.value.way_out.startswith("v_cache=torch.zeros_like(v_cache)")
     fg.append_kv(v, v[..., :8], cache, cache[..., :8], slot_mapping=slots)
     assert torch.equal(cache[1, :, 1], v[0, :, 1])
+    with pytest.raises(fg.InputError, match="would replace what is written of the keys") as error:
+        fg.append_kv(v, k[..., :8], cache, cache[..., :8], slot_mapping=slots)
+    assert "; or v=k[..., :8], v_cache=k_cache[..., :8], for" in error.value.way_out
+    fg.append_kv(v[:, :, :0], k[:, :, :0], cache, cache, slot_mapping=slots[:0])  # no rows
 
 
 @pytest.mark.parametrize(("change", "what", "argument"), WRONG)

@@ -116,6 +116,23 @@ def test_calls_without_keys_or_queries_have_empty_rows() -> None:
     assert OP(q[:0], k, v, page_table=TABLE[:0], cache_seqlens=LENGTHS_OF[:0]).shape[0] == 0
 
 
+def test_a_table_without_pages_takes_captured_tensors_without_elements() -> None:
+    q, k, v = operands()
+    kept = fg.Tensor("kept", ("batch", "seq_k"), "bool")
+    op = fg.attention(SPEC.replace(mask_mod=lambda b, h, q, k: kept[b, k], name="kept_paged"))
+    given = tables(page_table=TABLE[:, :0], cache_seqlens=0 * LENGTHS_OF)
+    assert not op(q, k, v, **given, kept=torch.ones(2, 0, dtype=torch.bool)).any()
+
+
+def test_the_entropy_is_of_queries_at_any_positions() -> None:
+    q, k, v = operands()
+    request = fg.AuxRequest(entropy=True)
+    at = torch.tensor([9, 3], dtype=torch.int32)
+    found = OP(q, k, v, **tables(), q_offset=at, return_aux=request)[1]
+    expected = OP(q, k, v, **tables(cache_seqlens=at + 1), return_aux=request)[1]
+    torch.testing.assert_close(found.entropy, expected.entropy)
+
+
 def test_the_reference_takes_caches() -> None:
     q, k, v = operands()
     exact, _ = reference.attention(SPEC, q, k, v, tensors=tables())

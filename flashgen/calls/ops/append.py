@@ -65,7 +65,8 @@ def append_kv(
         k_cache: [pages, heads_kv, page_size, d], of the dtype of k. Any strides with a contiguous
             last dimension: NHD caches [pages, page_size, heads_kv, d] as ``.transpose(1, 2)``, and
             K and V that share a tensor as views of it.
-        v_cache: [pages, heads_kv, page_size, d_v], likewise.
+        v_cache: [pages, heads_kv, page_size, d_v], likewise. Where v is k[..., :d_v] and v_cache
+            k_cache[..., :d_v], the values are columns of the keys and are written once.
         page_table: int32 [sequences, max_pages], the pages of each sequence in order.
         cache_seqlens: int32 [sequences], the keys of each sequence, the new ones included.
         slot_mapping: int64 [tokens], in the order of batch and rows; -1 skips a token.

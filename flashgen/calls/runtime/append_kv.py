@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashgen.calls.runtime.arguments.new_rows import (
+    COLUMNS,
     DIM_STEP,
     AppendOperands,
     check_append,
@@ -161,7 +162,7 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
                 ]
             ),
             operands.write_scales,
-            operands.written_twice,
+            operands.sharing,
             rows,
             caches,
             backend,
@@ -181,6 +182,7 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
     k, v, k_cache, v_cache, table = operands[:5]
     strided = operands.tensors
     lines = operands.tokens * k_cache.shape[1]  # which lanes share
+    columns_v = 0 if operands.sharing == COLUMNS else v.shape[3]  # that keys do not have
     if operands.quantises:
         names = dtype_name(k.dtype), dtype_name(k_cache.dtype)
         build = build_append_codes(*names, operands.write_scales, is_aligned(operands), arch)
@@ -194,7 +196,7 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
         width = access_bytes(operands)
         build = build_append_kv(width, arch)
         unit = of_vector = width // k.element_size()
-        lane_bits = lane_bits_of_append((k.shape[3] + v.shape[3]) // of_vector)
+        lane_bits = lane_bits_of_append((k.shape[3] + columns_v) // of_vector)
     numbers: dict[str, int] = {}
     for name in (*operands._fields[:4], *SCALE_NAMES):
         tensor = strided[name]
@@ -216,7 +218,7 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
         "page_size": page_size,
         "max_pages": 0 if table is None else table.shape[1],
         "vectors_k": k.shape[3] // of_vector,
-        "vectors_v": v.shape[3] // of_vector,
+        "vectors_v": columns_v // of_vector,
         "lane_bits": lane_bits,
     }
     blocks = -(-lines // (build.plan.threads >> lane_bits))
@@ -230,10 +232,9 @@ def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
     written = slots >= 0
     slots = slots[written]
     place = slots // page, slice(None), slots % page
-    for new, cache, scale in (
-        (operands.k, operands.k_cache, operands.k_scale),
-        (operands.v, operands.v_cache, operands.v_scale),
-    ):
+    of_keys = operands.k, operands.k_cache, operands.k_scale
+    of_values = operands.v, operands.v_cache, operands.v_scale
+    for new, cache, scale in (of_keys, of_values)[: 1 if operands.sharing == COLUMNS else 2]:
         rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
         rows = rows[written]
         if scale is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flashgen.calls.runtime.arguments.positions import rows_outside
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, refuse
 from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import bind
@@ -181,6 +182,8 @@ class Splits:
             kernel = self._program.merge(self._target.arch)
             self._merge = bind_merge(kernel, *given, run=self._call.run)
         counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
+        if self._signature.packed and self._signature.sink is not None:
+            results[1].masked_fill_(rows_outside(captured, results[1].shape[2]), -math.inf)
         return KernelRun(self._merge.build, counters, perf_counter() - start)
 
     def _sink(

@@ -20,7 +20,6 @@ from flashgen.shared.signature import (
     KEY_HEADS,
     LAYOUT_NAMES,
     LISTS,
-    OFFSETS,
     OWNED,
     PAGE_NAMES,
     PART_HEADS,
@@ -206,7 +205,7 @@ def contiguous(spec: AttentionSpec) -> AttentionSpec:
     whose keys are not split.
     """
     spec = of_elements(spec)
-    paged = (*PAGE_NAMES, *BOUNDARY_NAMES, *OFFSETS)
+    paged = (*PAGE_NAMES, *BOUNDARY_NAMES)  # statistics read the positions of queries too
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
     changed = of_expressions(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
     unsplit = dict.fromkeys(("split", "folds", "runs"), False)

@@ -248,7 +248,7 @@ def _check_ends(
     signature: CallSignature, captured: Sequence[Tensor], call: CheckedCall, sizes: dict[str, int]
 ) -> None:
     """Checks that captured tensors and block layouts have elements for all positions."""
-    lengths = ends = 1, 1
+    lengths = ends = min(call.seq_q, 1), min(call.seq_k, 1)
     check_lengths(signature, captured, sizes, call.is_empty)
     if not (signature.packed or signature.offsets or signature.paged):
         lengths = call.seq_q, call.seq_k

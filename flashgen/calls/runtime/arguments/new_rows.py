@@ -27,6 +27,10 @@ MOST_ROWS = 2**30
 """The largest number of tokens times heads of a call, whose kernel counts rows in 32 bits."""
 
 
+COLUMNS = "columns"
+"""The values of a call are the first columns of its keys."""
+
+
 class AppendOperands(NamedTuple):
     """The tensors of a call, and whether it writes scales. `flashgen.append_kv` describes them."""
 
@@ -63,14 +67,18 @@ class AppendOperands(NamedTuple):
         return self.k.shape[0] * self.k.shape[2]
 
     @property
-    def written_twice(self) -> str:
-        """The name of a tensor of values that is written where the one of keys is; "" for none.
-
-        Values that are the first columns of the keys are the same rows in the same cache.
-        """
-        scales = self.write_scales and _is_memory_of(self.k_scale, self.v_scale)
-        caches = _is_memory_of(self.k_cache, self.v_cache) and not _is_memory_of(self.k, self.v)
-        return "v_scale" if scales else "v_cache" if caches else ""
+    def sharing(self) -> str:
+        """What values have in common with keys in memory: "" for nothing; `COLUMNS` where they are
+        the first columns of the keys in both rows and caches, and are written with them; else the
+        name of the tensor of values that would be written over that of keys."""
+        if not self.k.numel():
+            return ""
+        scales = self.k_scale, self.v_scale
+        if _are_columns(self.k, self.v) and _are_columns(self.k_cache, self.v_cache):
+            return COLUMNS if not self.quantises or _are_columns(*scales) else "v_scale"
+        if self.write_scales and _is_memory_of(*scales):
+            return "v_scale"
+        return "v_cache" if _is_memory_of(self.k_cache, self.v_cache) else ""
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +90,15 @@ class AppendOperands(NamedTuple):
 def _is_memory_of(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors with memory begin at the same element."""
     return one is not None and other is not None and one.data_ptr() == other.data_ptr() != 0
+
+
+def _are_columns(keys: Tensor | None, values: Tensor | None) -> bool:
+    """Whether rows of values are the first elements of the rows of keys."""
+    if keys is None or values is None or not _is_memory_of(keys, values):
+        return False
+    axes = [zip(tensor.shape[:3], tensor.stride()[:3], strict=True) for tensor in (keys, values)]
+    placed, others = ([(size, step) for size, step in axis if size > 1] for axis in axes)
+    return placed == others and keys.shape[3:] >= values.shape[3:]
 
 
 def is_coded(cache: object) -> bool:
@@ -329,14 +346,22 @@ def check_limits(operands: AppendOperands) -> None:
     Raises:
         InputError: there are too many rows, or too many slots; or values would replace keys.
     """
-    name = operands.written_twice
-    if name:
-        of_keys = name.replace("v", "k", 1)
+    name = operands.sharing
+    if name not in ("", COLUMNS):
+        if _is_memory_of(operands.k_cache, operands.v_cache):
+            columns = operands.v.shape[3]
+            found = "v_cache begins at the first element of k_cache"
+            shared = f"; or v=k[..., :{columns}], v_cache=k_cache[..., :{columns}]"
+            shared += " and v_scale=k_scale" * operands.quantises
+            shared += ", for values that are the first columns of the keys"
+        else:
+            found, shared = "v_scale begins at the first element of k_scale", ""
+        own = "v_cache" if shared else name
         refuse(
             "what is written of the values would replace what is written of the keys",
             f"argument {name} of append_kv",
-            f"{name} begins at the first element of {of_keys}",
-            f"{name}=torch.zeros_like({name}), a tensor of its own",
+            found,
+            f"{own}=torch.zeros_like({own}), a tensor of its own{shared}",
         )
     pages, heads, page, _ = operands.k_cache.shape
     if page == 0:
